@@ -1,0 +1,58 @@
+# `make demo` and `make test` need Python 3.10 to 3.13 with venv, and a C++17 compiler. All else, cmake and ninja
+# included, goes into .venv from constraints.txt; a second run starts at once. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+
+.PHONY: help demo test lint format ready clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## start an engine, release its memory, resume it, compare the tokens; ends by itself
+	@$(BIN)/memsaver demo $(ARGS)
+
+test: lint  ## lint, type-check and run every test (those that need a GPU are skipped without one)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## ruff, mypy --strict, clang-format; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+format: $(READY)  ## format Python and C++ in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+ready: $(READY)  ## set up .venv and build the native module, no more
+
+clean:  ## remove .venv, the build folder and the caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find memsaver_core -name '*.so' -delete
+
+$(BIN)/python:
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else \
+	  f"memsaver needs Python 3.10 to 3.13, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo 'This Python has no venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+
+# Built without isolation: the build tools come from the same pinned .venv, and the build never fetches a torch of its own.
+$(READY): constraints.txt pyproject.toml CMakeLists.txt $(NATIVE) | $(BIN)/python
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+	  echo 'A C++17 compiler is needed; on Debian and Ubuntu: apt install g++' >&2; exit 1; }
+	@echo 'Setting up $(VENV) (some minutes the first time) ...'
+	@$(PIP) install -c constraints.txt $(BUILD_TOOLS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[engine,test,lint]'
+	@touch $@

@@ -1,0 +1,97 @@
+#include "backup/digest_queue.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "support/error.hpp"
+#include "support/log.hpp"
+
+namespace memsaver {
+
+DigestQueue::DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
+    : driver_(driver), device_(device), key_(key), stream_(stream) {
+  constexpr std::size_t bytes = sizeof(Slot) * kSlots;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
+        .with_bytes(bytes);
+  }
+  try {
+    driver_.register_host(memory, bytes);
+  } catch (...) {
+    munmap(memory, bytes);
+    throw;
+  }
+  slots_ = static_cast<Slot*>(memory);
+  for (std::size_t i = 0; i < kSlots; ++i) idle_.push_back(slots_ + i);
+}
+
+DigestQueue::~DigestQueue() {
+  abandon();
+  try {
+    driver_.unregister_host(slots_);
+  } catch (const std::exception&) {
+    // At process exit the device may be gone before us.
+  }
+  munmap(slots_, sizeof(Slot) * kSlots);
+}
+
+std::size_t DigestQueue::items_of(const std::vector<Extent>& extents) {
+  std::size_t items = 0;
+  for (const auto& extent : extents) items += (extent.bytes + kItemBytes - 1) / kItemBytes;
+  return items;
+}
+
+void DigestQueue::submit(const std::vector<DigestJob>& jobs) {
+  Batch batch{idle_.back(), {}, Event{}};
+  std::size_t count = 0;
+  for (const auto& job : jobs) {
+    for (const auto& extent : *job.extents) {
+      for (std::size_t at = 0; at < extent.bytes; at += kItemBytes) {
+        batch.slot->items[count++] = {job.base + extent.offset + at, std::min(kItemBytes, extent.bytes - at),
+                                      (extent.offset + at) / kDigestWord};
+      }
+    }
+    batch.ends.push_back(count);
+  }
+  driver_.digest(device_, key_, batch.slot->items, count, batch.slot->results, stream_);
+  batch.event = driver_.record(device_, stream_);
+  idle_.pop_back();
+  batches_.push_back(std::move(batch));
+}
+
+std::vector<Digest> DigestQueue::collect() {
+  const Batch batch = std::move(batches_.front());
+  batches_.pop_front();
+  idle_.push_back(batch.slot);
+  try {
+    driver_.wait(device_, batch.event);
+  } catch (...) {
+    driver_.recycle(device_, batch.event);
+    throw;
+  }
+  driver_.recycle(device_, batch.event);
+  std::vector<Digest> digests;
+  std::size_t at = 0;
+  for (const std::size_t end : batch.ends) {
+    Digest sum;
+    for (; at < end; ++at) sum += batch.slot->results[at];
+    digests.push_back(sum);
+  }
+  return digests;
+}
+
+void DigestQueue::abandon() noexcept {
+  while (!batches_.empty()) {
+    try {
+      (void)collect();
+    } catch (const std::exception& error) {
+      warn(std::string("a digest under way was given up: ") + error.what());
+    }
+  }
+}
+
+}  // namespace memsaver

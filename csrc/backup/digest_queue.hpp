@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "driver/driver.hpp"
+
+namespace memsaver {
+
+// What to digest: `extents` of the allocation at `base`.
+struct DigestJob {
+  Address base;
+  const std::vector<Extent>* extents;
+};
+
+// Digests on a device, several batches under way at once, results in the order of submission.
+class DigestQueue {
+ public:
+  // One thread block digests 256 KiB: enough blocks to fill the device from a few dozen MiB on, few enough that the
+  // table of items stays small (24 bytes each, read by the device from host memory).
+  static constexpr std::size_t kItemBytes = std::size_t{256} << 10;
+  static constexpr std::size_t kSlotItems = 8192;  // 2 GiB in whole items
+  static constexpr std::size_t kSlots = 3;
+
+  DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream);
+  DigestQueue(const DigestQueue&) = delete;
+  DigestQueue& operator=(const DigestQueue&) = delete;
+  ~DigestQueue();
+
+  // The items that a job needs; a batch may have kSlotItems in all.
+  [[nodiscard]] static std::size_t items_of(const std::vector<Extent>& extents);
+  [[nodiscard]] bool full() const { return batches_.size() == kSlots; }
+  [[nodiscard]] bool empty() const { return batches_.empty(); }
+
+  // Only while not full(). The job's extents must live until it is collected.
+  void submit(const std::vector<DigestJob>& jobs);
+  // The digests of the oldest batch, waiting for it. Only while not empty(). The batch is gone even when this throws.
+  [[nodiscard]] std::vector<Digest> collect();
+  // Waits for what is under way and forgets it; never throws.
+  void abandon() noexcept;
+
+ private:
+  struct Slot {
+    DigestItem items[kSlotItems];
+    Digest results[kSlotItems];
+  };
+  struct Batch {
+    Slot* slot;
+    std::vector<std::size_t> ends;  // of each job, in items
+    Event event;
+  };
+
+  Driver& driver_;
+  const int device_;
+  const DigestKey key_;
+  const Stream stream_;
+  Slot* slots_ = nullptr;
+  std::vector<Slot*> idle_;
+  std::deque<Batch> batches_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,123 @@
+#include "backup/file_store.hpp"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
+
+namespace memsaver {
+
+namespace {
+
+std::size_t to_pages(std::size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
+
+Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
+  const bool full = code == ENOSPC || code == EDQUOT;
+  return Error::from_driver(full ? ErrorKind::out_of_host_memory : ErrorKind::backup, call, strerrorname_np(code),
+                            std::string(std::strerror(code)) + ", backup file in " + folder)
+      .with_bytes(bytes)
+      .with_advice(full ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system" : "");
+}
+
+}  // namespace
+
+FileStore::FileStore(std::string folder) : folder_(std::move(folder)) {}
+
+FileStore::~FileStore() {
+  if (file_ >= 0) close(file_);
+}
+
+void FileStore::open() {
+  if (file_ >= 0) return;
+  for (const int flags : {O_DIRECT, 0}) {
+    file_ = ::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+    if (file_ >= 0) return;
+  }
+  // A file system without O_TMPFILE: make a file and take its name away.
+  std::string path = folder_ + "/memsaver-XXXXXX";
+  file_ = mkostemp(path.data(), O_CLOEXEC);
+  if (file_ < 0) {
+    throw Error(ErrorKind::configuration, "no backup file can be made in " + folder_ + ": " + std::strerror(errno))
+        .with_advice("set MEMSAVER_FILE_DIR to a folder that can be written");
+  }
+  unlink(path.c_str());
+}
+
+void FileStore::check(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open();
+  struct statvfs status {};
+  if (fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
+  const std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
+  if (bytes > free) {
+    throw Error(ErrorKind::out_of_host_memory, "the file system of " + folder_ + " has too little space for the backup")
+        .with_memory(bytes, free)
+        .with_advice("free disk space or set MEMSAVER_FILE_DIR to a larger file system");
+  }
+}
+
+FileRange FileStore::take(std::size_t bytes) {
+  bytes = to_pages(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open();
+  used_ += bytes;
+  if (const auto offset = free_.take(bytes)) return {*offset, bytes};
+  const FileRange range{end_, bytes};
+  end_ += bytes;
+  return range;
+}
+
+void FileStore::give(const FileRange& range) {
+  if (range.bytes == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
+            static_cast<off_t>(range.bytes));
+  free_.add(range.offset, range.bytes);
+  used_ -= range.bytes;
+}
+
+void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) {
+  auto offset = static_cast<off_t>(range.offset);
+  for (const auto& part : memory) {
+    std::size_t done = 0;
+    while (done < part.bytes) {
+      const ssize_t count = pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) throw file_failure("pwrite", count < 0 ? errno : ENOSPC, folder_, range.bytes);
+      done += static_cast<std::size_t>(count);
+      offset += count;
+    }
+  }
+}
+
+void FileStore::read(const FileRange& range, const std::vector<HostRange>& memory) {
+  auto offset = static_cast<off_t>(range.offset);
+  for (const auto& part : memory) {
+    std::size_t done = 0;
+    while (done < part.bytes) {
+      const ssize_t count = pread(file_, reinterpret_cast<char*>(part.address) + done, part.bytes - done, offset);
+      if (count < 0 && errno == EINTR) continue;
+      if (count < 0) throw file_failure("pread", errno, folder_, range.bytes);
+      if (count == 0) {
+        throw Error(ErrorKind::backup, "the backup file in " + folder_ + " is shorter than what was written to it")
+            .with_bytes(range.bytes);
+      }
+      done += static_cast<std::size_t>(count);
+      offset += count;
+    }
+  }
+}
+
+std::size_t FileStore::used_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return used_;
+}
+
+}  // namespace memsaver

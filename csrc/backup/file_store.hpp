@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstddef>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "support/range_set.hpp"
+
+namespace memsaver {
+
+// Backups on disk: one file, unlinked while open, so that nothing is left however the process ends; readable by its
+// owner only. Unbuffered (O_DIRECT) where the file system can, so that a backup does not push the page cache out.
+class FileStore {
+ public:
+  // The folder is used when the first space is asked for.
+  explicit FileStore(std::string folder);
+  FileStore(const FileStore&) = delete;
+  FileStore& operator=(const FileStore&) = delete;
+  ~FileStore();
+
+  // Throws ErrorKind::out_of_host_memory where the file system has less than `bytes` for us,
+  // ErrorKind::configuration where no file can be made in the folder.
+  void check(std::size_t bytes);
+  [[nodiscard]] FileRange take(std::size_t bytes);
+  // Gives the space back to the file system.
+  void give(const FileRange& range);
+
+  // Blocking; any thread. Throws ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (anything else, a
+  // file that is shorter than it was included). `memory` must be page-aligned and as large as the range.
+  void write(const FileRange& range, const std::vector<HostRange>& memory);
+  void read(const FileRange& range, const std::vector<HostRange>& memory);
+
+  [[nodiscard]] std::size_t used_bytes() const;
+
+ private:
+  void open();
+
+  const std::string folder_;
+  mutable std::mutex mutex_;
+  int file_ = -1;
+  RangeSet free_;  // holes below end_
+  std::size_t end_ = 0;
+  std::size_t used_ = 0;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,148 @@
+#include "driver/faulty.hpp"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace memsaver {
+
+FaultyDriver::FaultyDriver(std::unique_ptr<Driver> driver) : driver_(std::move(driver)) {}
+
+void FaultyDriver::fail(const std::string& call, std::size_t nth, ErrorKind kind, std::size_t times) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  faults_.push_back({call, counts_[call] + nth, kind, times});
+}
+
+void FaultyDriver::delay(const std::string& call, double seconds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  delays_[call] = seconds;
+}
+
+void FaultyDriver::heal() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  faults_.clear();
+  delays_.clear();
+}
+
+std::map<std::string, std::size_t> FaultyDriver::counts() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counts_;
+}
+
+void FaultyDriver::enter(const std::string& call) {
+  double seconds = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::size_t count = ++counts_[call];
+    const auto delay = delays_.find(call);
+    if (delay != delays_.end()) seconds = delay->second;
+    for (const auto& fault : faults_) {
+      if (fault.call != call || count < fault.nth || count >= fault.nth + fault.times) continue;
+      switch (fault.kind) {
+        case ErrorKind::out_of_device_memory:
+        case ErrorKind::out_of_host_memory:
+          throw Error::from_driver(fault.kind, call, "OUT_OF_MEMORY", "injected");
+        case ErrorKind::context_lost:
+          throw Error::from_driver(fault.kind, call, "ILLEGAL_ADDRESS", "injected");
+        default:
+          throw Error::from_driver(fault.kind, call, "INVALID_VALUE", "injected");
+      }
+    }
+  }
+  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+const char* FaultyDriver::name() const noexcept { return driver_->name(); }
+int FaultyDriver::device_count() { return driver_->device_count(); }
+
+DeviceInfo FaultyDriver::device_info(int device) {
+  enter("device_info");
+  return driver_->device_info(device);
+}
+MemoryInfo FaultyDriver::memory_info(int device) {
+  enter("memory_info");
+  return driver_->memory_info(device);
+}
+Address FaultyDriver::reserve(int device, std::size_t bytes) {
+  enter("reserve");
+  return driver_->reserve(device, bytes);
+}
+void FaultyDriver::unreserve(int device, Address address, std::size_t bytes) {
+  enter("unreserve");
+  driver_->unreserve(device, address, bytes);
+}
+Handle FaultyDriver::create(int device, std::size_t bytes) {
+  enter("create");
+  return driver_->create(device, bytes);
+}
+void FaultyDriver::release(int device, Handle handle, std::size_t bytes) {
+  enter("release");
+  driver_->release(device, handle, bytes);
+}
+void FaultyDriver::map(int device, Address address, std::size_t bytes, Handle handle) {
+  enter("map");
+  driver_->map(device, address, bytes, handle);
+}
+void FaultyDriver::allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) {
+  enter("allow_access");
+  driver_->allow_access(device, address, bytes, peers);
+}
+void FaultyDriver::unmap(int device, Address address, std::size_t bytes) {
+  enter("unmap");
+  driver_->unmap(device, address, bytes);
+}
+void FaultyDriver::synchronize(int device) {
+  enter("synchronize");
+  driver_->synchronize(device);
+}
+Stream FaultyDriver::create_stream(int device) {
+  enter("create_stream");
+  return driver_->create_stream(device);
+}
+void FaultyDriver::destroy_stream(int device, Stream stream) { driver_->destroy_stream(device, stream); }
+void FaultyDriver::copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) {
+  enter("copy_to_host");
+  driver_->copy_to_host(device, to, from, bytes, stream);
+}
+void FaultyDriver::copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) {
+  enter("copy_to_device");
+  driver_->copy_to_device(device, to, from, bytes, stream);
+}
+void FaultyDriver::fill_zero(int device, Address address, std::size_t bytes, Stream stream) {
+  enter("fill_zero");
+  driver_->fill_zero(device, address, bytes, stream);
+}
+void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count,
+                          Digest* results, Stream stream) {
+  enter("digest");
+  driver_->digest(device, key, items, count, results, stream);
+}
+bool FaultyDriver::has_digest(int device) noexcept { return driver_->has_digest(device); }
+bool FaultyDriver::digest_is_cheap() const noexcept { return driver_->digest_is_cheap(); }
+Event FaultyDriver::record(int device, Stream stream) {
+  enter("record");
+  return driver_->record(device, stream);
+}
+bool FaultyDriver::done(int device, Event event) {
+  enter("done");
+  return driver_->done(device, event);
+}
+void FaultyDriver::wait(int device, Event event) {
+  enter("wait");
+  driver_->wait(device, event);
+}
+void FaultyDriver::recycle(int device, Event event) noexcept { driver_->recycle(device, event); }
+void FaultyDriver::stream_wait(int device, Stream stream, Event event) {
+  enter("stream_wait");
+  driver_->stream_wait(device, stream, event);
+}
+void FaultyDriver::register_host(void* address, std::size_t bytes) {
+  enter("register_host");
+  driver_->register_host(address, bytes);
+}
+void FaultyDriver::unregister_host(void* address) {
+  enter("unregister_host");
+  driver_->unregister_host(address);
+}
+
+}  // namespace memsaver

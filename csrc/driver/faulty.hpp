@@ -1,0 +1,74 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "driver/driver.hpp"
+#include "support/error.hpp"
+
+namespace memsaver {
+
+// Any driver, with failures on request: what tests use to fail every call of a scenario in turn.
+class FaultyDriver final : public Driver {
+ public:
+  explicit FaultyDriver(std::unique_ptr<Driver> driver);
+
+  // The `nth` call from now (1: the next) of the function `call` ("create", "map", ...) fails with `kind`, without
+  // reaching the driver; `times` calls in a row. Several failures may be planned.
+  void fail(const std::string& call, std::size_t nth, ErrorKind kind, std::size_t times);
+  // Every call of `call` takes `seconds` longer; 0 ends that.
+  void delay(const std::string& call, double seconds);
+  // Forgets all planned failures and delays.
+  void heal();
+  // Calls so far, by function.
+  [[nodiscard]] std::map<std::string, std::size_t> counts() const;
+
+  const char* name() const noexcept override;
+  int device_count() override;
+  DeviceInfo device_info(int device) override;
+  MemoryInfo memory_info(int device) override;
+  Address reserve(int device, std::size_t bytes) override;
+  void unreserve(int device, Address address, std::size_t bytes) override;
+  Handle create(int device, std::size_t bytes) override;
+  void release(int device, Handle handle, std::size_t bytes) override;
+  void map(int device, Address address, std::size_t bytes, Handle handle) override;
+  void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) override;
+  void unmap(int device, Address address, std::size_t bytes) override;
+  void synchronize(int device) override;
+  Stream create_stream(int device) override;
+  void destroy_stream(int device, Stream stream) override;
+  void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override;
+  void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) override;
+  void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override;
+  void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
+              Stream stream) override;
+  bool has_digest(int device) noexcept override;
+  bool digest_is_cheap() const noexcept override;
+  Event record(int device, Stream stream) override;
+  bool done(int device, Event event) override;
+  void wait(int device, Event event) override;
+  void recycle(int device, Event event) noexcept override;
+  void stream_wait(int device, Stream stream, Event event) override;
+  void register_host(void* address, std::size_t bytes) override;
+  void unregister_host(void* address) override;
+
+ private:
+  struct Fault {
+    std::string call;
+    std::size_t nth;
+    ErrorKind kind;
+    std::size_t times;
+  };
+  void enter(const std::string& call);
+
+  std::unique_ptr<Driver> driver_;
+  mutable std::mutex mutex_;
+  std::vector<Fault> faults_;
+  std::map<std::string, double> delays_;
+  std::map<std::string, std::size_t> counts_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,196 @@
+#include "driver/host.hpp"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "driver/host_account.hpp"
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
+
+namespace memsaver {
+
+namespace {
+
+Error system_failure(const char* call, int code, std::size_t bytes) {
+  const auto kind = code == ENOMEM || code == ENOSPC ? ErrorKind::out_of_device_memory : ErrorKind::driver;
+  return Error::from_driver(kind, call, strerrorname_np(code) != nullptr ? strerrorname_np(code) : "unknown",
+                            std::strerror(code))
+      .with_bytes(bytes);
+}
+
+// Physical memory is ranges of one memfd for each device, so that a process needs one descriptor however many handles
+// it has. A handle is an offset, never used twice; its pages are committed by create and punched out by release.
+class HostDevice {
+ public:
+  HostDevice(const std::string& name, std::size_t capacity)
+      : account(HostAccount::open(name, capacity)), label(name.empty() ? "private-" + std::to_string(getpid()) : name) {
+    file_ = memfd_create("memsaver-device", MFD_CLOEXEC);
+    if (file_ < 0) throw system_failure("memfd_create", errno, 0);
+  }
+  HostDevice(const HostDevice&) = delete;
+  HostDevice& operator=(const HostDevice&) = delete;
+  ~HostDevice() { close(file_); }
+
+  Handle create(std::size_t bytes) {
+    account->take(bytes);
+    off_t offset;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      offset = next_;
+      next_ += static_cast<off_t>(bytes);
+    }
+    int result;
+    do {
+      result = fallocate(file_, 0, offset, static_cast<off_t>(bytes));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) {
+      const int code = errno;
+      fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
+      account->give(bytes);
+      throw system_failure("fallocate", code, bytes);
+    }
+    return Handle{static_cast<std::uint64_t>(offset) + 1};
+  }
+
+  void release(Handle handle, std::size_t bytes) {
+    int result;
+    do {
+      result = fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(handle), static_cast<off_t>(bytes));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) throw system_failure("fallocate", errno, bytes);
+    account->give(bytes);
+  }
+
+  void map(Address address, std::size_t bytes, Handle handle) const {
+    if (mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_, offset_of(handle)) ==
+        MAP_FAILED) {
+      throw system_failure("mmap", errno, bytes);
+    }
+  }
+
+  std::shared_ptr<HostAccount> account;
+  std::string label;
+
+ private:
+  static off_t offset_of(Handle handle) { return static_cast<off_t>(static_cast<std::uint64_t>(handle) - 1); }
+
+  int file_ = -1;
+  std::mutex mutex_;
+  off_t next_ = 0;
+};
+
+class HostDriver final : public Driver {
+ public:
+  HostDriver(const std::vector<std::string>& names, std::size_t capacity) {
+    const std::size_t bytes = capacity != 0 ? capacity : machine_memory_bytes() / 2;
+    const std::size_t whole = bytes / page_bytes() * page_bytes();
+    if (whole == 0) throw Error(ErrorKind::configuration, "MEMSAVER_HOST_CAPACITY is less than one page");
+    for (const auto& name : names) devices_.push_back(std::make_unique<HostDevice>(name, whole));
+    if (names.empty()) devices_.push_back(std::make_unique<HostDevice>("", whole));
+  }
+
+  const char* name() const noexcept override { return "host"; }
+  int device_count() override { return static_cast<int>(devices_.size()); }
+
+  DeviceInfo device_info(int device) override {
+    auto& host = at(device);
+    return {"host-" + host.label, "host memory", host.account->capacity_bytes(), page_bytes(), -1, false};
+  }
+
+  MemoryInfo memory_info(int device) override {
+    auto& account = *at(device).account;
+    const std::size_t used = account.used_bytes();
+    const std::size_t total = account.capacity_bytes();
+    return {total > used ? total - used : 0, total};
+  }
+
+  Address reserve(int device, std::size_t bytes) override {
+    at(device);
+    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw system_failure("mmap", errno, bytes);
+    return reinterpret_cast<Address>(memory);
+  }
+
+  void unreserve(int, Address address, std::size_t bytes) override {
+    if (munmap(reinterpret_cast<void*>(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
+  }
+
+  Handle create(int device, std::size_t bytes) override { return at(device).create(bytes); }
+  void release(int device, Handle handle, std::size_t bytes) override { at(device).release(handle, bytes); }
+  void map(int device, Address address, std::size_t bytes, Handle handle) override {
+    at(device).map(address, bytes, handle);
+  }
+
+  void allow_access(int, Address address, std::size_t bytes, const std::vector<int>&) override {
+    if (mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE) != 0) {
+      throw system_failure("mprotect", errno, bytes);
+    }
+  }
+
+  void unmap(int, Address address, std::size_t bytes) override {
+    if (mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      throw system_failure("mmap", errno, bytes);
+    }
+  }
+
+  // Work on this device is done when its call returns, so there is never anything to wait for.
+  void synchronize(int device) override { at(device); }
+  Stream create_stream(int device) override {
+    at(device);
+    return Stream{1};
+  }
+  void destroy_stream(int, Stream) override {}
+
+  void copy_to_host(int, void* to, Address from, std::size_t bytes, Stream) override {
+    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+  }
+  void copy_to_device(int, Address to, const void* from, std::size_t bytes, Stream) override {
+    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  }
+  void fill_zero(int, Address address, std::size_t bytes, Stream) override {
+    std::memset(reinterpret_cast<void*>(address), 0, bytes);
+  }
+  void digest(int, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results, Stream) override {
+    for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
+  }
+  bool has_digest(int) noexcept override { return true; }
+  // A processor digests memory about as fast as it copies it.
+  bool digest_is_cheap() const noexcept override { return false; }
+
+  Event record(int, Stream) override { return Event{1}; }
+  bool done(int, Event) override { return true; }
+  void wait(int, Event) override {}
+  void recycle(int, Event) noexcept override {}
+  void stream_wait(int, Stream, Event) override {}
+
+  void register_host(void*, std::size_t) override {}
+  void unregister_host(void*) override {}
+
+ private:
+  HostDevice& at(int device) {
+    if (device < 0 || device >= device_count()) {
+      throw Error(ErrorKind::configuration, "there is no host device " + std::to_string(device) + " (" +
+                                                std::to_string(device_count()) +
+                                                " named); name several in MEMSAVER_HOST_DEVICE, separated by commas");
+    }
+    return *devices_[static_cast<std::size_t>(device)];
+  }
+
+  std::vector<std::unique_ptr<HostDevice>> devices_;
+};
+
+}  // namespace
+
+std::unique_ptr<Driver> open_host_driver(const std::vector<std::string>& names, std::size_t capacity_bytes) {
+  return std::make_unique<HostDriver>(names, capacity_bytes);
+}
+
+}  // namespace memsaver

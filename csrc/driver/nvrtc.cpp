@@ -1,0 +1,158 @@
+#include "driver/nvrtc.hpp"
+
+#include <dlfcn.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <vector>
+
+#include "support/error.hpp"
+
+namespace memsaver::cuda {
+
+namespace {
+
+std::mutex path_mutex;
+std::string& torch_path() {
+  static auto* path = new std::string;
+  return *path;
+}
+
+struct Nvrtc {
+  int (*version)(int*, int*);
+  int (*create)(void**, const char*, const char*, int, const char* const*, const char* const*);
+  int (*compile)(void*, int, const char* const*);
+  int (*cubin_size)(void*, std::size_t*);
+  int (*cubin)(void*, char*);
+  int (*log_size)(void*, std::size_t*);
+  int (*log)(void*, char*);
+  int (*destroy)(void**);
+};
+
+Nvrtc open_nvrtc() {
+  std::vector<std::string> names;
+  {
+    const std::lock_guard<std::mutex> lock(path_mutex);
+    if (!torch_path().empty()) names.push_back(torch_path());
+  }
+  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) names.emplace_back(name);
+  for (const auto& name : names) {
+    void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) continue;
+    Nvrtc nvrtc{};
+    bool complete = true;
+    const auto load = [&](auto& function, const char* symbol) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, symbol));
+      complete = complete && function != nullptr;
+    };
+    load(nvrtc.version, "nvrtcVersion");
+    load(nvrtc.create, "nvrtcCreateProgram");
+    load(nvrtc.compile, "nvrtcCompileProgram");
+    load(nvrtc.cubin_size, "nvrtcGetCUBINSize");
+    load(nvrtc.cubin, "nvrtcGetCUBIN");
+    load(nvrtc.log_size, "nvrtcGetProgramLogSize");
+    load(nvrtc.log, "nvrtcGetProgramLog");
+    load(nvrtc.destroy, "nvrtcDestroyProgram");
+    if (complete) return nvrtc;
+  }
+  throw Error(ErrorKind::configuration, "NVRTC (libnvrtc.so) cannot be opened; it comes with torch's CUDA packages");
+}
+
+std::uint64_t fnv1a(const std::string& text) {
+  std::uint64_t hash = 0xcbf29ce484222325ull;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+  return hash;
+}
+
+std::string cache_folder() {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  const char* home = std::getenv("HOME");
+  std::string folder;
+  if (cache != nullptr && *cache == '/') {
+    folder = cache;
+  } else if (home != nullptr && *home == '/') {
+    folder = std::string(home) + "/.cache";
+  } else {
+    return "";
+  }
+  mkdir(folder.c_str(), 0700);
+  folder += "/memsaver";
+  mkdir(folder.c_str(), 0700);
+  return folder;
+}
+
+// Machine code is run as it is, so it is taken from a file of this user's own only.
+std::string read_own_file(const std::string& path) {
+  struct stat status {};
+  if (lstat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != getuid() ||
+      (status.st_mode & 022) != 0) {
+    return "";
+  }
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+void write_atomically(const std::string& path, const std::string& content) {
+  const std::string part = path + "." + std::to_string(getpid());
+  {
+    std::ofstream file(part, std::ios::binary);
+    file << content;
+    if (!file.flush()) {
+      unlink(part.c_str());
+      return;
+    }
+  }
+  chmod(part.c_str(), 0600);
+  if (std::rename(part.c_str(), path.c_str()) != 0) unlink(part.c_str());
+}
+
+}  // namespace
+
+void set_nvrtc_path(const std::string& path) {
+  const std::lock_guard<std::mutex> lock(path_mutex);
+  torch_path() = path;
+}
+
+std::string compile(const std::string& source, const std::string& architecture) {
+  const Nvrtc nvrtc = open_nvrtc();
+  int major = 0;
+  int minor = 0;
+  nvrtc.version(&major, &minor);
+  char name[128];
+  std::snprintf(name, sizeof name, "/digest-%016llx-%s-nvrtc%d.%d.cubin",
+                static_cast<unsigned long long>(fnv1a(source)), architecture.c_str(), major, minor);
+  const std::string folder = cache_folder();
+  if (!folder.empty()) {
+    std::string cubin = read_own_file(folder + name);
+    if (!cubin.empty()) return cubin;
+  }
+  void* program = nullptr;
+  if (nvrtc.create(&program, source.c_str(), "memsaver.cu", 0, nullptr, nullptr) != 0) {
+    throw Error(ErrorKind::configuration, "nvrtcCreateProgram failed");
+  }
+  const std::string target = "--gpu-architecture=" + architecture;
+  const char* options[] = {target.c_str()};
+  if (nvrtc.compile(program, 1, options) != 0) {
+    std::size_t size = 0;
+    nvrtc.log_size(program, &size);
+    std::string log(size, '\0');
+    if (size > 0) nvrtc.log(program, log.data());
+    nvrtc.destroy(&program);
+    throw Error(ErrorKind::configuration, "NVRTC cannot compile for " + architecture + ": " + log);
+  }
+  std::size_t size = 0;
+  nvrtc.cubin_size(program, &size);
+  std::string cubin(size, '\0');
+  nvrtc.cubin(program, cubin.data());
+  nvrtc.destroy(&program);
+  if (!folder.empty()) write_atomically(folder + name, cubin);
+  return cubin;
+}
+
+}  // namespace memsaver::cuda

@@ -1,0 +1,105 @@
+#include "hooks/torch_allocator.hpp"
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <utility>
+#include <mutex>
+#include <vector>
+
+#include "support/error.hpp"
+#include "support/log.hpp"
+
+namespace memsaver {
+
+namespace {
+
+struct Region {
+  std::string tag;
+  Restore restore;
+};
+
+std::atomic<Saver*> saver{nullptr};
+std::mutex regions_mutex;
+std::vector<Region>& regions() {
+  static auto* list = new std::vector<Region>;
+  return *list;
+}
+thread_local std::string allocation_failure;
+
+// Null tells torch that memory is short: it then frees its caches, tries again, and raises OutOfMemoryError. An
+// exception must not pass: torch holds its allocator's lock around this call.
+void* allocate(int region, ssize_t bytes, int device) noexcept {
+  try {
+    Region copy;
+    {
+      const std::lock_guard<std::mutex> lock(regions_mutex);
+      copy = regions().at(static_cast<std::size_t>(region));
+    }
+    Saver* const active = active_saver();
+    if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
+    return reinterpret_cast<void*>(
+        active->allocate({device, copy.tag, copy.restore}, static_cast<std::size_t>(bytes)));
+  } catch (const Error& error) {
+    allocation_failure = error.what();
+    if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
+  } catch (const std::exception& error) {
+    allocation_failure = error.what();
+    warn(error.what());
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Saver* active_saver() noexcept { return saver.load(); }
+void set_active_saver(Saver* active) noexcept { saver.store(active); }
+
+int allocator_for(const std::string& tag, Restore restore) {
+  const std::lock_guard<std::mutex> lock(regions_mutex);
+  auto& list = regions();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (list[i].tag == tag && list[i].restore == restore) return static_cast<int>(i);
+  }
+  if (list.size() == kAllocators) {
+    throw Error(ErrorKind::configuration, "no more than " + std::to_string(kAllocators) +
+                                              " pairs of tag and restore policy can be used in one process")
+        .with_tag(tag)
+        .with_advice("use fewer tags");
+  }
+  list.push_back({tag, restore});
+  return static_cast<int>(list.size() - 1);
+}
+
+std::string take_allocation_failure() { return std::exchange(allocation_failure, {}); }
+
+}  // namespace memsaver
+
+#define MEMSAVER_EXPORT extern "C" __attribute__((visibility("default")))
+
+MEMSAVER_EXPORT void memsaver_torch_free(void* pointer, ssize_t, int, void*) {
+  try {
+    if (auto* const active = memsaver::active_saver()) active->free(reinterpret_cast<memsaver::Address>(pointer));
+  } catch (const memsaver::Error& error) {
+    // A forked child owns none of its parent's device memory: dropping a tensor there is no event.
+    if (error.kind != memsaver::ErrorKind::forked) memsaver::warn(error.what());
+  } catch (const std::exception& error) {
+    memsaver::warn(error.what());
+  }
+}
+
+#define MEMSAVER_MALLOC(number)                                                                              \
+  MEMSAVER_EXPORT void* memsaver_torch_malloc_##number(ssize_t bytes, int device, void*) {                   \
+    return memsaver::allocate(number, bytes, device);                                                        \
+  }
+#define MEMSAVER_MALLOC_8(a, b, c, d, e, f, g, h)                                                      \
+  MEMSAVER_MALLOC(a) MEMSAVER_MALLOC(b) MEMSAVER_MALLOC(c) MEMSAVER_MALLOC(d) MEMSAVER_MALLOC(e)             \
+  MEMSAVER_MALLOC(f) MEMSAVER_MALLOC(g) MEMSAVER_MALLOC(h)
+MEMSAVER_MALLOC_8(0, 1, 2, 3, 4, 5, 6, 7)
+MEMSAVER_MALLOC_8(8, 9, 10, 11, 12, 13, 14, 15)
+MEMSAVER_MALLOC_8(16, 17, 18, 19, 20, 21, 22, 23)
+MEMSAVER_MALLOC_8(24, 25, 26, 27, 28, 29, 30, 31)
+MEMSAVER_MALLOC_8(32, 33, 34, 35, 36, 37, 38, 39)
+MEMSAVER_MALLOC_8(40, 41, 42, 43, 44, 45, 46, 47)
+MEMSAVER_MALLOC_8(48, 49, 50, 51, 52, 53, 54, 55)
+MEMSAVER_MALLOC_8(56, 57, 58, 59, 60, 61, 62, 63)

@@ -1,0 +1,77 @@
+#include "support/error.hpp"
+
+#include <cstdio>
+#include <utility>
+
+namespace memsaver {
+
+Error::Error(ErrorKind error_kind, std::string message)
+    : std::runtime_error(message), kind(error_kind), message_(std::move(message)) {
+  compose();
+}
+
+Error Error::from_driver(ErrorKind kind, std::string call, std::string code, std::string detail) {
+  Error error(kind, call + " failed: " + code + (detail.empty() ? "" : " (" + detail + ")"));
+  error.call = std::move(call);
+  error.code = std::move(code);
+  return error;
+}
+
+Error& Error::with_tag(const std::string& name) {
+  if (tag.empty()) tag = name;
+  compose();
+  return *this;
+}
+
+Error& Error::with_bytes(std::size_t count) {
+  if (bytes == 0) bytes = count;
+  compose();
+  return *this;
+}
+
+Error& Error::with_memory(std::size_t needed, std::size_t free) {
+  needed_bytes = needed;
+  free_bytes = free;
+  compose();
+  return *this;
+}
+
+Error& Error::with_device(int index) {
+  if (device < 0) device = index;
+  compose();
+  return *this;
+}
+
+Error& Error::with_address(std::uintptr_t value) {
+  if (address == 0) address = value;
+  compose();
+  return *this;
+}
+
+Error& Error::with_advice(const std::string& advice) {
+  if (advice_.empty()) advice_ = advice;
+  compose();
+  return *this;
+}
+
+void Error::compose() {
+  text_ = message_;
+  std::string about;
+  const auto add = [&about](const std::string& part) { about += (about.empty() ? " [" : ", ") + part; };
+  if (!tag.empty()) add("tag '" + tag + "'");
+  if (device >= 0) add("device " + std::to_string(device));
+  if (bytes != 0) add(std::to_string(bytes) + " bytes");
+  if (address != 0) {
+    char text[32];
+    std::snprintf(text, sizeof text, "at 0x%zx", static_cast<std::size_t>(address));
+    add(text);
+  }
+  if (needed_bytes != 0) {
+    add(std::to_string(needed_bytes) + " bytes needed");
+    add(std::to_string(free_bytes) + " free");
+  }
+  if (!about.empty()) text_ += about + "]";
+  if (!advice_.empty()) text_ += "; " + advice_;
+}
+
+}  // namespace memsaver

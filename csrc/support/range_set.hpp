@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+
+namespace memsaver {
+
+// Disjoint ranges of numbers (addresses, offsets), neighbours merged. Used for what is free.
+class RangeSet {
+ public:
+  struct Range {
+    std::uintptr_t begin;
+    std::size_t bytes;
+  };
+
+  // The range must not overlap one that is in the set.
+  void add(std::uintptr_t begin, std::size_t bytes);
+  // Takes out whatever of the set lies within [begin, begin + bytes).
+  void remove(std::uintptr_t begin, std::size_t bytes);
+  // Takes `bytes` from the smallest range that holds them (the lowest of equals).
+  [[nodiscard]] std::optional<std::uintptr_t> take(std::size_t bytes);
+  // Takes up to `bytes` from the largest range; nothing where the set is empty.
+  [[nodiscard]] std::optional<Range> take_from_largest(std::size_t bytes);
+
+  [[nodiscard]] bool contains(std::uintptr_t begin, std::size_t bytes) const;
+  [[nodiscard]] std::size_t total_bytes() const noexcept { return total_; }
+  [[nodiscard]] const std::map<std::uintptr_t, std::size_t>& ranges() const noexcept { return ranges_; }
+
+ private:
+  std::map<std::uintptr_t, std::size_t> ranges_;  // begin -> bytes
+  std::size_t total_ = 0;
+};
+
+}  // namespace memsaver

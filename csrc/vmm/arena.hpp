@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <string>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "driver/driver.hpp"
+#include "support/range_set.hpp"
+
+namespace memsaver {
+
+// What resume owes to content.
+enum class Restore { discard, zero, host, file };
+[[nodiscard]] const char* name_of(Restore restore) noexcept;
+[[nodiscard]] inline bool keeps_content(Restore restore) { return restore == Restore::host || restore == Restore::file; }
+
+// One physical handle and the range that it backs. It may span allocations, and an allocation may span chunks.
+struct Chunk {
+  Address address;
+  std::size_t bytes;
+  Handle handle;
+};
+
+// What was asked for: its address never changes while it lives.
+struct Allocation {
+  Address address;
+  std::size_t bytes;
+  std::vector<Block> blocks;  // what is kept of it, in order; empty until something is to be kept
+};
+
+// The address space of one device, tag and policy, and the account of what is where in it. It calls no driver and
+// takes no lock: its saver does both. Every address of its spans is in exactly one of these: a live allocation, a free
+// range with memory (inside a chunk that another allocation still needs), a free range without, or a range on its way
+// from one to the other that only its saver knows.
+class Arena {
+ public:
+  struct Key {
+    int device;
+    std::string tag;
+    Restore restore;
+    friend bool operator<(const Key& a, const Key& b) {
+      return std::tie(a.device, a.tag, a.restore) < std::tie(b.device, b.tag, b.restore);
+    }
+  };
+  struct Place {
+    Address address;
+    bool mapped;  // memory is behind it already
+  };
+
+  explicit Arena(Key key) : released_as(key.restore), key_(std::move(key)) {}
+
+  [[nodiscard]] const Key& key() const { return key_; }
+  [[nodiscard]] bool owns(Address address) const;
+  void add_span(Address address, std::size_t bytes);
+
+  // Takes a free range: one that has memory where there is one (unless `fresh`), else one without. Nothing where no
+  // free range is large enough.
+  [[nodiscard]] std::optional<Place> take(std::size_t bytes, bool fresh);
+  // Gives a range without memory back.
+  void reclaim(Address address, std::size_t bytes) { unmapped_.add(address, bytes); }
+
+  void add_allocation(Address address, std::size_t bytes);
+  // Forgets an allocation. Chunks that no live allocation needs any more are taken out of the account and returned:
+  // unmap them, then reclaim() each (or put it back by keep_chunk). Host and file space of its blocks is the caller's.
+  std::vector<Chunk> remove_allocation(Address address);
+
+  void add_chunk(const Chunk& chunk) { chunks_.emplace(chunk.address, chunk); }
+  // A chunk lost its memory: free ranges inside it have none any more.
+  void drop_chunk(Address address);
+  // A chunk that no live allocation needs stays mapped after all; its range is free, with memory.
+  void keep_chunk(const Chunk& chunk);
+
+  [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
+  [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
+  [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
+
+  // The longest runs of live addresses without memory, in address order.
+  [[nodiscard]] std::vector<RangeSet::Range> released_runs() const;
+  [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
+  [[nodiscard]] std::size_t live_bytes() const { return live_; }
+  [[nodiscard]] std::size_t mapped_bytes() const;
+  // Mapped bytes that no live allocation uses.
+  [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
+
+  // Set while an operation works on this arena: frees wait for its end, new allocations take fresh ranges.
+  bool busy = false;
+  std::vector<Address> dying;
+  // The policy under which it was last released: what a resume owes.
+  Restore released_as;
+
+ private:
+  [[nodiscard]] bool needed(const Chunk& chunk) const;
+
+  const Key key_;
+  std::map<Address, std::size_t> spans_;
+  RangeSet mapped_;
+  RangeSet unmapped_;
+  std::map<Address, Allocation> allocations_;
+  std::map<Address, Chunk> chunks_;
+  std::size_t live_ = 0;
+};
+
+// Sizes of the handles that back `bytes` of kept content: 64 MiB first, so that a release gives its first memory back
+// after about 1.2 ms of copying, then doubling up to 1 GiB, because the driver's cost goes with the number of handles
+// (on an H200 about 9 us create + 21 us access + 15 us unmap + 13 us release each; 64 GiB take 64 ms to map in handles
+// of 32 MiB and 4 ms in handles of 1 GiB) and larger ones gain nothing that shows beside the copy.
+[[nodiscard]] std::vector<std::size_t> chunk_sizes(std::size_t bytes);
+
+}  // namespace memsaver

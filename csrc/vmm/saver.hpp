@@ -1,0 +1,198 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backup/file_store.hpp"
+#include "backup/host_pool.hpp"
+#include "backup/pipeline.hpp"
+#include "driver/driver.hpp"
+#include "support/digest.hpp"
+#include "support/error.hpp"
+#include "support/progress.hpp"
+#include "vmm/arena.hpp"
+
+namespace memsaver {
+
+// What becomes of backups after a resume: all stay for the next release, unused memory is unpinned, or everything is.
+enum class Retention { keep, trim, free };
+// `automatic` is full where the device digests far faster than it copies, else sampled.
+enum class VerifyChoice { off, sampled, full, automatic };
+
+struct Settings {
+  std::size_t host_backup_limit = 0;  // bytes; 0: 80 % of the memory that is available when the saver is made
+  std::string file_folder = "/tmp";
+  Retention retention = Retention::keep;
+  VerifyChoice verify = VerifyChoice::automatic;
+  bool peer_access = false;  // let every visible device reach the memory
+};
+
+struct TagOutcome {
+  std::string tag;
+  std::string restore;
+  std::string state;
+  std::size_t bytes = 0;
+  std::size_t released_bytes = 0;
+  std::size_t resumed_bytes = 0;
+  std::size_t backed_up_bytes = 0;
+  std::size_t unchanged_bytes = 0;
+  std::size_t zero_bytes = 0;
+  std::size_t restored_bytes = 0;
+  bool already = true;
+};
+
+struct OperationResult {
+  std::vector<TagOutcome> tags;
+  std::vector<int> devices;  // that were worked on
+  double seconds = 0;
+  PipelineSeconds work;  // the slowest device's
+};
+
+struct TagSnapshot {
+  std::string tag;
+  std::string restore;
+  std::string state;
+  std::size_t bytes = 0;
+  std::size_t resident_bytes = 0;
+  std::size_t released_bytes = 0;
+  std::size_t retained_bytes = 0;
+  std::size_t backed_up_bytes = 0;
+  std::size_t allocations = 0;
+  std::size_t chunks = 0;
+};
+
+struct SaverStatus {
+  std::string state;
+  std::string failure;
+  std::vector<TagSnapshot> tags;
+  std::size_t backup_bytes = 0;
+  std::size_t file_bytes = 0;
+  HostPoolStatus pool{};
+  bool prepared = false;
+  std::string operation;
+  std::size_t done_bytes = 0;
+  std::size_t total_bytes = 0;
+  std::size_t copied_bytes = 0;
+  double operation_seconds = 0;
+};
+
+// Memory under tags that can be given back to the driver and brought back at the same addresses.
+//
+// Promises: the address of a live allocation never changes. After every call, failed ones included, each chunk is
+// either mapped with its content, or given back with what its policy owes; a call that failed can be repeated, and
+// its opposite works. All functions may be called from any thread; releases and resumes run one at a time, and while
+// one runs, allocations and status do not wait for it.
+//
+// Every function may throw Error: ErrorKind::forked in a child of the process that made the saver,
+// ErrorKind::context_lost once the device context is lost, otherwise as stated.
+class Saver {
+ public:
+  // Which tags; all where empty. Unknown ones are passed over.
+  using Tags = std::vector<std::string>;
+
+  Saver(std::unique_ptr<Driver> driver, Settings settings);
+  Saver(const Saver&) = delete;
+  Saver& operator=(const Saver&) = delete;
+  ~Saver();
+
+  // Memory with undefined content, whatever state its tag is in. Throws ErrorKind::out_of_device_memory or a driver
+  // error, and then has no effect.
+  [[nodiscard]] Address allocate(const Arena::Key& key, std::size_t bytes);
+  // Ends an allocation, released or not, waiting for the device first. An unknown address is ErrorKind::configuration.
+  // A driver that fails to unmap leaves the memory mapped until the next release.
+  void free(Address address);
+
+  // Gives the memory of `tags` back, content kept as their policies say (`overrides`: another policy for this release).
+  // Waits for the devices; nothing may use the memory from then on. Kept tags go first, so that until the last of them
+  // is gone a resume undoes everything. `dead` ranges, in address order, hold no content worth keeping.
+  // Throws ErrorKind::out_of_host_memory before anything is unmapped where the backups would not fit.
+  OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
+                          const std::map<std::string, Restore>& overrides);
+
+  // Brings back all that is released under `tags`, at the same addresses, content as owed. All or nothing: when this
+  // throws (ErrorKind::out_of_device_memory, ErrorKind::backup, a driver error), what was released still is, with its
+  // backups.
+  OperationResult resume(const Tags& tags);
+
+  // Pins host memory for a release of everything, in the background.
+  void prepare_backup();
+  void wait_until_prepared();
+
+  void synchronize();
+
+  // Never waits for an operation, calls no driver.
+  [[nodiscard]] SaverStatus status() const;
+  [[nodiscard]] std::vector<std::string> known_tags() const;
+  // Devices on which memory was ever allocated.
+  [[nodiscard]] std::vector<int> devices() const;
+  [[nodiscard]] bool owns(Address address) const;
+  [[nodiscard]] Driver& driver() { return *driver_; }
+
+  // The process is ending: from now on free() leaves everything to the driver and the kernel.
+  void close() noexcept { closed_ = true; }
+
+ private:
+  struct DeviceWork;
+  struct Orphan {
+    int device;
+    Handle handle;
+    std::size_t bytes;
+  };
+
+  void check_process() const;
+  void check_failed() const;
+  void note_failure(const Error& error);
+  template <typename Function>
+  auto guarded(Function function);
+
+  Arena& arena_for(const Arena::Key& key);
+  Arena* arena_of(Address address);
+  [[nodiscard]] bool selected(const Tags& tags, const std::string& tag) const;
+  std::vector<int> peers_of(int device);
+  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction);
+  void give_back_handle(int device, Handle handle, std::size_t bytes) noexcept;
+  void drop(Arena& arena, const Chunk& chunk);
+  void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);
+  void give_backup_back(Block& block, int device);
+  void end_operation(const std::vector<Arena*>& arenas);
+  void release_orphans();
+  void retain();
+
+  HostPool& pool_of(int device);
+  Pipeline& pipeline_of(int device);
+  [[nodiscard]] Verify verify() const;
+  std::vector<TagOutcome> outcomes(const std::vector<Arena*>& arenas, const std::map<int, DeviceWork>& work,
+                                   bool releasing) const;
+  static void on_each_device(std::map<int, DeviceWork>& work, const std::function<void(DeviceWork&)>& run);
+
+  const pid_t process_ = getpid();
+  std::unique_ptr<Driver> driver_;
+  const Settings settings_;
+  const DigestKey key_ = random_digest_key();
+  Progress progress_;
+
+  std::mutex operation_mutex_;  // one release or resume at a time; taken before mutex_
+  std::thread retainer_;
+  std::map<int, std::unique_ptr<Pipeline>> pipelines_;  // by device; of the operation
+
+  mutable std::mutex mutex_;  // guards all below; never held across a wait for a device, a copy or a file
+  std::map<Arena::Key, std::unique_ptr<Arena>> arenas_;
+  std::map<int, DeviceInfo> infos_;
+  std::map<int, std::unique_ptr<HostPool>> pools_;  // by NUMA node
+  FileStore files_;
+  std::vector<Orphan> orphans_;  // handles that are unmapped, but that the driver did not take back
+  std::string failure_;
+  bool releasing_ = false;  // what a busy arena is busy with
+  bool closed_ = false;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,80 @@
+"""memsaver_core: give device memory back while the tensors in it keep their addresses.
+
+    import memsaver_core as ms
+
+    with ms.region("weights"):
+        model = build_model()
+    ms.release()      # the memory is the driver's again
+    ms.resume()       # same addresses, same content
+
+With the saver disabled (``MEMSAVER_ENABLED=0``) every call is a no-op and torch behaves as without memsaver.
+"""
+
+from memsaver_core._process import configure, driver_name, enabled, torch_device
+from memsaver_core.errors import (
+    BackupError,
+    ConfigurationError,
+    ContextLostError,
+    DriverError,
+    ForkedProcessError,
+    MemsaverError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    UnknownTagError,
+)
+from memsaver_core.graphs import GraphPool, graph
+from memsaver_core.meter import read_devices
+from memsaver_core.operations import check_tags, prepare_backup, release, resume, status
+from memsaver_core.phases import PhaseLog
+from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
+from memsaver_core.regions import adopt, region
+from memsaver_core.reports import (
+    DeviceDelta,
+    DeviceMemory,
+    HostBackupStatus,
+    OperationReport,
+    PhaseReport,
+    Progress,
+    Status,
+    TagReport,
+    TagStatus,
+)
+
+__all__ = [
+    "DEFAULT_POLICIES",
+    "WELL_KNOWN_TAGS",
+    "BackupError",
+    "ConfigurationError",
+    "ContextLostError",
+    "DeviceDelta",
+    "DeviceMemory",
+    "DriverError",
+    "ForkedProcessError",
+    "GraphPool",
+    "HostBackupStatus",
+    "MemsaverError",
+    "OperationReport",
+    "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError",
+    "PhaseLog",
+    "PhaseReport",
+    "Progress",
+    "RestorePolicy",
+    "Status",
+    "TagReport",
+    "TagStatus",
+    "UnknownTagError",
+    "adopt",
+    "check_tags",
+    "configure",
+    "driver_name",
+    "enabled",
+    "graph",
+    "prepare_backup",
+    "read_devices",
+    "region",
+    "release",
+    "resume",
+    "status",
+    "torch_device",
+]

@@ -1,0 +1,137 @@
+"""A region on CUDA: a torch memory pool on a pluggable allocator whose C functions are the native core's."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memsaver_core import _native
+
+_lock = threading.Lock()
+_stack = threading.local()
+_allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
+_pools: dict[tuple[int, str, str], torch.cuda.MemPool] = {}
+_pools_while_released: dict[tuple[int, str, str], tuple[int, torch.cuda.MemPool]] = {}
+_graph_pool_ids: set[tuple[int, int]] = set()
+_releases: dict[str, int] = {}
+
+
+def note_release(tags: list[str]) -> None:
+    """Remember that these tags were released once more."""
+    with _lock:
+        for tag in tags:
+            _releases[tag] = _releases.get(tag, 0) + 1
+
+
+def new_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+    """A torch memory pool whose segments are allocations of the saver."""
+    number = _native.allocator_for(tag, restore)
+    allocator = _allocators.get(number)
+    if allocator is None:
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            _native.__file__, f"memsaver_torch_malloc_{number}", "memsaver_torch_free"
+        )
+        _allocators[number] = allocator  # torch calls into it for as long as any segment lives
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(allocator.allocator())
+
+
+def new_graph_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+    """A pool for CUDA graphs. All of its segments are content: replays use blocks that torch holds free."""
+    with _lock:
+        pool = new_pool(device, tag, restore)
+        _graph_pool_ids.add(tuple(pool.id))
+        return pool
+
+
+def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+    key = (device, tag, restore)
+    released = any(each["tag"] == tag and each["released_bytes"] > 0 for each in saver.status()["tags"])
+    with _lock:
+        if not released:
+            # Its free segments go back to the driver with it; those in use stay until their tensors end.
+            _pools_while_released.pop(key, None)
+            if key not in _pools:
+                _pools[key] = new_pool(device, tag, restore)
+            return _pools[key]
+        # torch may hold free blocks of segments that are released now, and would hand them out without asking us. So
+        # what is allocated while the tag is released comes from a pool that has none.
+        epoch = _releases.get(tag, 0)
+        present = _pools_while_released.get(key)
+        if present is None or present[0] != epoch:
+            present = _pools_while_released[key] = (epoch, new_pool(device, tag, restore))
+        return present[1]
+
+
+class CudaRegion:
+    """Routes torch's allocations of this thread on ``device`` to the saver, under ``tag``."""
+
+    def __init__(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> None:
+        self._saver = saver
+        self._device = torch.cuda.current_device() if device is None else device
+        self._tag = tag
+        self._restore = restore
+        self._pool: torch.cuda.MemPool | None = None
+        self._routing: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> CudaRegion:
+        self._pool = _pool_for(self._saver, self._device, self._tag, self._restore)
+        outer = _regions()
+        # Which of two nested pools torch prefers differs between its versions, so only one is ever in use.
+        if outer:
+            outer[-1]._leave()
+        try:
+            self._route()
+        except BaseException:
+            if outer:
+                outer[-1]._route()
+            raise
+        outer.append(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._leave()
+        regions = _regions()
+        regions.pop()
+        if regions:
+            regions[-1]._route()
+
+    def _route(self) -> None:
+        assert self._pool is not None
+        routing = torch.cuda.use_mem_pool(self._pool, device=self._device)
+        routing.__enter__()
+        self._routing = routing
+
+    def _leave(self) -> None:
+        if self._routing is not None:
+            self._routing.__exit__(None, None, None)
+            self._routing = None
+
+
+def _regions() -> list[CudaRegion]:
+    if not hasattr(_stack, "regions"):
+        _stack.regions = []
+    regions: list[CudaRegion] = _stack.regions
+    return regions
+
+
+def dead_ranges(saver: _native.Saver) -> list[tuple[int, int]]:
+    """Ranges (address, bytes) of the saver's memory that torch's allocator holds free, in address order.
+
+    Segments of graph pools are left out: graphs use their free blocks at every replay.
+    """
+    if not torch.cuda.is_initialized():
+        return []
+    dead = []
+    for segment in torch.cuda.memory_snapshot():
+        if not saver.owns(segment["address"]) or tuple(segment["segment_pool_id"]) in _graph_pool_ids:
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                dead.append((address, block["size"]))
+            address += block["size"]
+    return sorted(dead)

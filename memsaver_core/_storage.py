@@ -1,0 +1,43 @@
+"""Moving torch storages into memory of the saver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memsaver_core import _native
+
+
+def host_storage(saver: _native.Saver, device: int, tag: str, restore: str, nbytes: int) -> torch.UntypedStorage:
+    """A storage of ``nbytes`` on the host driver; its memory ends with it."""
+    buffer = _native.HostBuffer(saver, device, tag, restore, nbytes)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether this is an ordinary tensor with a storage of its own kind (not fake, sparse, meta or a wrapper)."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided  # type: ignore[attr-defined]
+        and tensor.device.type in ("cpu", "cuda")  # type: ignore[attr-defined]
+        and not tensor.is_quantized  # type: ignore[attr-defined]
+    )
+
+
+def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
+    """Put each tensor on the new storage that ``storages`` has for its present one (keyed by ``_cdata``).
+
+    Offsets, sizes and strides stay, and so does sharing between tensors.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        for tensor in tensors:
+            storage = storages.get(tensor.untyped_storage()._cdata)
+            if storage is None:
+                continue
+            moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = moved

@@ -1,0 +1,77 @@
+"""Device memory in use, as nvidia-smi shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import lru_cache
+from typing import Any
+
+from memsaver_core import _native, _process
+from memsaver_core.reports import DeviceMemory
+
+
+def read_devices() -> tuple[DeviceMemory, ...]:
+    """Read every device on which this process has used memsaver (the first one where it has not used any yet).
+
+    On CUDA the figures are NVML's, devices matched by UUID so that CUDA_VISIBLE_DEVICES makes no difference; where NVML
+    cannot be used they are the CUDA driver's own. On the host driver, ``used_bytes`` is the host device's count over all
+    processes that share it, and ``process_bytes`` the resident memory of this process.
+    """
+    if not _process.enabled():
+        return ()
+    saver = _process.saver()
+    read = _read_cuda if saver.driver_name() == "cuda" else _read_host
+    return tuple(read(saver, index) for index in saver.devices() or [0])
+
+
+def _read_host(saver: _native.Saver, index: int) -> DeviceMemory:
+    info = saver.device_info(index)
+    free, total = saver.memory_info(index)
+    return DeviceMemory(index, info["uuid"], info["name"], total, total - free, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _read_cuda(saver: _native.Saver, index: int) -> DeviceMemory:
+    info = _device_info(saver, index)
+    uuid, name = info["uuid"], info["name"]
+    handle = _nvml_handle(uuid)
+    if handle is None:
+        free, total = saver.memory_info(index)
+        return DeviceMemory(index, uuid, name, total, total - free, None)
+    import pynvml
+
+    # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return DeviceMemory(index, uuid, name, int(memory.total), int(memory.used), _process_bytes(handle))
+
+
+@lru_cache
+def _device_info(saver: _native.Saver, index: int) -> dict[str, Any]:
+    return saver.device_info(index)
+
+
+@lru_cache
+def _nvml_handle(uuid: str) -> Any:
+    """NVML's handle of the device, or None where NVML cannot be used or does not know it."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # NVML missing, or a MIG slice, which NVML calls by another name
+        return None
+
+
+def _process_bytes(handle: Any) -> int | None:
+    import pynvml
+
+    with contextlib.suppress(pynvml.NVMLError):
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
+    return None

@@ -1,0 +1,236 @@
+"""Release and resume, phase by phase."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memsaver_core import _native, _process
+from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError
+from memsaver_core.meter import read_devices
+from memsaver_core.phases import PhaseLog
+from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, parse_policy
+from memsaver_core.reports import (
+    HostBackupStatus,
+    OperationReport,
+    Progress,
+    Status,
+    TagReport,
+    TagStatus,
+)
+
+#: The device's count follows a release at once on the drivers that we measured; this bounds the wait for one that lags.
+SETTLE_TIMEOUT_SECONDS = 0.25
+
+
+def check_tags(tags: Sequence[str] | None) -> list[str]:
+    """Return the tags that ``tags`` names, without repeats; None and an empty list mean all and give an empty list.
+
+    Raises:
+        UnknownTagError: one of them is neither well known nor used by any region.
+    """
+    names = list(dict.fromkeys(tags or ()))
+    saver = _process.existing_saver()
+    known = saver.known_tags() if saver is not None else []
+    if _process.enabled():
+        unknown = [name for name in names if name not in known and name not in WELL_KNOWN_TAGS]
+        if unknown:
+            raise UnknownTagError(unknown, sorted({*known, *WELL_KNOWN_TAGS}))
+    return names
+
+
+def release(
+    tags: Sequence[str] | None = None,
+    *,
+    restore: Mapping[str, PolicyLike] | None = None,
+    log: PhaseLog | None = None,
+) -> OperationReport:
+    """Give the memory of ``tags`` back to the driver; content is kept as the policies say, addresses stay.
+
+    Nothing may use the memory from the call on until it is resumed. A tag that is released already is success. Then
+    torch's caches go back too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
+
+    Args:
+        tags: which; None or empty for all.
+        restore: another policy for this release, by tag.
+        log: a log to append the phases to; the report then covers all that it holds.
+
+    Raises:
+        UnknownTagError: before anything was done.
+        OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
+        MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
+    """
+    names = check_tags(tags)
+    overrides = {tag: parse_policy(policy).value for tag, policy in (restore or {}).items()}
+    check_tags(list(overrides))
+    if not _process.enabled():
+        return _nothing("release")
+    log = log or PhaseLog()
+    saver = _process.saver()
+    with log.phase("synchronize"):
+        saver.synchronize()
+    with log.phase("pause") as details:
+        before = read_devices()
+        result = saver.release(names, _dead_ranges(saver), overrides)
+        _note_work(details, result, "backed_up_bytes")
+        _after_release(saver, [tag["tag"] for tag in result["tags"]])
+    with log.phase("empty_cache"):
+        _empty_cache(saver)
+    with log.phase("ipc_collect"):
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+    with log.phase("settle"):
+        _settle({reading.index: reading.used_bytes for reading in before}, _total(result, "released_bytes"))
+    return _report("release", names, result, log)
+
+
+def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
+    """Bring back what is released under ``tags``, at the same addresses, content as owed. All or nothing.
+
+    Args:
+        tags: which; None or empty for all. What is resident already is success.
+        log: a log to append the phases to.
+
+    Raises:
+        UnknownTagError: before anything was done.
+        OutOfDeviceMemoryError: the device has too little free memory; everything is as before and the call can be
+            repeated.
+        BackupError: content differs from what was kept; everything is as before.
+        MemsaverError: a driver call failed; everything is as before.
+    """
+    names = check_tags(tags)
+    if not _process.enabled():
+        return _nothing("resume")
+    log = log or PhaseLog()
+    saver = _process.saver()
+    with log.phase("restore") as details:
+        try:
+            result = saver.resume(names)
+        except OutOfDeviceMemoryError:
+            if saver.driver_name() != "cuda":
+                raise
+            torch.cuda.empty_cache()  # what torch only caches may be just what is missing
+            result = saver.resume(names)
+        _note_work(details, result, "restored_bytes")
+    return _report("resume", names, result, log)
+
+
+def prepare_backup(*, wait: bool = False) -> None:
+    """Pin the host memory that a release of everything needs, in the background, so that the first one is fast.
+
+    Args:
+        wait: return only when it is done.
+
+    Raises:
+        OutOfHostMemoryError: only with ``wait``: host memory is short. A release then says so, too.
+    """
+    if not _process.enabled():
+        return
+    saver = _process.saver()
+    saver.prepare_backup()
+    if wait:
+        saver.wait_until_prepared()
+
+
+def status() -> Status:
+    """What the saver holds now. Never waits for an operation in flight, calls no driver."""
+    saver = _process.existing_saver()
+    if saver is None:
+        return Status(
+            enabled=_process.enabled(),
+            driver=_process.driver_name(),
+            state="resident",
+            failure="",
+            tags=(),
+            host_backup=HostBackupStatus(0, 0, 0),
+            progress=Progress("", 0, 0, 0, 0.0),
+        )
+    now = saver.status()
+    return Status(
+        enabled=True,
+        driver=saver.driver_name(),
+        state=now["state"],
+        failure=now["failure"],
+        tags=tuple(TagStatus(**tag) for tag in now["tags"]),
+        host_backup=HostBackupStatus(
+            bytes=now["backup_bytes"],
+            capacity_bytes=now["pool_capacity_bytes"],
+            limit_bytes=now["pool_limit_bytes"],
+            file_bytes=now["file_bytes"],
+            prepared=now["prepared"],
+        ),
+        progress=Progress(
+            operation=now["operation"],
+            done_bytes=now["done_bytes"] if now["operation"] else 0,
+            total_bytes=now["total_bytes"] if now["operation"] else 0,
+            copied_bytes=now["copied_bytes"] if now["operation"] else 0,
+            seconds=now["operation_seconds"],
+        ),
+    )
+
+
+def _nothing(operation: str) -> OperationReport:
+    return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
+
+
+def _dead_ranges(saver: _native.Saver) -> list[tuple[int, int]]:
+    if saver.driver_name() != "cuda":
+        return []
+    from memsaver_core._cuda_region import dead_ranges
+
+    return dead_ranges(saver)
+
+
+def _after_release(saver: _native.Saver, tags: list[str]) -> None:
+    if saver.driver_name() == "cuda":
+        from memsaver_core._cuda_region import note_release
+
+        note_release(tags)
+
+
+def _empty_cache(saver: _native.Saver) -> None:
+    """Give back what the allocators only cache: torch's on CUDA, the C library's on the host."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if saver.driver_name() == "host":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _settle(used_before: dict[int, int], released_bytes: int) -> None:
+    """Wait until the devices' own counts have fallen by what was released, or the time is up.
+
+    A co-tenant may take the memory in the same moment, so that the count never falls.
+    """
+    deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        fallen = sum(used_before.get(now.index, 0) - now.used_bytes for now in read_devices())
+        if fallen >= released_bytes:
+            return
+        time.sleep(0.001)
+
+
+def _total(result: dict[str, Any], key: str) -> int:
+    return sum(int(tag[key]) for tag in result["tags"])
+
+
+def _note_work(details: dict[str, float], result: dict[str, Any], copied: str) -> None:
+    copied_bytes = _total(result, copied)
+    details.update(result["work"])
+    details["copied_bytes"] = copied_bytes
+    if copied_bytes:
+        details["gigabytes_per_second"] = copied_bytes / 1e9 / max(result["seconds"], 1e-9)
+
+
+def _report(operation: str, names: list[str], result: dict[str, Any], log: PhaseLog) -> OperationReport:
+    tags = {tag["tag"]: TagReport(**tag) for tag in result["tags"]}
+    for name in names:
+        if name not in tags:  # well known, but no memory is under it
+            policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
+            tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
+    ordered = tuple(tags[name] for name in names) if names else tuple(tags.values())
+    devices = log.devices()
+    return OperationReport(operation, True, log.seconds, ordered, log.phases, devices)

@@ -1,0 +1,84 @@
+"""Regions: what is allocated inside carries a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from memsaver_core import _process
+from memsaver_core._storage import is_plain, rebase
+from memsaver_core.errors import ConfigurationError
+from memsaver_core.policies import PolicyLike, policy_for
+
+Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
+
+
+def region(
+    tag: str, *, restore: PolicyLike | None = None, device: int | None = None
+) -> AbstractContextManager[Any]:
+    """Put every tensor that torch allocates inside under ``tag``.
+
+    On CUDA this holds for the thread that enters it; on the host driver also for parameters and buffers of modules made
+    inside, whichever thread loads them. Regions nest: the inner tag holds inside, the outer one again after it. With
+    the saver disabled this does nothing.
+
+    Args:
+        tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
+        restore: what a resume owes to the content; by default that of the tag, else ``discard``.
+        device: index of the device; the current one by default (the first on the host driver).
+
+    Raises:
+        ConfigurationError: the tag or policy cannot be used, or torch is set up in a way that would defeat it.
+    """
+    if not tag or not isinstance(tag, str):
+        raise ConfigurationError(f"a tag is a name, not {tag!r}")
+    policy = policy_for(tag, restore).value
+    if not _process.enabled():
+        return nullcontext()
+    saver = _process.saver()
+    if saver.driver_name() == "cuda":
+        from memsaver_core._cuda_region import CudaRegion
+
+        return CudaRegion(saver, device, tag, policy)
+    from memsaver_core._host_region import HostRegion
+
+    return HostRegion(saver, device or 0, tag, policy)
+
+
+def adopt(
+    obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None
+) -> Adoptable:
+    """Move tensors that exist already under ``tag``, in place: a tensor, a module's parameters and buffers, or several.
+
+    Each tensor object stays; its address changes once, so adopt before a CUDA graph captures it. Tensors that share
+    memory still share it afterwards, as long as all of them are given. What is under a tag already stays where it is.
+    With the saver disabled this does nothing.
+
+    Returns:
+        ``obj``.
+    """
+    if not _process.enabled():
+        return obj
+    if isinstance(obj, torch.Tensor):
+        tensors: list[torch.Tensor] = [obj]
+    elif isinstance(obj, torch.nn.Module):
+        tensors = [*obj.parameters(), *obj.buffers()]
+    else:
+        tensors = list(obj)
+    saver = _process.saver()
+    storages: dict[int, torch.UntypedStorage] = {}
+    with region(tag, restore=restore, device=device), torch.no_grad():
+        for tensor in tensors:
+            if not is_plain(tensor):
+                raise ConfigurationError(f"only plain strided tensors can be adopted, not {type(tensor).__name__}")
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or storage._cdata in storages or saver.owns(storage.data_ptr()):
+                continue
+            moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device).untyped_storage()
+            moved.copy_(storage, non_blocking=False)
+            storages[storage._cdata] = moved
+    rebase(tensors, storages)
+    return obj

@@ -1,0 +1,174 @@
+"""From what the core reports to what the service answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import memsaver_core as ms
+from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport, Status
+from memsaver_server.occupation import Occupation
+from memsaver_server.operations import Operation
+from memsaver_server.problems import problem_of
+
+
+def operation_answer(operation: Operation) -> dict[str, Any]:
+    """Return what the caller of an operation that is done is told, whether it went well or not."""
+    if operation.error is not None:
+        about = {
+            "operation": operation.request.operation,
+            "operation_id": operation.id,
+            "state": operation.state,
+            "seconds": operation.seconds,
+            "phases": [phase_answer(phase) for phase in operation.phases],
+        }
+        return {**problem_of(operation.error).body(), **about}
+    report = operation.report
+    assert report is not None
+    return {
+        "success": True,
+        "message": _message(report),
+        "enabled": report.enabled,
+        "operation": report.operation,
+        "operation_id": operation.id,
+        "state": operation.state,
+        "seconds": report.seconds,
+        "released_bytes": report.released_bytes,
+        "resumed_bytes": report.resumed_bytes,
+        "tags": [asdict(tag) for tag in report.tags],
+        "phases": [phase_answer(phase) for phase in report.phases],
+        "devices": [_metered(device) for device in report.devices],
+    }
+
+
+def accepted_answer(operation: Operation) -> dict[str, Any]:
+    return {
+        "success": True,
+        "message": f"{operation.request.operation} {operation.id} goes on by itself",
+        "operation": operation.request.operation,
+        "operation_id": operation.id,
+        "status": operation.status,
+        "location": f"/operations/{operation.id}",
+    }
+
+
+def operation_status(operation: Operation) -> dict[str, Any]:
+    """Return what can be said of an operation at any time."""
+    done = operation.status in ("succeeded", "failed")
+    return {
+        "operation_id": operation.id,
+        "operation": operation.request.operation,
+        "status": operation.status,
+        "phase": operation.phase,
+        "tags": None if operation.request.tags is None else list(operation.request.tags),
+        "client": operation.client,
+        "created_at": operation.created_at,
+        "started_at": operation.started_at,
+        "finished_at": operation.finished_at,
+        "seconds": operation.seconds_so_far(),
+        "progress": progress(operation),
+        "phases": [phase_answer(phase) for phase in operation.phases],
+        "answer": operation_answer(operation) if done else None,
+    }
+
+
+def progress(operation: Operation) -> dict[str, Any] | None:
+    """Return how far an operation in work is, as the core counts it; None where it copies nothing now."""
+    now = ms.status().progress
+    if operation.status != "running" or now.operation != operation.request.operation:
+        return None
+    rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
+    return {
+        "done_bytes": now.done_bytes,
+        "total_bytes": now.total_bytes,
+        "copied_bytes": now.copied_bytes,
+        "gb_per_s": rate / 1e9,
+        "seconds_left": (now.total_bytes - now.done_bytes) / rate if rate else None,
+    }
+
+
+def occupation_answer(occupation: Occupation, engine: str, readings: Sequence[DeviceMemory]) -> dict[str, Any]:
+    status = ms.status()
+    reason = occupation.closed_because()
+    running = occupation.operations.running
+    return {
+        "enabled": status.enabled,
+        "driver": status.driver,
+        "state": occupation.state,
+        "engine": engine,
+        "admission": {"open": not reason, "reason": reason},
+        "operation_id": running.id if running else None,
+        "tags": [asdict(tag) for tag in status.tags],
+        "devices": [_occupied(device, status if len(readings) == 1 else None) for device in readings],
+        "host_backup": asdict(status.host_backup),
+    }
+
+
+def _message(report: OperationReport) -> str:
+    if not report.enabled:
+        return f"memsaver is disabled in this process: nothing to {report.operation}"
+    moved = report.released_bytes if report.operation == "release" else report.resumed_bytes
+    done = "released" if report.operation == "release" else "resumed"
+    if moved:
+        names = [tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes]
+        return f"{done} {_readable(moved)} of {', '.join(names)} in {report.seconds:.3f} s"
+    if any(tag.already for tag in report.tags):
+        return f"{'released' if report.operation == 'release' else 'resident'} already: nothing to {report.operation}"
+    return f"no memory under these tags: nothing to {report.operation}"
+
+
+def _readable(size: int) -> str:
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:g} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def phase_answer(phase: PhaseReport) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "seconds": phase.seconds,
+        "devices": [_delta(device) for device in phase.devices],
+        "details": dict(phase.details),
+    }
+
+
+def _delta(device: DeviceDelta) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "used_before_bytes": device.used_before_bytes,
+        "used_after_bytes": device.used_after_bytes,
+        "delta_bytes": device.delta_bytes,
+    }
+
+
+def _metered(device: DeviceDelta) -> dict[str, Any]:
+    return {
+        **_delta(device),
+        "name": device.name,
+        "total_bytes": device.total_bytes,
+        "process_bytes": device.process_bytes,
+    }
+
+
+def _occupied(device: DeviceMemory, status: Status | None) -> dict[str, Any]:
+    return {
+        **asdict(device),
+        "free_bytes": device.total_bytes - device.used_bytes,
+        "sources": [] if status is None else _sources(device, status),
+    }
+
+
+def _sources(device: DeviceMemory, status: Status) -> list[dict[str, Any]]:
+    """Split what is used into what the tags hold, the rest of this process, and everybody else."""
+    sources = [{"name": tag.tag, "bytes": tag.resident_bytes} for tag in status.tags]
+    sources.append({"name": "retained", "bytes": sum(tag.retained_bytes for tag in status.tags)})
+    ours = sum(source["bytes"] for source in sources if isinstance(source["bytes"], int))
+    if device.process_bytes is not None:
+        sources.append({"name": "context and caches", "bytes": max(0, device.process_bytes - ours)})
+        sources.append({"name": "other processes", "bytes": max(0, device.used_bytes - device.process_bytes)})
+    return sources

@@ -1,0 +1,97 @@
+"""The ASGI application: routes over one occupation over one engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from memsaver_core.errors import MemsaverError
+from memsaver_server import problems
+from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
+from memsaver_server.occupation import NotEnoughToReleaseError
+from memsaver_server.operations import ConflictError, IdempotencyKeyError, PhaseTimeoutError, TooManyOperationsError
+from memsaver_server.routes import generate, memory, operations, probes, sglang, tensorrt_llm, vllm
+from memsaver_server.service import Service
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+
+#: What has an answer of its own; everything else is an error of ours, logged in full and answered in brief.
+_FORESEEN = (
+    MemsaverError,
+    AdmissionClosedError,
+    DrainTimeoutError,
+    NotEnoughToReleaseError,
+    ConflictError,
+    IdempotencyKeyError,
+    PhaseTimeoutError,
+    TooManyOperationsError,
+    problems.BadRequestError,
+    problems.BodyTooLargeError,
+    problems.ForbiddenError,
+    problems.NotFoundError,
+    problems.UnauthorizedError,
+)
+
+
+def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
+    """Return the application that serves ``engine``; ``settings`` come from the environment where they are not given.
+
+    It can be served as it is, or mounted in an application of the engine's own.
+    """
+    service = Service(engine, settings or Settings())
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        service.readings.start()
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="memsaver",
+        description="Give a GPU back while the inference engine that fills it stays alive.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.memsaver = service
+    for route in (sglang, vllm, tensorrt_llm, memory, operations, probes):
+        app.include_router(route.router)
+    if isinstance(engine, GeneratingEngine):
+        app.include_router(generate.router)
+    for kind in _FORESEEN:
+        app.add_exception_handler(kind, _answer_problem)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(Exception, _answer_unforeseen)
+    return app
+
+
+async def _answer_problem(_request: Request, error: Exception) -> JSONResponse:
+    problem = problems.problem_of(error)
+    return JSONResponse(problem.body(), problem.status, headers=problem.headers)
+
+
+async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    return JSONResponse(
+        problems.Problem(error.status_code, kind, str(error.detail)).body(), error.status_code, error.headers
+    )
+
+
+async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(problems.Problem(400, "bad_request", f"cannot use the request: {error}").body(), 400)
+
+
+async def _answer_unforeseen(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    problem = problems.problem_of(error)
+    return JSONResponse(problem.body(), problem.status)

@@ -1,0 +1,199 @@
+"""Serve an engine from a thread of its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import stat
+import threading
+from contextlib import suppress
+from types import TracebackType
+
+import uvicorn
+
+from memsaver_core.errors import ConfigurationError, MemsaverError
+from memsaver_server.app import create_app
+from memsaver_server.engines.port import Engine
+from memsaver_server.settings import Settings
+from memsaver_server.trust import check_address
+
+logger = logging.getLogger("memsaver")
+
+#: Answers under way when the server is closed get this long to end, seconds.
+GRACE_S = 5
+
+
+class Attachment:
+    """A running server.
+
+    Attributes:
+        address: ``(host, port)``, or the path of the Unix socket.
+        url: where clients reach it: ``http://host:port`` or ``unix:///path``.
+    """
+
+    def __init__(self, server: _Server, bound: socket.socket, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        name = bound.getsockname()
+        self._path = name if isinstance(name, str) else None
+        self._inode = os.stat(name).st_ino if isinstance(name, str) else 0
+        self.address: tuple[str, int] | str = name if isinstance(name, str) else (name[0], name[1])
+        self.url = f"unix://{name}" if isinstance(name, str) else _url(name[0], name[1])
+
+    def close(self) -> None:
+        """Stop serving: no new connections, answers under way get a few seconds, the socket goes. Idempotent.
+
+        An operation under way completes by itself. The engine is left as it is.
+        """
+        self._server.stop()
+        self._thread.join()
+        if self._path is not None:
+            with suppress(FileNotFoundError):
+                # Somebody else's server may have taken the place since.
+                if os.stat(self._path).st_ino == self._inode:
+                    os.unlink(self._path)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    engine: Engine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    uds: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+) -> Attachment:
+    """Serve ``engine`` from a thread of this process, and return once requests are answered.
+
+    Nothing of the process is changed but that: no signal handler is installed, no logging set up.
+
+    Args:
+        host: the address to bind; anything but loopback needs a key.
+        port: the port to bind; 0 takes a free one.
+        uds: bind this Unix socket instead, readable and writable by this user alone.
+        settings: from the environment where they are not given.
+
+    Raises:
+        ConfigurationError: the address needs a key, or cannot be bound.
+    """
+    settings = settings or Settings()
+    _warn_of_nccl()
+    if uds is None:
+        check_address(host, settings)
+        bound = _bind_tcp(host, port)
+    else:
+        bound = _bind_unix(os.fspath(uds))
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
+    thread.start()
+    server.wait_until_serving()
+    if server.failure is not None:
+        bound.close()
+        raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
+    return Attachment(server, bound, thread)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn on a thread that is not the main one, where it installs no signal handlers."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.failure: BaseException | None = None
+        self._settled = threading.Event()
+
+    def serve_here(self, bound: socket.socket) -> None:
+        """Serve on this thread until stopped."""
+        try:
+            # A loop of our own rather than uvicorn's choice, which may set the process's event loop policy.
+            asyncio.run(self.serve(sockets=[bound]))
+        except BaseException as error:
+            logger.exception("the server stopped")
+            self.failure = error
+        finally:
+            self._settled.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._settled.set()
+
+    def wait_until_serving(self) -> None:
+        self._settled.wait()
+
+    def stop(self) -> None:
+        """Ask the server to end. Streams are told first: they would keep it from ending."""
+        app = self.config.app
+        app.state.memsaver.close()  # type: ignore[union-attr]
+        self.should_exit = True
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigurationError(f"cannot bind {host}:{port}: {error}; choose another address or port 0") from None
+    return bound
+
+
+def _bind_unix(path: str) -> socket.socket:
+    _remove_stale(path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(path)
+        # Nobody can connect before listen(), so there is no moment at which others could.
+        os.chmod(path, 0o600)
+    except OSError as error:
+        bound.close()
+        raise ConfigurationError(f"cannot bind {path!r}: {error}; choose another path") from None
+    return bound
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket of a server that is gone; leave everything else alone."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        if probe.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _warn_of_nccl() -> None:
+    """Warn where captured graphs hold buffers registered with NCCL: their replay hangs after memory was remapped."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return
+    if "nccl" in str(dist.get_backend()):
+        logger.warning(
+            "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
+            "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
+        )

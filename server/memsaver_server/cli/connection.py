@@ -1,0 +1,73 @@
+"""The options that every command has which speaks to a service, and how its failures end the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
+from memsaver_server.cli.tables import make_console
+from memsaver_server.client import DEFAULT_URL, AnswerError, Client, ClientError, UnreachableError
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar="MEMSAVER_URL", help="Address of the service: http://host:port or unix:///path.", metavar="URL"
+    ),
+]
+Uds = Annotated[
+    str | None,
+    typer.Option("--uds", envvar="MEMSAVER_UDS", help="Unix socket of the service, instead of --url.", metavar="PATH"),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="MEMSAVER_API_KEY", help="Key of the service.", metavar="KEY", show_envvar=True),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON instead of tables.")]
+Tags = Annotated[
+    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. None: all of them.", show_default=False)
+]
+URL_DEFAULT = DEFAULT_URL
+
+
+@contextmanager
+def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
+    """Give a client; a ClientError inside ends the command with its message on stderr and its exit code."""
+    with Client(url, uds=uds or None, api_key=api_key or None) as client:
+        try:
+            yield client
+        except ClientError as error:
+            raise failure(error, as_json=as_json) from error
+
+
+def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
+    """Say what went wrong and return the exit that stands for it."""
+    code = exit_code_for(error)
+    if as_json:
+        body = dict(error.body) if isinstance(error, AnswerError) else {}
+        status = error.status if isinstance(error, AnswerError) else None
+        typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
+    else:
+        console = make_console(stderr=True)
+        console.print(f"[bold red]memsaver:[/] {escape(str(error))}")
+        hint = _hint(error)
+        if hint:
+            console.print(f"  {hint}", style="dim")
+    return typer.Exit(int(code))
+
+
+def escape(text: str) -> str:
+    """Keep rich from reading brackets in a message as markup."""
+    return text.replace("[", "\\[")
+
+
+def _hint(error: ClientError) -> str:
+    if isinstance(error, UnreachableError):
+        return "Is the service running there? Set --url (MEMSAVER_URL) or --uds (MEMSAVER_UDS)."
+    if exit_code_for(error) is ExitCode.UNAUTHORIZED:
+        return "Set --api-key or MEMSAVER_API_KEY."
+    return ""

@@ -1,0 +1,50 @@
+"""Exit codes of the command line, so that a script can tell what to do next."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from memsaver_server.client import (
+    ClientError,
+    ConflictError,
+    DeviceMemoryError,
+    DrainDeadlineError,
+    HostMemoryError,
+    InvalidRequestError,
+    PhaseDeadlineError,
+    UnauthorizedError,
+    UnavailableError,
+    UnreachableError,
+)
+
+
+class ExitCode(IntEnum):
+    """What each exit code means; 2 is also what a wrong option or argument gives."""
+
+    OK = 0
+    FAILED = 1
+    INVALID = 2
+    UNREACHABLE = 3
+    UNAUTHORIZED = 4
+    CONFLICT = 5
+    OUT_OF_MEMORY = 6
+    DEADLINE = 7
+    NOT_NOW = 8
+
+
+_BY_ERROR: tuple[tuple[type[ClientError], ExitCode], ...] = (
+    (UnreachableError, ExitCode.UNREACHABLE),
+    (InvalidRequestError, ExitCode.INVALID),
+    (UnauthorizedError, ExitCode.UNAUTHORIZED),
+    (ConflictError, ExitCode.CONFLICT),
+    (DeviceMemoryError, ExitCode.OUT_OF_MEMORY),
+    (HostMemoryError, ExitCode.OUT_OF_MEMORY),
+    (DrainDeadlineError, ExitCode.DEADLINE),
+    (PhaseDeadlineError, ExitCode.DEADLINE),
+    (UnavailableError, ExitCode.NOT_NOW),
+)
+
+
+def exit_code_for(error: ClientError) -> ExitCode:
+    """Return the exit code that ``error`` ends the command with."""
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)

@@ -1,0 +1,128 @@
+"""``memsaver release``, ``memsaver resume`` and ``memsaver status``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, TypedDict
+
+import typer
+
+from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected
+from memsaver_server.cli.progress import while_running
+from memsaver_server.cli.tables import make_console, operation_view, status_view
+from memsaver_server.cli.units import parse_size
+from memsaver_server.schemas import AcceptedAnswer, OperationAnswer
+
+
+class ReleaseOptions(TypedDict):
+    """What ``release`` asks beside the tags."""
+
+    timeout_s: float | None
+    mode: str | None
+    restore: dict[str, str] | None
+    at_least_bytes: int | None
+    wait: bool
+
+
+def _size(text: str | None) -> int | None:
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _policies(pairs: list[str] | None) -> dict[str, str] | None:
+    policies: dict[str, str] = {}
+    for pair in pairs or []:
+        tag, separator, policy = pair.partition("=")
+        if not (tag and separator and policy):
+            raise typer.BadParameter(f"{pair!r} is not TAG=POLICY; write for example weights=discard")
+        policies[tag] = policy
+    return policies or None
+
+
+def _show(answer: OperationAnswer | AcceptedAnswer, as_json: bool) -> None:
+    if as_json:
+        typer.echo(answer.model_dump_json(indent=2))
+    elif isinstance(answer, OperationAnswer):
+        make_console().print(operation_view(answer))
+    else:
+        console = make_console()
+        console.print(answer.message, markup=False)
+        console.print(f"memsaver watch {answer.operation_id}  follows it", style="dim", markup=False)
+
+
+def release(
+    tags: Tags = None,
+    url: Url = URL_DEFAULT,
+    uds: Uds = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", help="Seconds that requests in flight may take to end.", metavar="SECONDS"),
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them."),
+    ] = None,
+    restore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--restore", help="Restore policy for this call, e.g. weights=discard. Repeatable.", metavar="TAG=POLICY"
+        ),
+    ] = None,
+    at_least: Annotated[
+        str | None,
+        typer.Option(
+            "--at-least", help="Release only as much as gives back that much, cheapest tags first.", metavar="SIZE"
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
+    background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
+) -> None:
+    """Give the device memory of TAGS (of everything, where none is named) back to the driver."""
+    options = ReleaseOptions(
+        timeout_s=timeout, mode=mode, restore=_policies(restore), at_least_bytes=_size(at_least), wait=wait
+    )
+    with connected(url, uds, api_key, as_json=as_json) as client:
+        if background:
+            _show(client.start_release(tags, **options), as_json)
+        else:
+            _show(while_running(client, "release", lambda: client.release(tags, **options)), as_json)
+
+
+def resume(
+    tags: Tags = None,
+    url: Url = URL_DEFAULT,
+    uds: Uds = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+    wait_for_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--wait-for-memory",
+            help="Seconds to try while another process still holds the device's memory.",
+            metavar="SECONDS",
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
+    background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
+) -> None:
+    """Bring the device memory of TAGS (of all that is released, where none is named) back at the same addresses."""
+    with connected(url, uds, api_key, as_json=as_json) as client:
+        if background:
+            _show(client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait), as_json)
+        else:
+            call = partial(client.resume, tags, wait_for_memory_s=wait_for_memory, wait=wait)
+            _show(while_running(client, "resume", call), as_json)
+
+
+def status(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Show what the engine holds of its devices: each tag's state and size, each device, the host backup."""
+    with connected(url, uds, api_key, as_json=as_json) as client:
+        occupation = client.occupation()
+    if as_json:
+        typer.echo(occupation.model_dump_json(indent=2))
+    else:
+        make_console().print(status_view(occupation))

@@ -1,0 +1,149 @@
+"""``memsaver serve``: the reference engine and the service, in one process."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memsaver_server.cli.connection import escape
+from memsaver_server.cli.exit_codes import ExitCode
+from memsaver_server.cli.tables import make_console
+from memsaver_server.cli.units import format_seconds, parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 30000
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers; write for example 1,2,4") from None
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint folder: config.json and safetensors. Without it, a small built-in Qwen2.",
+            show_default=False,
+        ),
+    ] = None,
+    random_weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Serve the shape of this config.json with random weights.", metavar="CONFIG.json", show_default=False
+        ),
+    ] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")] = False,
+    kv_cache_bytes: Annotated[
+        str | None,
+        typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE"),
+    ] = None,
+    max_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2),
+    ] = None,
+    batch_sizes: Annotated[
+        str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
+    ] = "1,2,4,8,16,32,64",
+    dtype: Annotated[
+        str | None, typer.Option(help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on; beyond loopback MEMSAVER_API_KEY must be set.")
+    ] = DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    uds: Annotated[
+        Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
+    ] = None,
+    while_released: Annotated[
+        str | None,
+        typer.Option(help="Requests that come while memory is released: refuse or queue [refuse].", metavar="WHAT"),
+    ] = None,
+) -> None:
+    """Serve a causal language model with POST /generate, and release and resume its memory on request.
+
+    Settings of the service come from MEMSAVER_* variables as well. SIGTERM and SIGINT end it with exit code 0.
+    """
+    console = make_console(stderr=True)
+    _end_on_signals()
+    sizes = _numbers(batch_sizes)
+    cache = _size(kv_cache_bytes) if kv_cache_bytes else None
+    began = time.monotonic()
+    try:
+        from memsaver_server import Settings, attach, audit
+        from memsaver_server.engines.transformers import TransformersEngine
+
+        settings = Settings.model_validate({"while_released": while_released}) if while_released else Settings()
+        engine = TransformersEngine(
+            model,
+            random_weights=random_weights,
+            dtype=_dtype(dtype),
+            kv_cache_bytes=cache,
+            max_len=max_len,
+            batch_sizes=sizes,
+            enforce_eager=enforce_eager,
+            seed=seed,
+        )
+        attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        console.print(f"[bold red]memsaver:[/] cannot start: {escape(str(error))}")
+        raise typer.Exit(int(ExitCode.FAILED)) from error
+    except _Ended:
+        raise typer.Exit from None
+    audit.to_stderr()
+    try:
+        # One line on stdout: with --port 0 it is how a caller learns the address.
+        typer.echo(f"serving {engine.model_name} on {attachment.url}")
+        about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
+        console.print(f"ready after {format_seconds(time.monotonic() - began)}: {escape(about)}", style="dim")
+        while True:
+            signal.pause()
+    except _Ended:
+        console.print("ending", style="dim")
+    finally:
+        attachment.close()
+        engine.close()
+
+
+class _Ended(BaseException):
+    """SIGTERM or SIGINT came."""
+
+
+def _end_on_signals() -> None:
+    def end(number: int, _frame: FrameType | None) -> None:
+        # A second signal ends the process at once, should the orderly end hang.
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_DFL)
+        raise _Ended
+
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, end)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise typer.BadParameter(f"{name!r} is no element type of torch; write for example bfloat16")
+    return dtype

@@ -1,0 +1,68 @@
+"""Sizes, times and rates as people read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 1 << 10,
+    "kib": 1 << 10,
+    "kb": 10**3,
+    "m": 1 << 20,
+    "mib": 1 << 20,
+    "mb": 10**6,
+    "g": 1 << 30,
+    "gib": 1 << 30,
+    "gb": 10**9,
+    "t": 1 << 40,
+    "tib": 1 << 40,
+    "tb": 10**12,
+}
+
+
+def format_bytes(count: int) -> str:
+    """Three digits are enough to compare two sizes: ``0``, ``512 B``, ``2.94 GiB``, ``39.8 GiB``, ``512 MiB``."""
+    if count == 0:
+        return "0"
+    value, unit = float(abs(count)), 0
+    while value >= 1023.5 and unit < len(_UNITS) - 1:
+        value /= 1024
+        unit += 1
+    digits = 0 if unit == 0 or value >= 99.95 or value == int(value) else 1 if value >= 9.995 else 2
+    return f"{'-' if count < 0 else ''}{value:.{digits}f} {_UNITS[unit]}"
+
+
+def format_delta(count: int) -> str:
+    """As ``format_bytes``, with a plus sign on growth."""
+    return f"+{format_bytes(count)}" if count > 0 else format_bytes(count)
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.4 ms``, ``31 ms``, ``2.35 s``, ``3 min 20 s``."""
+    if seconds < 0.9995:
+        milliseconds = seconds * 1e3
+        return f"{milliseconds:.0f} ms" if milliseconds >= 9.95 else f"{milliseconds:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def format_rate(count: int, seconds: float) -> str:
+    """Bytes in a time as ``12.3 GB/s``; empty where there is nothing to divide."""
+    return f"{count / seconds / 1e9:.1f} GB/s" if count > 0 and seconds > 0 else ""
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that ``text`` means: ``8GiB``, ``512M``, ``1000000``. K, M, G and T count in 1024s.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is no size; write for example 8GiB, 512MiB or a number of bytes")
+    return int(float(match.group(1)) * factor)

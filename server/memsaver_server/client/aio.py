@@ -1,0 +1,173 @@
+"""The async client: as ``Client``, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from memsaver_server.client.errors import UnreachableError
+from memsaver_server.client.events import Event, EventParser
+from memsaver_server.client.requests import (
+    DEFAULT_URL,
+    FIRST_PAUSE_S,
+    RELEASE,
+    RESUME,
+    Call,
+    Target,
+    generate_call,
+    operation_call,
+    parse,
+    parse_json,
+    release_options,
+)
+from memsaver_server.schemas import (
+    AcceptedAnswer,
+    OccupationAnswer,
+    OperationAnswer,
+    OperationsAnswer,
+    OperationStatusAnswer,
+)
+
+
+class AsyncClient:
+    """Speaks to one service; arguments, answers and errors are those of ``Client``."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        operation_timeout_s: float | None = 600.0,
+        attempts: int = 3,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._target = Target.at(url, uds, api_key, timeout_s, operation_timeout_s)
+        self._attempts = attempts
+        self._http = httpx.AsyncClient(
+            base_url=self._target.base_url,
+            headers=self._target.headers,
+            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds),
+        )
+
+    @property
+    def address(self) -> str:
+        """Where this client looks, for messages."""
+        return self._target.address
+
+    async def release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+        mode: str | None = None,
+        restore: Mapping[str, str] | None = None,
+        at_least_bytes: int | None = None,
+        wait: bool = False,
+    ) -> OperationAnswer:
+        """Give the device memory of ``tags`` (None: of everything) back to the driver. See ``Client.release``."""
+        options = release_options(timeout_s, mode, restore, at_least_bytes, wait)
+        return parse(OperationAnswer, await self._send(operation_call(RELEASE, tags, options)))
+
+    async def start_release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+        mode: str | None = None,
+        restore: Mapping[str, str] | None = None,
+        at_least_bytes: int | None = None,
+        wait: bool = False,
+    ) -> AcceptedAnswer:
+        """As ``release``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
+        options = release_options(timeout_s, mode, restore, at_least_bytes, wait)
+        return parse(AcceptedAnswer, await self._send(operation_call(RELEASE, tags, {**options, "async": True})))
+
+    async def resume(
+        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+    ) -> OperationAnswer:
+        """Bring the device memory of ``tags`` (None: of all that is released) back. See ``Client.resume``."""
+        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
+        return parse(OperationAnswer, await self._send(operation_call(RESUME, tags, options)))
+
+    async def start_resume(
+        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+    ) -> AcceptedAnswer:
+        """As ``resume``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
+        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "async": True}
+        return parse(AcceptedAnswer, await self._send(operation_call(RESUME, tags, options)))
+
+    async def occupation(self) -> OccupationAnswer:
+        """Return what the engine holds now."""
+        return parse(OccupationAnswer, await self._send(Call("GET", "/memory_occupation")))
+
+    async def operations(self) -> list[OperationStatusAnswer]:
+        """Return the operations that the service remembers, the newest first."""
+        return parse(OperationsAnswer, await self._send(Call("GET", "/operations"))).operations
+
+    async def operation(self, operation_id: str) -> OperationStatusAnswer:
+        """Return what can be said of one operation now."""
+        return parse(OperationStatusAnswer, await self._send(Call("GET", f"/operations/{operation_id}")))
+
+    async def events(self, operation_id: str) -> AsyncIterator[Event]:
+        """Follow one operation: give its events as they come, until it is done."""
+        parser = EventParser()
+        path = f"/operations/{operation_id}/events"
+        timeout = httpx.Timeout(self._target.timeout_s, read=None)
+        try:
+            async with self._http.stream("GET", path, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    parse_json(response)
+                async for line in response.aiter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+        except httpx.TransportError as error:
+            raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
+
+    async def ready(self) -> bool:
+        """Return whether the engine takes requests now. Raises nothing but UnreachableError."""
+        return (await self._send(Call("GET", "/readyz"))).is_success
+
+    async def alive(self) -> bool:
+        """Return whether the engine's process and device context work. Raises nothing but UnreachableError."""
+        return (await self._send(Call("GET", "/livez"))).is_success
+
+    async def generate(
+        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
+    ) -> dict[str, Any]:
+        """Generate from ``text`` or ``input_ids``. See ``Client.generate``."""
+        return dict(parse_json(await self._send(generate_call(text, input_ids, sampling_params))))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _send(self, call: Call) -> httpx.Response:
+        pause_s = FIRST_PAUSE_S
+        attempt = 1
+        while True:
+            try:
+                return await self._http.request(
+                    call.method, call.path, json=call.body, headers=call.headers, timeout=self._target.timeout(call)
+                )
+            except httpx.TransportError as error:
+                if attempt >= self._attempts or not call.may_repeat(error):
+                    reason = str(error) or type(error).__name__
+                    raise UnreachableError(self.address, reason, attempt) from error
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            attempt += 1

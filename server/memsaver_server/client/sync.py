@@ -1,0 +1,211 @@
+"""The sync client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from memsaver_server.client.errors import UnreachableError
+from memsaver_server.client.events import Event, EventParser
+from memsaver_server.client.requests import (
+    DEFAULT_URL,
+    FIRST_PAUSE_S,
+    RELEASE,
+    RESUME,
+    Call,
+    Target,
+    generate_call,
+    operation_call,
+    parse,
+    parse_json,
+    release_options,
+)
+from memsaver_server.schemas import (
+    AcceptedAnswer,
+    OccupationAnswer,
+    OperationAnswer,
+    OperationsAnswer,
+    OperationStatusAnswer,
+)
+
+
+class Client:
+    """Speaks to one service. Safe to use from several threads.
+
+    Args:
+        url: the service's address, ``http://host:port`` or ``unix:///path``. Ignored where ``uds`` is given.
+        uds: path of the service's Unix socket.
+        api_key: sent as ``Authorization: Bearer``.
+        timeout_s: limit of one attempt of a call that answers at once, and of every connection, in seconds.
+        operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
+        attempts: how often a call is sent in all, where sending it again does no harm.
+        transport: another httpx transport, e.g. to reach an ASGI app.
+
+    Every method raises UnreachableError where no answer came, and an AnswerError where the answer is no success.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        operation_timeout_s: float | None = 600.0,
+        attempts: int = 3,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._target = Target.at(url, uds, api_key, timeout_s, operation_timeout_s)
+        self._attempts = attempts
+        self._http = httpx.Client(
+            base_url=self._target.base_url,
+            headers=self._target.headers,
+            transport=transport or httpx.HTTPTransport(uds=self._target.uds),
+        )
+
+    @property
+    def address(self) -> str:
+        """Where this client looks, for messages."""
+        return self._target.address
+
+    def release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+        mode: str | None = None,
+        restore: Mapping[str, str] | None = None,
+        at_least_bytes: int | None = None,
+        wait: bool = False,
+    ) -> OperationAnswer:
+        """Give the device memory of ``tags`` (None: of everything) back to the driver.
+
+        Args:
+            timeout_s: deadline of the drain in seconds; the service has a default.
+            mode: what happens to requests in flight: ``wait``, ``abort`` or ``keep``.
+            restore: restore policy per tag for this call, e.g. ``{"weights": "discard"}``.
+            at_least_bytes: release as many tags as it takes to give back that much, cheapest first.
+            wait: wait for a conflicting operation instead of a ConflictError.
+
+        Raises:
+            InvalidRequestError: a tag is unknown; the message lists those that exist.
+            DrainDeadlineError: requests were still in flight at the deadline.
+            HostMemoryError: host memory for the backup is short.
+        """
+        options = release_options(timeout_s, mode, restore, at_least_bytes, wait)
+        return parse(OperationAnswer, self._send(operation_call(RELEASE, tags, options)))
+
+    def start_release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+        mode: str | None = None,
+        restore: Mapping[str, str] | None = None,
+        at_least_bytes: int | None = None,
+        wait: bool = False,
+    ) -> AcceptedAnswer:
+        """As ``release``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
+        options = release_options(timeout_s, mode, restore, at_least_bytes, wait)
+        return parse(AcceptedAnswer, self._send(operation_call(RELEASE, tags, {**options, "async": True})))
+
+    def resume(
+        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+    ) -> OperationAnswer:
+        """Bring the device memory of ``tags`` (None: of all that is released) back at the same addresses.
+
+        Args:
+            wait_for_memory_s: how long to try while another process still holds the device's memory.
+            wait: wait for a conflicting operation instead of a ConflictError.
+
+        Raises:
+            InvalidRequestError: a tag is unknown; the message lists those that exist.
+            DeviceMemoryError: the device has too little free memory. All of it is still released; call again later.
+        """
+        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
+        return parse(OperationAnswer, self._send(operation_call(RESUME, tags, options)))
+
+    def start_resume(
+        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+    ) -> AcceptedAnswer:
+        """As ``resume``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
+        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "async": True}
+        return parse(AcceptedAnswer, self._send(operation_call(RESUME, tags, options)))
+
+    def occupation(self) -> OccupationAnswer:
+        """Return what the engine holds now."""
+        return parse(OccupationAnswer, self._send(Call("GET", "/memory_occupation")))
+
+    def operations(self) -> list[OperationStatusAnswer]:
+        """Return the operations that the service remembers, the newest first."""
+        return parse(OperationsAnswer, self._send(Call("GET", "/operations"))).operations
+
+    def operation(self, operation_id: str) -> OperationStatusAnswer:
+        """Return what can be said of one operation now."""
+        return parse(OperationStatusAnswer, self._send(Call("GET", f"/operations/{operation_id}")))
+
+    def events(self, operation_id: str) -> Iterator[Event]:
+        """Follow one operation: give its events as they come, until it is done."""
+        parser = EventParser()
+        path = f"/operations/{operation_id}/events"
+        timeout = httpx.Timeout(self._target.timeout_s, read=None)
+        try:
+            with self._http.stream("GET", path, timeout=timeout) as response:
+                if not response.is_success:
+                    response.read()
+                    parse_json(response)
+                for line in response.iter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+        except httpx.TransportError as error:
+            raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
+
+    def ready(self) -> bool:
+        """Return whether the engine takes requests now. Raises nothing but UnreachableError."""
+        return (self._send(Call("GET", "/readyz"))).is_success
+
+    def alive(self) -> bool:
+        """Return whether the engine's process and device context work. Raises nothing but UnreachableError."""
+        return (self._send(Call("GET", "/livez"))).is_success
+
+    def generate(
+        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
+    ) -> dict[str, Any]:
+        """Generate from ``text`` or ``input_ids``; returns ``text``, ``output_ids`` and ``meta_info``.
+
+        Raises:
+            UnavailableError: memory is released.
+        """
+        return dict(parse_json(self._send(generate_call(text, input_ids, sampling_params))))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _send(self, call: Call) -> httpx.Response:
+        pause_s = FIRST_PAUSE_S
+        attempt = 1
+        while True:
+            try:
+                return self._http.request(
+                    call.method, call.path, json=call.body, headers=call.headers, timeout=self._target.timeout(call)
+                )
+            except httpx.TransportError as error:
+                if attempt >= self._attempts or not call.may_repeat(error):
+                    reason = str(error) or type(error).__name__
+                    raise UnreachableError(self.address, reason, attempt) from error
+            time.sleep(pause_s)
+            pause_s *= 2
+            attempt += 1

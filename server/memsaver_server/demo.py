@@ -1,0 +1,139 @@
+"""The demonstration: one engine in a process of its own, released and resumed over HTTP, its tokens compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TextIO
+
+from memsaver_server.client import Client, ClientError, OccupationAnswer, OperationAnswer, UnavailableError
+
+PROMPT = "Memory that nobody uses"
+NEW_TOKENS = 32
+
+_ADDRESS = re.compile(r"(https?|unix)://\S+")
+_START_S = 600.0
+_STOP_S = 30.0
+
+
+class DemoError(Exception):
+    """The demonstration did not show what it is there to show; the message says what happened instead."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Where the demonstration tells what it sees, step by step.
+
+    Attributes:
+        started: the engine answers, at this address.
+        generated: these token ids and this text came, for the first or second time.
+        operation: a release or resume ended.
+        refused: a request during the release was answered with this message.
+        occupation: what the engine holds while released.
+    """
+
+    started: Callable[[str, OccupationAnswer], None]
+    generated: Callable[[Sequence[int], str], None]
+    operation: Callable[[OperationAnswer], None]
+    refused: Callable[[str], None]
+    occupation: Callable[[OccupationAnswer], None]
+
+
+def run(show: Show, serve_options: Sequence[str] = ()) -> None:
+    """Start an engine, generate, release, resume, generate again and compare; the engine has ended on return.
+
+    Args:
+        serve_options: further options for ``memsaver serve``.
+
+    Raises:
+        DemoError: a step failed, or the tokens differ.
+    """
+    with _engine(serve_options) as url, Client(url) as client:
+        try:
+            _steps(client, show)
+        except ClientError as error:
+            raise DemoError(str(error)) from error
+
+
+def _steps(client: Client, show: Show) -> None:
+    show.started(client.address, client.occupation())
+    before = _generate(client, show)
+
+    released = client.release()
+    show.operation(released)
+    if released.enabled and released.released_bytes == 0:
+        raise DemoError("the release gave nothing back")
+    try:
+        client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
+    except UnavailableError as refusal:
+        show.refused(str(refusal))
+    else:
+        if released.enabled:
+            raise DemoError("the engine generated while its memory was released")
+    show.occupation(client.occupation())
+
+    show.operation(client.resume())
+    after = _generate(client, show)
+    if after != before:
+        raise DemoError(f"the tokens differ: {list(before)} before, {list(after)} after")
+
+
+def _generate(client: Client, show: Show) -> Sequence[int]:
+    answer = client.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    tokens = [int(token) for token in answer["output_ids"]]
+    if not tokens:
+        raise DemoError("the engine generated no tokens")
+    show.generated(tokens, str(answer.get("text", "")))
+    return tokens
+
+
+@contextmanager
+def _engine(serve_options: Sequence[str]) -> Iterator[str]:
+    """Run ``memsaver serve`` as a child for the length of the block; gives its address."""
+    environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
+    command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        try:
+            yield _address_of(child, log)
+        finally:
+            code = _stop(child)
+        if code != 0:
+            raise DemoError(f"the engine ended with exit code {code}:\n{_tail(log)}")
+
+
+def _address_of(child: subprocess.Popen[str], log: TextIO) -> str:
+    assert child.stdout is not None
+    impatience = threading.Timer(_START_S, child.kill)
+    impatience.start()
+    try:
+        line = child.stdout.readline()
+    finally:
+        impatience.cancel()
+    match = _ADDRESS.search(line)
+    if match is None:
+        child.wait()
+        raise DemoError(f"the engine did not start (exit code {child.returncode}):\n{_tail(log)}")
+    return match.group()
+
+
+def _stop(child: subprocess.Popen[str]) -> int:
+    child.send_signal(signal.SIGTERM)
+    try:
+        return child.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _tail(log: TextIO, lines: int = 20) -> str:
+    log.seek(0)
+    return "".join(log.readlines()[-lines:]).rstrip() or "(it wrote nothing)"

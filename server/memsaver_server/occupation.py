@@ -1,0 +1,328 @@
+"""The one place that decides what the engine's memory is doing: the state machine behind every dialect.
+
+Release: check tags -> close admission -> drain -> ms.release (synchronize, pause, empty_cache, ipc_collect, settle)
+-> report.
+Resume: check tags -> ms.resume (restore) -> repair -> reopen admission, if nothing the engine needs is still away
+-> report.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import memsaver_core as ms
+from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError
+from memsaver_core.reports import OperationReport, Status, TagStatus
+from memsaver_server.engines.port import DrainMode, Engine
+from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+
+#: How often a resume that waits for memory asks the device how much is free.
+MEMORY_POLL_S = 0.05
+
+Paused = Literal["", "paused", "asleep"]
+
+
+class NotEnoughToReleaseError(Exception):
+    """``at_least_bytes`` is more than the tags asked for hold. Nothing was released."""
+
+    def __init__(self, wanted: int, held: int) -> None:
+        super().__init__(
+            f"at_least_bytes is {wanted}, but the tags asked for hold {held} bytes on the device; nothing was released"
+        )
+
+
+class UnusableError(MemsaverError):
+    """The device context is lost, or the engine is dead: no operation can succeed any more in this process."""
+
+
+class Occupation:
+    """What the engine occupies of the device, and the only way to change it.
+
+    Every method may be called from any thread. ``release`` and ``resume`` return at once with the operation; the others
+    block where they say so.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, on_finished: Callable[[Operation], None]) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._on_finished = on_finished
+        self.operations = Operations(settings.history, self._finished)
+        self._lock = threading.Lock()
+        # Guarded by the lock, and all that admission depends on beside the core's own state.
+        self._quiescing = ""
+        self._paused: Paused = ""
+        self._lost: set[str] = set()
+        self._to_repair: set[str] = set()
+
+    # -- release ---------------------------------------------------------------------------------------------------
+
+    def release(
+        self, request: ReleaseRequest, *, wait: bool = False, key: str | None = None, client: str = ""
+    ) -> Operation:
+        """Give the memory of ``request.tags`` back to the driver; the requests in flight are drained first.
+
+        What is released already is success. After a failure admission is as it was, unless memory is away.
+
+        Raises:
+            UnknownTagError: a tag does not exist. Nothing was started.
+            ConflictError, IdempotencyKeyError, TooManyOperationsError: see Operations.submit.
+        """
+        ms.check_tags(None if request.tags is None else list(request.tags))
+        ms.check_tags([tag for tag, _ in request.restore])
+        return self.operations.submit(request, self._release, wait=wait, key=key, client=client)
+
+    def _release(self, operation: Operation) -> OperationReport:
+        request, log = operation.request, operation.log
+        assert isinstance(request, ReleaseRequest)
+        assert log is not None
+        if not ms.enabled():
+            return ms.release(_listed(request.tags), log=log)
+        self._check_usable()
+        tags = self._cheapest(request)
+        self._close_admission("memory is being released")
+        try:
+            with log.phase("drain"):
+                self._engine.drain(request.timeout_s, request.mode)
+            if request.restore:
+                return ms.release(tags, log=log, restore=dict(request.restore))
+            return ms.release(tags, log=log)
+        finally:
+            self._note_lost(tags, dict(request.restore))
+            self._reopen()
+
+    def _cheapest(self, request: ReleaseRequest) -> list[str] | None:
+        """Choose the tags to release: all that were asked for, or the cheapest that give ``at_least_bytes`` back."""
+        if request.at_least_bytes is None:
+            return _listed(request.tags)
+        override = dict(request.restore)
+        candidates = [
+            tag for tag in ms.status().tags if tag.resident_bytes and (request.tags is None or tag.tag in request.tags)
+        ]
+        # Discarded before backed up, then what has a backup already; among equals the largest, so that few are touched.
+        candidates.sort(key=lambda tag: (_keeps(tag, override), _uncopied(tag), -tag.resident_bytes))
+        chosen: list[str] = []
+        found = 0
+        for tag in candidates:
+            if found >= request.at_least_bytes:
+                break
+            chosen.append(tag.tag)
+            found += tag.resident_bytes
+        if found < request.at_least_bytes:
+            raise NotEnoughToReleaseError(request.at_least_bytes, found)
+        return chosen
+
+    # -- resume ----------------------------------------------------------------------------------------------------
+
+    def resume(
+        self, request: ResumeRequest, *, wait: bool = False, key: str | None = None, client: str = ""
+    ) -> Operation:
+        """Bring the memory of ``request.tags`` back, and admission with it once nothing the engine needs is away.
+
+        What is resident already is success. After a failure all of it is still released and the call can be repeated.
+
+        Raises:
+            As release.
+        """
+        ms.check_tags(None if request.tags is None else list(request.tags))
+        return self.operations.submit(request, self._resume, wait=wait, key=key, client=client)
+
+    def _resume(self, operation: Operation) -> OperationReport:
+        request, log = operation.request, operation.log
+        assert isinstance(request, ResumeRequest)
+        assert log is not None
+        if not ms.enabled():
+            return ms.resume(_listed(request.tags), log=log)
+        self._check_usable()
+        away = released_tags(ms.status())
+        self._close_admission("memory is being resumed")
+        try:
+            report = self._restore(request, log)
+            self._note_resumed(away)
+            with log.phase("repair"):
+                self._repair()
+            with log.phase("reopen"):
+                self._reopen()
+        except BaseException:
+            self._note_resumed(away)
+            self._reopen()
+            raise
+        return replace(report, phases=log.phases)
+
+    def _restore(self, request: ResumeRequest, log: ms.PhaseLog) -> OperationReport:
+        deadline = time.monotonic() + request.wait_for_memory_s
+        while True:
+            try:
+                return ms.resume(_listed(request.tags), log=log)
+            except OutOfDeviceMemoryError as short:
+                if time.monotonic() >= deadline:
+                    raise
+                with log.phase("wait_for_memory"):
+                    _wait_for_memory(short, deadline)
+
+    def _repair(self) -> None:
+        with self._lock:
+            tags, lost = sorted(self._to_repair), sorted(self._to_repair & self._lost)
+        if tags:
+            self._engine.repair(tags, lost)
+        with self._lock:
+            self._to_repair.difference_update(tags)
+            self._lost.difference_update(lost)
+
+    # -- scheduling ------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
+        """Stop generating until ``continue_generation``; memory stays as it is. Blocks for the drain.
+
+        Args:
+            asleep: ``is_sleeping`` is to say so.
+
+        Raises:
+            DrainTimeoutError: requests still run. Generation is as it was.
+        """
+        with self._lock:
+            before = self._paused
+            self._paused = "asleep" if asleep else before or "paused"
+            if not self._quiescing:
+                self._engine.close_admission(self._closed_because(), hold=self._hold())
+        try:
+            self._engine.drain(timeout_s, mode)
+        except BaseException:
+            with self._lock:
+                self._paused = before
+            self._reopen()
+            raise
+
+    def continue_generation(self) -> str:
+        """Undo ``pause``; while memory is away this is remembered, and admission opens when it is back.
+
+        Returns:
+            Why admission is still closed, or an empty string.
+        """
+        with self._lock:
+            self._paused = ""
+        self._reopen()
+        return self.closed_because()
+
+    def flush_cache(self) -> None:
+        """Forget the engine's cached prefixes, whatever state the memory is in."""
+        self._engine.flush_cache()
+
+    # -- what can be asked -----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """The process's state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``."""
+        state = ms.status().state
+        running = self.operations.running
+        if state == "failed" or running is None or running.status != "running":
+            return state
+        return "releasing" if running.request.operation == "release" else "resuming"
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is away, or generation was put to sleep without releasing any."""
+        return bool(released_tags(ms.status())) or self._paused == "asleep"
+
+    def closed_because(self) -> str:
+        """Why the engine takes no requests now, or an empty string where it does."""
+        with self._lock:
+            return self._closed_because()
+
+    def is_alive(self) -> bool:
+        """Whether this process can still serve, now or once it is resumed."""
+        return ms.status().state != "failed" and self._engine.is_alive()
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def _close_admission(self, reason: str) -> None:
+        with self._lock:
+            self._quiescing = reason
+            self._engine.close_admission(reason, hold=self._hold())
+
+    def _reopen(self) -> None:
+        """Leave admission as the state demands: open where nothing the engine needs is away, closed else."""
+        with self._lock:
+            self._quiescing = ""
+            reason = self._closed_because()
+            if reason:
+                self._engine.close_admission(reason, hold=self._hold())
+            else:
+                self._engine.open_admission()
+
+    def _closed_because(self) -> str:
+        status = ms.status()
+        if status.state == "failed":
+            return f"the device context is lost: {status.failure}"
+        if self._quiescing:
+            return self._quiescing
+        away = released_tags(status)
+        if away:
+            return f"memory of {', '.join(sorted(away))} is released"
+        if self._to_repair:
+            return f"the engine is not whole yet after {', '.join(sorted(self._to_repair))} came back; resume again"
+        if self._paused:
+            return "generation is paused"
+        return ""
+
+    def _hold(self) -> int:
+        """How many new requests may wait: a paused engine holds them, a released one where the operator wants that."""
+        paused_alone = self._paused and not self._quiescing and not released_tags(ms.status())
+        return self._settings.queue_limit if paused_alone or self._settings.while_released == "queue" else 0
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        status = ms.status()
+        if status.state == "failed":
+            raise UnusableError(f"the device context is lost ({status.failure}); restart the engine")
+
+    def _note_lost(self, tags: Sequence[str] | None, override: dict[str, str]) -> None:
+        """Remember whose content this release gave up; asked of the core, so that a failed release counts too."""
+        gone = [tag for tag in ms.status().tags if tag.released_bytes and (tags is None or tag.tag in tags)]
+        with self._lock:
+            self._lost.update(tag.tag for tag in gone if not _keeps(tag, override))
+
+    def _note_resumed(self, away: set[str]) -> None:
+        still_away = released_tags(ms.status())
+        with self._lock:
+            self._to_repair.update(away - still_away)
+
+    def _finished(self, operation: Operation) -> None:
+        try:
+            self._on_finished(operation)
+        except Exception:
+            logger.exception("operation %s is done, but could not be recorded", operation.id)
+
+
+def released_tags(status: Status) -> set[str]:
+    """Return the tags with memory that is not there: while any is, no request may reach a kernel."""
+    return {tag.tag for tag in status.tags if tag.released_bytes or tag.state in ("releasing", "resuming")}
+
+
+def _listed(tags: tuple[str, ...] | None) -> list[str] | None:
+    return None if tags is None else list(tags)
+
+
+def _keeps(tag: TagStatus, override: dict[str, str]) -> bool:
+    return override.get(tag.tag, tag.restore) in ("host", "file")
+
+
+def _uncopied(tag: TagStatus) -> bool:
+    return tag.backed_up_bytes < tag.bytes
+
+
+def _wait_for_memory(short: OutOfDeviceMemoryError, deadline: float) -> None:
+    """Return when the device has what was missing, or at the deadline. No co-tenant tells when it lets go."""
+    while time.monotonic() < deadline:
+        time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - time.monotonic())))
+        for device in ms.read_devices():
+            if device.index == short.device and device.total_bytes - device.used_bytes >= short.needed_bytes:
+                return

@@ -1,0 +1,300 @@
+"""Operations as objects: one runs at a time, in the order in which they came; a repeat joins the one in flight.
+
+An operation runs in a worker thread of its own, so a client that goes away cancels nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import memsaver_core as ms
+from memsaver_core.reports import OperationReport, PhaseReport
+from memsaver_server.engines.port import DrainMode
+
+#: More callers than this waiting for their turn are sent away: each holds a thread.
+MAX_PENDING = 128
+
+
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """What a caller asks of a release. Two equal requests are one operation while it is in flight.
+
+    Attributes:
+        tags: sorted names, or None for all.
+        timeout_s: how long requests in flight may take to end.
+        mode: what the drain does to them.
+        restore: policies that hold for this release alone, as sorted (tag, policy) pairs.
+        at_least_bytes: release only as many tags as give this back, the cheapest first; None releases all of them.
+    """
+
+    tags: tuple[str, ...] | None = None
+    timeout_s: float = 25.0
+    mode: DrainMode = "wait"
+    restore: tuple[tuple[str, str], ...] = ()
+    at_least_bytes: int | None = None
+    operation: Literal["release"] = "release"
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What a caller asks of a resume.
+
+    Attributes:
+        tags: sorted names, or None for all that is released.
+        wait_for_memory_s: how long to wait for a co-tenant to let go of device memory.
+    """
+
+    tags: tuple[str, ...] | None = None
+    wait_for_memory_s: float = 0.0
+    operation: Literal["resume"] = "resume"
+
+
+OperationRequest = ReleaseRequest | ResumeRequest
+Status = Literal["queued", "running", "succeeded", "failed"]
+
+
+class ConflictError(Exception):
+    """An operation that would undo what is asked for is in progress.
+
+    Attributes:
+        running: the operation in the way.
+    """
+
+    def __init__(self, request: OperationRequest, running: Operation) -> None:
+        self.running = running
+        super().__init__(
+            f"cannot {request.operation} {tag_list(request.tags)}: {running.request.operation} {running.id} of "
+            f'{tag_list(running.request.tags)} is in progress. Try again when it is done, or send "wait": true'
+        )
+
+
+class TooManyOperationsError(Exception):
+    """So many operations wait for their turn that no more are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{MAX_PENDING} operations wait for their turn already; try again later")
+
+
+class IdempotencyKeyError(Exception):
+    """An Idempotency-Key was used before, for another request."""
+
+    def __init__(self, key: str, first: Operation) -> None:
+        super().__init__(
+            f"Idempotency-Key {key!r} belongs to {first.request.operation} {first.id}, which asked for something else; "
+            "use a new key for a new request"
+        )
+
+
+class PhaseTimeoutError(Exception):
+    """A phase has made no progress for too long. The operation goes on; nobody waits for it any more.
+
+    Attributes:
+        operation: the one that is stuck.
+        phase: the phase that it is in.
+    """
+
+    def __init__(self, operation: Operation, phase: str, seconds: float) -> None:
+        self.operation = operation
+        self.phase = phase
+        super().__init__(
+            f"{operation.request.operation} {operation.id} has made no progress in phase {phase!r} for "
+            f"{seconds:.0f} s. It goes on; GET /operations/{operation.id} tells what becomes of it"
+        )
+
+
+def tag_list(tags: Sequence[str] | None) -> str:
+    """Return ``tags`` as a message names them."""
+    return "all tags" if tags is None else ", ".join(tags) or "no tags"
+
+
+@dataclass
+class Operation:
+    """One release or resume, from the moment it was asked for. Its fields are written by its worker thread alone.
+
+    Attributes:
+        client: who asked first.
+        phase: what it does now, or an empty string.
+        report: what it did, where it succeeded.
+        error: why it failed, where it did.
+        state: the process's state when it ended.
+        done: set when it has ended, either way.
+    """
+
+    id: str
+    request: OperationRequest
+    client: str
+    created_at: float
+    status: Status = "queued"
+    started_at: float | None = None
+    finished_at: float | None = None
+    seconds: float = 0.0
+    phase: str = ""
+    log: ms.PhaseLog | None = None
+    report: OperationReport | None = None
+    error: BaseException | None = None
+    state: str = ""
+    done: Future[None] = field(default_factory=Future)
+    _started: float = 0.0
+    _moved: float = field(default_factory=time.monotonic)
+    _moved_bytes: int = -1
+
+    def __post_init__(self) -> None:
+        # A waiter that is cancelled (its client went away) must not cancel what the others wait for.
+        self.done.set_running_or_notify_cancel()
+
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """The phases that have ended so far."""
+        if self.report is not None:
+            return self.report.phases
+        return self.log.phases if self.log is not None else ()
+
+    def seconds_so_far(self) -> float:
+        """How long it has run, or ran."""
+        if self.status == "running":
+            return time.monotonic() - self._started
+        return self.seconds
+
+    def enter_phase(self, name: str) -> None:
+        self.phase = name
+        self._moved = time.monotonic()
+
+    def seconds_without_progress(self) -> float:
+        """How long ago the phase began, or last moved bytes."""
+        moved_bytes = ms.status().progress.done_bytes
+        if moved_bytes != self._moved_bytes:
+            self._moved_bytes = moved_bytes
+            self._moved = time.monotonic()
+        return time.monotonic() - self._moved
+
+    def _start(self) -> None:
+        self.status = "running"
+        self.started_at = time.time()
+        self._started = self._moved = time.monotonic()
+        self.log = ms.PhaseLog(on_phase=self.enter_phase)
+
+    def _finish(self, report: OperationReport | None, error: BaseException | None) -> None:
+        self.seconds = time.monotonic() - self._started
+        self.finished_at = time.time()
+        self.report = None if report is None else replace(report, seconds=self.seconds)
+        self.error = error
+        self.state = ms.status().state
+        self.phase = ""
+        self.status = "succeeded" if error is None else "failed"
+
+
+class Operations:
+    """The queue of operations and what is remembered of them."""
+
+    def __init__(self, history: int, on_finished: Callable[[Operation], None]) -> None:
+        self._history: OrderedDict[str, Operation] = OrderedDict()
+        self._history_limit = history
+        self._keys: OrderedDict[str, Operation] = OrderedDict()
+        self._pending: deque[Operation] = deque()
+        self._turn = threading.Condition()
+        self._on_finished = on_finished
+
+    @property
+    def running(self) -> Operation | None:
+        """The operation in work now."""
+        with self._turn:
+            return self._pending[0] if self._pending else None
+
+    def get(self, operation_id: str) -> Operation | None:
+        with self._turn:
+            return self._history.get(operation_id)
+
+    def recent(self) -> list[Operation]:
+        """All that are remembered, the newest first."""
+        with self._turn:
+            return list(reversed(self._history.values()))
+
+    def submit(
+        self,
+        request: OperationRequest,
+        work: Callable[[Operation], OperationReport],
+        *,
+        wait: bool,
+        key: str | None,
+        client: str,
+    ) -> Operation:
+        """Start ``work`` in its turn, or return the operation in flight that ``request`` repeats.
+
+        Args:
+            wait: queue behind a conflicting operation instead of refusing.
+            key: the caller's Idempotency-Key: a repeat under the same key is answered by the first one's result,
+                however long ago that was, unless it failed.
+
+        Raises:
+            ConflictError, IdempotencyKeyError, TooManyOperationsError: nothing was started.
+        """
+        with self._turn:
+            repeated = self._repeated(request, key)
+            if repeated is not None:
+                return repeated
+            conflicting = next((other for other in self._pending if _conflict(request, other.request)), None)
+            if conflicting is not None and not wait:
+                raise ConflictError(request, conflicting)
+            if len(self._pending) >= MAX_PENDING:
+                raise TooManyOperationsError
+            operation = Operation(id=uuid.uuid4().hex[:12], request=request, client=client, created_at=time.time())
+            self._pending.append(operation)
+            self._remember(operation, key)
+        threading.Thread(
+            target=self._work, args=(operation, work), name=f"memsaver-{request.operation}-{operation.id}", daemon=True
+        ).start()
+        return operation
+
+    def _repeated(self, request: OperationRequest, key: str | None) -> Operation | None:
+        first = self._keys.get(key) if key is not None else None
+        if key is not None and first is not None:
+            if first.request != request:
+                raise IdempotencyKeyError(key, first)
+            if first.status != "failed":
+                return first
+        # The latest equal one: what it leaves behind is what its callers find.
+        return next((other for other in reversed(self._pending) if other.request == request), None)
+
+    def _remember(self, operation: Operation, key: str | None) -> None:
+        self._history[operation.id] = operation
+        if key is not None:
+            self._keys[key] = operation
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keep the last finished operations, and those that are not done."""
+        for memory in (self._history, self._keys):
+            while len(memory) > self._history_limit + len(self._pending):
+                memory.popitem(last=False)
+
+    def _work(self, operation: Operation, work: Callable[[Operation], OperationReport]) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._pending[0] is operation)
+        operation._start()
+        report: OperationReport | None = None
+        error: BaseException | None = None
+        try:
+            report = work(operation)
+        except BaseException as raised:
+            error = raised
+        operation._finish(report, error)
+        self._on_finished(operation)
+        # Out of the way before its callers hear of it: their next call must not conflict with it.
+        with self._turn:
+            self._pending.popleft()
+            self._forget()
+            self._turn.notify_all()
+        operation.done.set_result(None)
+
+
+def _conflict(one: OperationRequest, other: OperationRequest) -> bool:
+    if one.operation == other.operation:
+        return False
+    return one.tags is None or other.tags is None or not set(one.tags).isdisjoint(other.tags)

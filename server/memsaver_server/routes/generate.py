@@ -1,0 +1,48 @@
+"""Generation, where the engine offers it: SGLang's request and answer."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+from memsaver_server.engines.port import GeneratingEngine
+from memsaver_server.problems import BadRequestError
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard, json_of
+
+router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
+_TAKES = {
+    "requestBody": {
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "text": {"type": "string"},
+                        "input_ids": {"type": "array", "items": {"type": "integer"}},
+                        "sampling_params": {
+                            "type": "object",
+                            "properties": {
+                                "max_new_tokens": {"type": "integer", "minimum": 0},
+                                "temperature": {"type": "number", "minimum": 0},
+                            },
+                        },
+                    },
+                }
+            }
+        }
+    }
+}
+
+
+@router.post("/generate", responses=PROBLEMS, openapi_extra=_TAKES)
+async def generate(request: Request, service: ServiceOf) -> JSONResponse:
+    """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine takes no requests."""
+    engine = cast(GeneratingEngine, service.engine)
+    asked: dict[str, Any] = await json_of(request)
+    try:
+        return JSONResponse(await engine.generate(asked))
+    except ValueError as error:
+        raise BadRequestError(str(error)) from None

@@ -1,0 +1,87 @@
+"""Operations that run or ran: a list, one of them, and its events as they happen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import StreamingResponse
+
+from memsaver_server.answers import operation_answer, operation_status, phase_answer, progress
+from memsaver_server.operations import Operation
+from memsaver_server.problems import NotFoundError
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.schemas import OperationsAnswer, OperationStatusAnswer
+from memsaver_server.service import Service
+
+router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
+_REFUSED: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401], 403: PROBLEMS[403]}
+_MISSING: dict[int | str, dict[str, Any]] = {
+    **_REFUSED,
+    404: {**PROBLEMS[400], "description": "No such operation is remembered."},
+}
+#: How often a stream looks for news, seconds.
+TICK_S = 0.1
+
+
+@router.get("/operations", response_model=OperationsAnswer, responses=_REFUSED)
+async def operations(service: ServiceOf) -> dict[str, Any]:
+    """All operations that are remembered, the newest first."""
+    return {"operations": [operation_status(operation) for operation in service.occupation.operations.recent()]}
+
+
+@router.get("/operations/{operation_id}", response_model=OperationStatusAnswer, responses=_MISSING)
+async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
+    """One operation, whether it waits, runs or is done."""
+    return operation_status(_find(service, operation_id))
+
+
+@router.get(
+    "/operations/{operation_id}/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
+)
+async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
+    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, ``done`` at the end."""
+    found = _find(service, operation_id)
+    return StreamingResponse(
+        _events(service, found), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+    )
+
+
+def _find(service: Service, operation_id: str) -> Operation:
+    found = service.occupation.operations.get(operation_id)
+    if found is None:
+        raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
+    return found
+
+
+async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
+    told = 0
+    current = ""
+    moved: dict[str, Any] | None = None
+    ended = asyncio.wrap_future(operation.done)
+    while not service.closing.is_set():
+        done = operation.done.done()
+        phases = operation.phases
+        for phase in phases[told:]:
+            yield _event("phase_done", phase_answer(phase))
+        told = len(phases)
+        if operation.phase and operation.phase != current:
+            current = operation.phase
+            yield _event("phase", {"name": current})
+        now = progress(operation)
+        if now is not None and now != moved:
+            moved = now
+            yield _event("progress", now)
+        if done:
+            yield _event("done", operation_answer(operation))
+            return
+        await asyncio.wait({ended}, timeout=TICK_S)
+
+
+def _event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,72 @@
+"""Is it alive, is it ready, what does it count: for orchestrators, routers and scrapers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from memsaver_server.engines.port import AdmissionClosedError, GeneratingEngine
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard, guard_probes
+from memsaver_server.schemas import HealthAnswer
+from memsaver_server.service import Service
+
+router = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
+_UNWELL: dict[int | str, dict[str, Any]] = {
+    401: PROBLEMS[401],
+    503: {"model": HealthAnswer, "description": "It is not; the reason says why."},
+}
+#: One token must come within this, seconds.
+GENERATE_TIMEOUT_S = 20.0
+
+
+@router.get("/livez", response_model=HealthAnswer, responses=_UNWELL)
+@router.get("/health", response_model=HealthAnswer, responses=_UNWELL)
+async def alive(service: ServiceOf) -> JSONResponse:
+    """Whether the process can serve, now or once it is resumed: an engine asleep is alive, a dead one is not."""
+    return _health(service, "" if service.occupation.is_alive() else _dead_because(service))
+
+
+@router.get("/readyz", response_model=HealthAnswer, responses=_UNWELL)
+async def ready(service: ServiceOf) -> JSONResponse:
+    """Whether the engine takes requests now."""
+    return _health(service, _unready_because(service))
+
+
+@router.get("/health_generate", response_model=HealthAnswer, responses={**_UNWELL, 403: PROBLEMS[403]})
+async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResponse:
+    """Whether the engine generates a token now."""
+    reason = _unready_because(service)
+    if not reason and isinstance(service.engine, GeneratingEngine):
+        one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        try:
+            await asyncio.wait_for(service.engine.generate(one_token), GENERATE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            reason = f"no token within {GENERATE_TIMEOUT_S:g} s"
+        except AdmissionClosedError as closed:
+            reason = str(closed)
+        except Exception as error:
+            reason = f"cannot generate: {type(error).__name__}: {error}"
+    return _health(service, reason)
+
+
+@router.get("/metrics", response_class=PlainTextResponse, responses={401: PROBLEMS[401]})
+async def metrics(service: ServiceOf) -> Response:
+    """Prometheus metrics."""
+    return Response(service.metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _dead_because(service: Service) -> str:
+    return service.occupation.closed_because() or f"engine {service.engine.name!r} is dead"
+
+
+def _unready_because(service: Service) -> str:
+    return _dead_because(service) if not service.occupation.is_alive() else service.occupation.closed_because()
+
+
+def _health(service: Service, reason: str) -> JSONResponse:
+    body = {"status": "unavailable" if reason else "ok", "state": service.occupation.state, "reason": reason}
+    return JSONResponse(body, 503 if reason else 200)

@@ -1,0 +1,124 @@
+"""How a request is read, whatever its method, content type or dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar, cast
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
+
+from memsaver_server.problems import BadRequestError, BodyTooLargeError
+from memsaver_server.schemas import ErrorAnswer
+from memsaver_server.service import Service
+from memsaver_server.trust import check_key, check_origin
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def service(request: Request) -> Service:
+    return cast(Service, request.app.state.memsaver)
+
+
+ServiceOf = Annotated[Service, Depends(service)]
+
+
+async def body_of(request: Request) -> bytes:
+    """Return the request's body.
+
+    Raises:
+        BodyTooLargeError: it is over the limit; what is over it is not read.
+    """
+    if not hasattr(request.state, "memsaver_body"):
+        limit = service(request).settings.max_body_bytes
+        announced = request.headers.get("content-length", "0")
+        body = bytearray()
+        if not announced.isdecimal() or int(announced) <= limit:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    break
+        if len(body) > limit or (announced.isdecimal() and int(announced) > limit):
+            raise BodyTooLargeError(f"the body is larger than {limit} bytes (MEMSAVER_MAX_BODY_BYTES)")
+        request.state.memsaver_body = bytes(body)
+    return cast(bytes, request.state.memsaver_body)
+
+
+async def json_of(request: Request) -> dict[str, Any]:
+    """Return the JSON object in the body, an empty one where there is none. The content type does not matter.
+
+    Raises:
+        BadRequestError: the body is not a JSON object.
+    """
+    body = await body_of(request)
+    if not body.strip():
+        return {}
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def fields_of(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+    """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent."""
+
+    async def read(request: Request) -> Model:
+        query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
+        if "tags" in request.query_params:
+            query["tags"] = request.query_params.getlist("tags")
+        given = {key: value for key, value in {**query, **await json_of(request)}.items() if value is not None}
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise BadRequestError(f"cannot use the request: {wrong}") from None
+
+    return read
+
+
+def guard(request: Request) -> None:
+    """Let only callers with the key pass, and no other site's pages."""
+    check_origin(request)
+    check_key(request, service(request).settings)
+
+
+def guard_probes(request: Request) -> None:
+    """Let everybody look at probes and metrics, unless the operator wants otherwise."""
+    if service(request).settings.protect_probes:
+        check_key(request, service(request).settings)
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what the API description says of a route whose body is read by ``fields_of(model)``."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": False, "content": {"application/json": {"schema": schema}}}}
+
+
+def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
+    """The same for a route that reads its fields from the query. What is not a plain value goes in a body only."""
+    properties = model.model_json_schema()["properties"].items()
+    plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
+    return {
+        "parameters": [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in plain]
+    }
+
+
+#: Every route that changes or waits for something may answer these.
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The request cannot be used; everything is as it was."},
+    401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
+    403: {"model": ErrorAnswer, "description": "A browser asks for another site."},
+    409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    422: {"model": ErrorAnswer, "description": "The Idempotency-Key belongs to another request."},
+    500: {"model": ErrorAnswer, "description": "The driver, a backup or the engine failed; the message says which."},
+    503: {"model": ErrorAnswer, "description": "Not now: memory is short or away. Try again after Retry-After."},
+    504: {"model": ErrorAnswer, "description": "Requests in flight, or a phase, took too long."},
+    507: {"model": ErrorAnswer, "description": "Host memory is too short for the backup; nothing was unmapped."},
+}

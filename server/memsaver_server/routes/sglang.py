@@ -1,0 +1,88 @@
+"""SGLang's and tokenspeed's dialect: memory occupation, caches and scheduling.
+
+slime, miles, NeMo-RL, verl and AReaL call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+from memsaver_server.engines.port import DrainMode
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes, takes_in_query
+from memsaver_server.schemas import (
+    AcceptedAnswer,
+    MessageAnswer,
+    NoFields,
+    OperationAnswer,
+    PauseFields,
+    ReleaseFields,
+    ResumeFields,
+)
+from memsaver_server.service import answer
+
+router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"model": OperationAnswer},
+    202: {"model": AcceptedAnswer, "description": "The operation goes on by itself."},
+    **PROBLEMS,
+}
+
+
+@router.get("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(ReleaseFields))
+@router.post("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
+async def release_memory_occupation(
+    request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
+) -> JSONResponse:
+    """Give the device memory of some tags, or of all, back to the driver. Answers when it is back, measured."""
+    return answer(await service.release(request, fields), run_async=fields.run_async)
+
+
+@router.get("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(ResumeFields))
+@router.post("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes(ResumeFields))
+async def resume_memory_occupation(
+    request: Request, service: ServiceOf, fields: Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
+) -> JSONResponse:
+    """Bring the memory of some tags, or of all that are released, back at the same addresses."""
+    return answer(await service.resume(request, fields), run_async=fields.run_async)
+
+
+@router.get("/flush_cache", response_model=MessageAnswer, responses=PROBLEMS)
+@router.post("/flush_cache", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(NoFields))
+async def flush_cache(service: ServiceOf, _fields: Annotated[NoFields, Depends(fields_of(NoFields))]) -> dict[str, Any]:
+    """Forget cached prefixes, whatever state the memory is in."""
+    await asyncio.to_thread(service.occupation.flush_cache)
+    return _done("Cache flushed.")
+
+
+@router.post("/pause_generation", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(PauseFields))
+async def pause_generation(
+    service: ServiceOf, fields: Annotated[PauseFields, Depends(fields_of(PauseFields))]
+) -> dict[str, Any]:
+    """Stop generating until ``/continue_generation``; requests that arrive meanwhile are held."""
+    timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
+    await asyncio.to_thread(service.occupation.pause, _drain_mode(fields.mode), timeout_s)
+    return _done("Generation paused.")
+
+
+@router.post("/continue_generation", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(NoFields))
+async def continue_generation(
+    service: ServiceOf, _fields: Annotated[NoFields, Depends(fields_of(NoFields))]
+) -> dict[str, Any]:
+    """Generate again; while memory is away this is remembered, and happens when it is back."""
+    still_closed = service.occupation.continue_generation()
+    return _done(f"Generation continues once possible: {still_closed}." if still_closed else "Generation continues.")
+
+
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message, "status": "ok"}
+
+
+def _drain_mode(mode: str) -> DrainMode:
+    if mode == "abort":
+        return "abort"
+    return "wait" if mode == "wait" else "keep"

@@ -1,0 +1,76 @@
+"""TensorRT-LLM's dialect: release, resume and status, signed with HMAC headers where a key is set."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+import memsaver_core as ms
+from memsaver_server.occupation import released_tags
+from memsaver_server.operations import Operation
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, body_of, fields_of, service, takes
+from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, ReleaseFields, ResumeFields
+from memsaver_server.service import answer
+from memsaver_server.signatures import signature_is_right
+from memsaver_server.trust import check_key, check_origin
+
+#: TensorRT-LLM's own names of what is called ``weights`` here.
+WEIGHT_TAGS = ("model", "model_weights")
+STATES = {"resident": "running", "releasing": "parking", "released": "parked", "resuming": "waking", "failed": "failed"}
+
+
+async def guard_signed(request: Request) -> None:
+    """Let callers pass whose request carries the key, or is signed with it."""
+    check_origin(request)
+    asked = service(request)
+    key = asked.settings.api_key
+    if key is not None and signature_is_right(
+        key.get_secret_value(), request.method, request.url.path, request.headers, await body_of(request), asked.nonces
+    ):
+        return
+    check_key(request, asked.settings)
+
+
+router = APIRouter(tags=["runtime memory"], dependencies=[Depends(guard_signed)])
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, **PROBLEMS}
+
+
+@router.post("/release_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
+async def release_memory(
+    request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
+) -> JSONResponse:
+    """Release memory, as ``/release_memory_occupation`` does."""
+    ours = fields.model_copy(update={"tags": _translated(fields.tags), "run_async": False})
+    return _answer(await service.release(request, ours))
+
+
+@router.post("/resume_memory", responses=_RESPONSES, openapi_extra=takes(ResumeFields))
+async def resume_memory(
+    request: Request, service: ServiceOf, fields: Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
+) -> JSONResponse:
+    """Resume memory, as ``/resume_memory_occupation`` does."""
+    ours = fields.model_copy(update={"tags": _translated(fields.tags), "run_async": False})
+    return _answer(await service.resume(request, ours))
+
+
+@router.get("/memory_status", response_model=MemoryStatusAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
+async def memory_status(service: ServiceOf) -> dict[str, Any]:
+    """What is parked now."""
+    return {"state": STATES[service.occupation.state], "parked_tags": sorted(released_tags(ms.status()))}
+
+
+def _translated(tags: list[str] | None) -> list[str] | None:
+    """Call the weights by our name, unless the engine has a tag of the other name."""
+    ours = {tag.tag for tag in ms.status().tags}
+    return tags and ["weights" if tag in WEIGHT_TAGS and tag not in ours else tag for tag in tags]
+
+
+def _answer(operation: Operation) -> JSONResponse:
+    plain = answer(operation)
+    if plain.status_code != 200:
+        return plain
+    return JSONResponse({"status": "success", **json.loads(bytes(plain.body))})

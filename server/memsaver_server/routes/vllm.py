@@ -1,0 +1,77 @@
+"""vLLM's dialect: sleep and wake up, with fields in the query or in the body. AReaL, SkyRL and others call it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.schemas import (
+    MessageAnswer,
+    OperationAnswer,
+    ReleaseFields,
+    ResumeFields,
+    SleepFields,
+    SleepingAnswer,
+    WakeFields,
+)
+from memsaver_server.service import answer
+
+router = APIRouter(tags=["sleep mode"], dependencies=[Depends(guard)])
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer | MessageAnswer}, **PROBLEMS}
+#: vLLM's name for what a sleep of level 0 stops.
+SCHEDULING = "scheduling"
+
+
+@router.post("/sleep", responses=_RESPONSES, openapi_extra=takes(SleepFields))
+async def sleep(
+    request: Request, service: ServiceOf, fields: Annotated[SleepFields, Depends(fields_of(SleepFields))]
+) -> JSONResponse:
+    """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them."""
+    timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
+    if fields.level == 0:
+        await asyncio.to_thread(service.occupation.pause, fields.mode, timeout_s, asleep=True)
+        return JSONResponse({"success": True, "message": "Scheduling paused; memory stays.", "status": "ok"})
+    discards = fields.level == 2 and (not fields.tags or "weights" in fields.tags)
+    release = ReleaseFields(
+        tags=fields.tags,
+        mode=fields.mode,
+        timeout_s=timeout_s,
+        wait=fields.wait,
+        restore={"weights": "discard"} if discards else {},
+    )
+    return answer(await service.release(request, release))
+
+
+@router.post("/wake_up", responses=_RESPONSES, openapi_extra=takes(WakeFields))
+async def wake_up(
+    request: Request, service: ServiceOf, fields: Annotated[WakeFields, Depends(fields_of(WakeFields))]
+) -> JSONResponse:
+    """Resume memory, and scheduling once all of it is back."""
+    tags = [tag for tag in fields.tags or [] if tag != SCHEDULING]
+    if fields.tags and not tags:
+        service.occupation.continue_generation()
+        return JSONResponse({"success": True, "message": "Scheduling continues.", "status": "ok"})
+    resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
+    operation = await service.resume(request, resume)
+    if operation.error is None:
+        service.occupation.continue_generation()
+    return answer(operation)
+
+
+@router.post("/release_kv_cache_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
+async def release_kv_cache_memory(
+    request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
+) -> JSONResponse:
+    """Release the KV cache alone; ``/wake_up?tags=kv_cache`` brings it back."""
+    return answer(await service.release(request, fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})))
+
+
+@router.get("/is_sleeping", response_model=SleepingAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
+async def is_sleeping(service: ServiceOf) -> dict[str, bool]:
+    """Whether any memory is released, or scheduling sleeps. SGLang's and tokenspeed's clients ask it too."""
+    return {"is_sleeping": service.occupation.is_sleeping}

@@ -1,0 +1,129 @@
+"""What the routes share: the occupation, the meter, the metrics, and how an operation becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from memsaver_server import audit
+from memsaver_server.answers import accepted_answer, operation_answer
+from memsaver_server.engines.port import Engine
+from memsaver_server.metrics import Metrics
+from memsaver_server.occupation import Occupation
+from memsaver_server.operations import (
+    Operation,
+    OperationRequest,
+    PhaseTimeoutError,
+    ReleaseRequest,
+    ResumeRequest,
+)
+from memsaver_server.problems import problem_of
+from memsaver_server.readings import DeviceReadings
+from memsaver_server.schemas import ReleaseFields, ResumeFields
+from memsaver_server.settings import Settings
+from memsaver_server.signatures import SeenNonces
+from memsaver_server.trust import caller
+
+#: How often a caller that waits looks whether the operation is stuck, seconds.
+WATCH_S = 1.0
+
+
+class Service:
+    """One engine, served."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.readings = DeviceReadings()
+        self.metrics = Metrics(self.readings)
+        self.occupation = Occupation(engine, settings, self._record)
+        self.metrics.watch(self.occupation)
+        self.nonces = SeenNonces()
+        self.closing = threading.Event()
+
+    def close(self) -> None:
+        """End what would keep a server from stopping: streams and the meter. Operations in flight go on."""
+        self.closing.set()
+        self.readings.stop()
+
+    async def release(self, request: Request, fields: ReleaseFields) -> Operation:
+        """Start a release, or join the one in flight; wait for its end unless the caller wants to go on.
+
+        Raises:
+            As Occupation.release, and PhaseTimeoutError.
+        """
+        timeout_s = self.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
+        asked = ReleaseRequest(
+            tags=_normal(fields.tags),
+            timeout_s=timeout_s,
+            mode=fields.mode,
+            restore=tuple(sorted(fields.restore.items())),
+            at_least_bytes=fields.at_least_bytes,
+        )
+        return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
+
+    async def resume(self, request: Request, fields: ResumeFields) -> Operation:
+        """As release, the other way."""
+        asked = ResumeRequest(tags=_normal(fields.tags), wait_for_memory_s=fields.wait_for_memory_s)
+        return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
+
+    async def _run(self, request: Request, asked: OperationRequest, *, wait: bool, run_async: bool) -> Operation:
+        key = request.headers.get("idempotency-key")
+        try:
+            if isinstance(asked, ReleaseRequest):
+                operation = self.occupation.release(asked, wait=wait, key=key, client=caller(request))
+            else:
+                operation = self.occupation.resume(asked, wait=wait, key=key, client=caller(request))
+        except Exception as error:
+            self.metrics.count(asked.operation, problem_of(error).kind)
+            raise
+        if not run_async:
+            await self._finished(operation)
+        return operation
+
+    async def _finished(self, operation: Operation) -> None:
+        """Wait until ``operation`` has ended, or whatever is in work now is stuck.
+
+        Raises:
+            PhaseTimeoutError: a phase has made no progress for too long. The operation goes on.
+        """
+        ended = asyncio.wrap_future(operation.done)
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=min(WATCH_S, self.settings.phase_timeout_s / 4))
+            running = self.occupation.operations.running
+            if not ended.done() and running is not None and running.status == "running":
+                still = running.seconds_without_progress() - _patience(running)
+                if still > self.settings.phase_timeout_s:
+                    raise PhaseTimeoutError(running, running.phase or "start", still)
+
+    def _record(self, operation: Operation) -> None:
+        outcome = "success" if operation.error is None else problem_of(operation.error).kind
+        self.metrics.record(operation, outcome)
+        audit.record(operation, outcome)
+
+
+def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:
+    """Return the answer to the caller of ``operation``: its result, or its address for one that asked to go on."""
+    if run_async:
+        accepted = accepted_answer(operation)
+        return JSONResponse(accepted, 202, headers={"Location": accepted["location"]})
+    if operation.error is not None:
+        problem = problem_of(operation.error)
+        return JSONResponse(operation_answer(operation), problem.status, headers=problem.headers)
+    return JSONResponse(operation_answer(operation))
+
+
+def _normal(tags: list[str] | None) -> tuple[str, ...] | None:
+    """An empty list means all, and neither order nor repetition counts."""
+    return tuple(sorted(set(tags))) if tags else None
+
+
+def _patience(operation: Operation) -> float:
+    """How long the caller asked the present phase to wait, seconds."""
+    request = operation.request
+    if isinstance(request, ReleaseRequest):
+        return request.timeout_s if operation.phase == "drain" else 0.0
+    return request.wait_for_memory_s if operation.phase == "wait_for_memory" else 0.0

@@ -1,0 +1,36 @@
+"""What an operator can set. Each field is read from the environment as ``MEMSAVER_`` and its name in capitals."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Settings of the service. All sizes are bytes, all times seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore")
+
+    api_key: SecretStr | None = Field(
+        default=None, description="Asked of every caller as 'Authorization: Bearer'. Needed to bind beyond loopback."
+    )
+    protect_probes: bool = Field(default=False, description="Ask for the key on health probes and metrics too.")
+    drain_timeout_s: float = Field(
+        default=25.0, ge=0, le=86400, description="How long a release waits for requests in flight, by default."
+    )
+    phase_timeout_s: float = Field(
+        default=60.0, gt=0, le=86400, description="How long a phase may go without progress until its callers hear."
+    )
+    while_released: Literal["refuse", "queue"] = Field(
+        default="refuse", description="What happens to requests that arrive while memory is released."
+    )
+    queue_limit: int = Field(default=1024, ge=1, description="How many requests are held at most, paused or released.")
+    history: int = Field(default=256, ge=1, description="How many finished operations are remembered.")
+    max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Larger request bodies are refused.")
+
+    @field_validator("api_key")
+    @classmethod
+    def _an_empty_key_is_no_key(cls, key: SecretStr | None) -> SecretStr | None:
+        return key if key is not None and key.get_secret_value() else None

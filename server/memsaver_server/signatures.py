@@ -1,0 +1,63 @@
+"""TensorRT-LLM's signed requests: HMAC-SHA256 with the key over the body, or over the whole request with a nonce.
+
+The header ``x-trtllm-runtime-control-auth`` comes with a timestamp and a nonce in newer releases, which guard against
+replay, and alone in older ones; ``x-trtllm-rl-control-auth`` is older still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import threading
+import time
+from collections.abc import Mapping
+
+BODY_HEADERS = ("x-trtllm-runtime-control-auth", "x-trtllm-rl-control-auth")
+TIMESTAMP_HEADER = "x-trtllm-runtime-control-timestamp"
+NONCE_HEADER = "x-trtllm-runtime-control-nonce"
+#: A signature with a timestamp is good for this long before and after it, seconds.
+VALID_S = 300
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+class SeenNonces:
+    """The nonces of the last minutes: a signed request counts once."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._expires: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def claim(self, nonce: str, expires: float, now: float) -> bool:
+        """Return whether ``nonce`` is new, and remember it. A full memory refuses rather than forgets."""
+        with self._lock:
+            self._expires = {seen: until for seen, until in self._expires.items() if until >= now}
+            if nonce in self._expires or len(self._expires) >= self._capacity:
+                return False
+            self._expires[nonce] = expires
+            return True
+
+
+def signature_is_right(
+    key: str, method: str, path: str, headers: Mapping[str, str], body: bytes, seen: SeenNonces
+) -> bool:
+    """Return whether the request is signed with ``key``, in time and for the first time."""
+    if TIMESTAMP_HEADER not in headers and NONCE_HEADER not in headers:
+        return any(_matches(headers.get(name), key, body) for name in BODY_HEADERS)
+    timestamp, nonce = headers.get(TIMESTAMP_HEADER, ""), headers.get(NONCE_HEADER, "")
+    if not (timestamp.isascii() and timestamp.isdecimal() and len(timestamp) < 20 and _NONCE.fullmatch(nonce)):
+        return False
+    head = "\n".join(("trtllm-runtime-control-v1", method, path, timestamp, nonce))
+    signed = head.encode() + b"\n" + body
+    now = time.time()
+    return (
+        _matches(headers.get(BODY_HEADERS[0]), key, signed)
+        and abs(now - int(timestamp)) <= VALID_S
+        and seen.claim(nonce, int(timestamp) + VALID_S, now)
+    )
+
+
+def _matches(given: str | None, key: str, signed: bytes) -> bool:
+    expected = "sha256=" + hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
+    return given is not None and hmac.compare_digest(given.encode("latin-1"), expected.encode())

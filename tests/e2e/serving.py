@@ -1,0 +1,78 @@
+"""``memsaver serve`` as a child process, as an operator runs it, on the host driver."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+ADDRESS = re.compile(r"(?:https?|unix)://\S+")
+MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
+
+#: Small enough for every test machine; each test that needs more says so.
+HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB"}
+
+
+@dataclass
+class Server:
+    """A running ``memsaver serve``."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log_path: str
+
+    @property
+    def log(self) -> str:
+        with open(self.log_path) as log:
+            return log.read()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send ``number``, wait for the end and return the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without its own MEMSAVER_ settings, and with ``changes``."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEMSAVER_")}
+    return {**inherited, **HOST_ENVIRONMENT, **(changes or {})}
+
+
+@contextmanager
+def serving(*options: str, changes: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run ``memsaver serve`` with ``options`` for the length of the block; it answers when the block begins."""
+    where = () if {"--port", "--uds"} & set(options) else ("--port", "0")
+    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
+        process = subprocess.Popen(
+            [*MEMSAVER, "serve", *where, *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment(changes),
+        )
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            match = ADDRESS.search(line)
+            server = Server(process, match.group() if match else "", log.name)
+            assert match, f"serve ended with {process.wait(60)}: {server.log}"
+            yield server
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(60)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def memsaver(*arguments: str, changes: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a ``memsaver`` command to its end."""
+    return subprocess.run(
+        [*MEMSAVER, *arguments], capture_output=True, text=True, env=environment(changes), timeout=300, check=False
+    )

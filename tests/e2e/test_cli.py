@@ -1,0 +1,145 @@
+"""The commands against a running engine: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import threading
+
+import pytest
+from memsaver_server.client import Client
+
+from .serving import MEMSAVER, Server, environment, memsaver
+
+TAGS = {"weights", "kv_cache"}
+
+
+def test_release_and_resume_print_tags_and_phases(server: Server) -> None:
+    released = memsaver("release", "--url", server.url)
+    assert released.returncode == 0, released.stderr
+    for word in ("weights", "kv_cache", "released", "MiB", "drain", "synchronize", "pause", "in all", "delta"):
+        assert word in released.stdout
+    assert "\x1b[" not in released.stdout, "a pipe gets no colours"
+    status = memsaver("status", "--url", server.url)
+    assert status.returncode == 0
+    assert "released" in status.stdout
+    assert "admission closed" in status.stdout
+    resumed = memsaver("resume", "--url", server.url)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "restore" in resumed.stdout
+    assert "admission open" in memsaver("status", "--url", server.url).stdout
+
+
+def test_tags_are_arguments_and_json_is_the_services(server: Server) -> None:
+    released = json.loads(memsaver("release", "kv_cache", "--url", server.url, "--json").stdout)
+    assert [tag["tag"] for tag in released["tags"]] == ["kv_cache"]
+    assert released["released_bytes"] > 0
+    again = json.loads(memsaver("release", "kv_cache", "--url", server.url, "--json").stdout)
+    assert again["success"]
+    assert again["tags"][0]["already"]
+    status = json.loads(memsaver("status", "--url", server.url, "--json").stdout)
+    states = {tag["tag"]: tag["state"] for tag in status["tags"]}
+    assert states["kv_cache"] == "released"
+    assert states["weights"] == "resident"
+
+
+def test_an_unknown_tag_is_2_and_names_those_that_exist(server: Server, client: Client) -> None:
+    refused = memsaver("release", "wieghts", "--url", server.url)
+    assert refused.returncode == 2
+    assert "'wieghts'" in refused.stderr
+    assert "'weights'" in refused.stderr
+    assert client.occupation().state == "resident"
+    as_json = memsaver("release", "wieghts", "--url", server.url, "--json")
+    assert as_json.returncode == 2
+    assert json.loads(as_json.stdout)["error"]["type"] == "unknown_tag"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("release", "--restore", "weights"), ("release", "--at-least", "much"), ("resume", "--sideways"), ("dance",)],
+)
+def test_a_wrong_argument_is_2(arguments: tuple[str, ...]) -> None:
+    assert memsaver(*arguments).returncode == 2
+
+
+def test_nothing_there_is_3_with_a_hint() -> None:
+    gone = memsaver("status", "--url", "http://127.0.0.1:9")
+    assert gone.returncode == 3
+    assert "MEMSAVER_URL" in gone.stderr
+
+
+def test_restore_and_at_least_reach_the_service(server: Server, client: Client) -> None:
+    held = {tag.tag: tag.bytes for tag in client.occupation().tags}
+    released = json.loads(memsaver("release", "--at-least", "1MiB", "--url", server.url, "--json").stdout)
+    assert 1 << 20 <= released["released_bytes"] < sum(held.values())
+    client.resume()
+
+
+def test_a_release_in_the_background_can_be_watched(server: Server) -> None:
+    accepted = json.loads(memsaver("release", "--async", "--url", server.url, "--json").stdout)
+    watched = memsaver("watch", accepted["operation_id"], "--url", server.url)
+    assert watched.returncode == 0, watched.stderr
+    assert "drain" in watched.stdout
+    assert "released" in watched.stdout
+    events = memsaver("watch", accepted["operation_id"], "--url", server.url, "--json").stdout.splitlines()
+    assert json.loads(events[-1])["event"] == "done"
+    assert memsaver("watch", "no-such-operation", "--url", server.url).returncode == 2
+
+
+def test_watch_shows_operations_as_they_come(server: Server, client: Client) -> None:
+    watching = subprocess.Popen(
+        [*MEMSAVER, "watch", "--url", server.url, "--json"], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    try:
+        assert watching.stdout is not None
+        # The watcher may not look yet: act until it has seen something.
+        seen = threading.Event()
+
+        def act() -> None:
+            while not seen.is_set():
+                client.release()
+                client.resume()
+
+        acting = threading.Thread(target=act)
+        acting.start()
+        event = json.loads(watching.stdout.readline())
+        seen.set()
+        acting.join()
+        assert event["event"] in ("phase", "phase_done", "progress", "done")
+    finally:
+        watching.kill()
+        watching.wait()
+        if watching.stdout is not None:
+            watching.stdout.close()
+
+
+def test_top_draws_one_picture_into_a_pipe(server: Server, client: Client) -> None:
+    client.release(["kv_cache"])
+    picture = memsaver("top", "--url", server.url)
+    assert picture.returncode == 0, picture.stderr
+    for word in ("device 0", "kv_cache", "release", "succeeded"):
+        assert word in picture.stdout
+
+
+def test_a_terminal_gets_colours_and_no_color_takes_them_away(server: Server) -> None:
+    assert "\x1b[" in _on_a_terminal("status", "--url", server.url)
+    assert "\x1b[3" not in _on_a_terminal("status", "--url", server.url, NO_COLOR="1")
+
+
+def _on_a_terminal(*arguments: str, **changes: str) -> str:
+    master, slave = pty.openpty()
+    shown = {"TERM": "xterm-256color", "COLUMNS": "120", **changes}
+    child = subprocess.Popen([*MEMSAVER, *arguments], stdout=slave, stderr=slave, env=environment(shown))
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 65536):
+            output += chunk
+    except OSError:
+        pass  # the terminal closes with its last program
+    finally:
+        os.close(master)
+    assert child.wait(60) == 0, output
+    return output.decode()

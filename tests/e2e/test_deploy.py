@@ -1,0 +1,174 @@
+"""The files under deploy/, by their own validators where those are installed, and against a running engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from memsaver_server.client import Client
+
+from .serving import Server
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+METRIC = re.compile(r"memsaver_[a-z_]+")
+
+
+def need(tool: str) -> str:
+    """Return the path of a tool, beside this Python or on the path; skip the test without it."""
+    found = shutil.which(str(Path(sys.executable).with_name(tool))) or shutil.which(tool)
+    if found is None:
+        pytest.skip(f"{tool} is not installed")
+    return found
+
+
+def check(*command: str | Path) -> None:
+    ran = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/memsaver.json").read_text())
+    return loaded
+
+
+def expressions() -> Iterator[str]:
+    """Every query of the dashboard, its variables filled in."""
+    board = dashboard()
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [annotation["expr"] for annotation in board["annotations"]["list"]]
+    for query in queries:
+        yield query.replace("$__rate_interval", "1m").replace("$instance", ".*")
+
+
+def test_the_dockerfile() -> None:
+    check(need("hadolint"), "Dockerfile")
+
+
+def test_what_the_dockerfile_copies_is_in_its_context() -> None:
+    ignore = (ROOT / ".dockerignore").read_text().split()
+    for line in (ROOT / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY ") and "--from" not in line:
+            for name in line.split()[1:-1]:
+                assert (ROOT / name).exists(), name
+                assert f"!{name}" in ignore, name
+
+
+def test_kubernetes_manifests() -> None:
+    manifests = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
+    named = yaml.safe_load((DEPLOY / "kubernetes/kustomization.yaml").read_text())["resources"]
+    assert sorted(named) == [path.name for path in manifests]
+    for path in manifests:
+        check(need("kubernetes-validate"), "--strict", path)
+
+
+def test_the_kustomization_builds() -> None:
+    check(need("kubectl"), "kustomize", DEPLOY / "kubernetes")
+
+
+def test_the_systemd_unit(tmp_path: Path) -> None:
+    unit = (DEPLOY / "systemd/memsaver.service").read_text()
+    command = Path(sys.executable).with_name("memsaver")
+    if not command.exists():
+        pytest.skip("the memsaver command is not installed")
+    assert "/opt/memsaver/bin/memsaver" in unit
+    (tmp_path / "memsaver.service").write_text(unit.replace("/opt/memsaver/bin/memsaver", str(command)))
+    check(need("systemd-analyze"), "verify", "--man=no", tmp_path / "memsaver.service")
+
+
+def test_compose_mounts_and_builds_what_exists() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = compose["services"]
+    assert {"engine", "prometheus", "grafana"} == set(services)
+    assert (DEPLOY / services["engine"]["build"]["context"] / "Dockerfile").exists()
+    for service in services.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        for volume in service.get("volumes", []):
+            assert (DEPLOY / volume.split(":")[0]).exists(), volume
+    target = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    assert target["static_configs"][0]["targets"] == ["engine:30000"]
+    gpu = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
+    assert set(gpu["services"]) <= set(services)
+
+
+def test_grafana_finds_the_dashboard_and_its_source() -> None:
+    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"][0]
+    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/memsaver.yaml").read_text())["providers"][0]
+    grafana = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["grafana"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
+    board = dashboard()
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    cells = [
+        (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
+        for panel in board["panels"]
+        for column in range(panel["gridPos"]["w"])
+        for row in range(panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    assert max(column for column, _ in cells) < 24
+
+
+def test_prometheus_takes_the_configuration_the_alerts_and_each_query_of_the_dashboard(tmp_path: Path) -> None:
+    promtool = need("promtool")
+    check(promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml")
+    rules = [{"record": f"dashboard:query{number}", "expr": query} for number, query in enumerate(expressions())]
+    path = tmp_path / "dashboard.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    check(promtool, "check", "rules", path)
+
+
+def test_each_metric_asked_for_is_exported(server: Server, client: Client) -> None:
+    client.release()
+    client.resume()
+    exported = set(METRIC.findall(httpx.get(f"{server.url}/metrics").text))
+    asked = {name for query in expressions() for name in METRIC.findall(query)}
+    alerts = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    asked |= {name for rule in alerts["groups"][0]["rules"] for name in METRIC.findall(rule["expr"])}
+    assert asked <= exported
+
+
+def test_a_real_prometheus_scrapes_the_engine(server: Server, client: Client, tmp_path: Path) -> None:
+    prometheus = need("prometheus")
+    configuration = (DEPLOY / "prometheus/prometheus.yml").read_text()
+    configuration = configuration.replace("engine:30000", server.url.removeprefix("http://"))
+    (tmp_path / "prometheus.yml").write_text(configuration.replace("scrape_interval: 5s", "scrape_interval: 1s"))
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        prometheus,
+        f"--config.file={tmp_path}/prometheus.yml",
+        f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with open(tmp_path / "log", "w") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        client.release()
+        query = {"query": 'memsaver_state{state="released"} == 1'}
+        while True:
+            assert running.poll() is None, (tmp_path / "log").read_text()
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params=query).json()
+            except httpx.TransportError:
+                answer = {}
+            if answer.get("data", {}).get("result"):
+                break
+            time.sleep(0.1)
+        for expression in expressions():
+            asked = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expression}).json()
+            assert asked["status"] == "success", expression
+    finally:
+        running.terminate()
+        running.wait(60)

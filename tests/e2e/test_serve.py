@@ -1,0 +1,124 @@
+"""``memsaver serve`` as a process: where it listens, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+import httpx
+import pytest
+from memsaver_server.client import Client
+
+from .serving import memsaver, serving
+
+PROMPT = {"text": "Memory that nobody uses", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+
+
+def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
+    with serving() as server, httpx.Client(base_url=server.url, timeout=120) as http:
+        before = http.post("/generate", json=PROMPT).json()["output_ids"]
+        loaded = http.get("/memory_occupation").json()
+        assert loaded["state"] == "resident"
+
+        released = http.post("/release_memory_occupation")
+        assert released.status_code == 200
+        answer = released.json()
+        assert answer["success"] is True
+        held = sum(tag["bytes"] for tag in loaded["tags"])
+        assert answer["released_bytes"] == held > 0
+        assert sum(device["delta_bytes"] for device in answer["devices"]) <= -held
+        assert {"drain", "synchronize", "pause"} <= {phase["name"] for phase in answer["phases"]}
+
+        assert http.get("/livez").status_code == 200
+        assert http.get("/readyz").status_code == 503
+        refused = http.post("/generate", json=PROMPT)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) >= 0
+
+        resumed = http.get("/resume_memory_occupation")
+        assert resumed.status_code == 200
+        assert resumed.json()["resumed_bytes"] == held
+        assert http.get("/readyz").status_code == 200
+        assert http.post("/generate", json=PROMPT).json()["output_ids"] == before
+
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_signal_ends_it_with_code_0_released_or_not(number: signal.Signals, released: bool) -> None:
+    """T2: clean exit, released or not."""
+    with serving() as server:
+        if released:
+            with Client(server.url) as client:
+                client.release()
+        assert server.end(number) == 0
+        assert "Traceback" not in server.log
+
+
+def test_a_unix_socket_is_the_users_alone_and_goes_with_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "memsaver.sock"
+    with serving("--uds", str(path)) as server:
+        assert server.url == f"unix://{path}"
+        mode = os.stat(path).st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        with Client(server.url) as client:
+            before = client.generate("over a socket", max_new_tokens=4, temperature=0)["output_ids"]
+            assert client.release().released_bytes > 0
+            assert client.resume().success
+            assert (
+                client.generate("over a socket", max_new_tokens=4, temperature=0)["output_ids"] == before["output_ids"]
+            )
+        status = memsaver("status", "--uds", str(path))
+        assert status.returncode == 0, status.stderr
+        assert server.end() == 0
+        assert not path.exists()
+
+
+def test_beyond_loopback_it_needs_a_key() -> None:
+    refused = memsaver("serve", "--host", "0.0.0.0", "--port", "0")
+    assert refused.returncode == 1
+    assert "MEMSAVER_API_KEY" in refused.stderr
+    with serving("--host", "0.0.0.0", changes={"MEMSAVER_API_KEY": "a key"}) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert memsaver("status", "--url", url).returncode == 4
+        assert memsaver("status", "--url", url, changes={"MEMSAVER_API_KEY": "a key"}).returncode == 0
+        assert httpx.get(f"{url}/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--random-weights", "/nowhere.json"), "/nowhere.json"),
+        (("--dtype", "float99"), "float99"),
+        (("--kv-cache-bytes", "much"), "8GiB"),
+        (("--batch-sizes", "one"), "1,2,4"),
+        (("--while-released", "guess"), "queue"),
+    ],
+)
+def test_what_it_cannot_serve_it_names(options: tuple[str, str], says: str) -> None:
+    refused = memsaver("serve", "--port", "0", *options)
+    assert refused.returncode in (1, 2)
+    assert says in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_two_engines_of_one_host_device_take_turns(tmp_path: Path) -> None:
+    """R3: out of memory on resume is an answer; what was released still is, and the retry works."""
+    shared = {"MEMSAVER_HOST_DEVICE": f"e2e-{os.getpid()}", "MEMSAVER_HOST_CAPACITY": "192MiB"}
+    big = ("--kv-cache-bytes", "128MiB")
+    with serving(*big, changes=shared) as first, Client(first.url) as one:
+        before = one.generate("take turns", max_new_tokens=8, temperature=0)["output_ids"]
+        one.release()
+        with serving(*big, changes=shared) as second:
+            short = memsaver("resume", "--url", first.url)
+            assert short.returncode == 6, short.stderr
+            assert one.occupation().state == "released"
+            with Client(second.url) as two:
+                two.release()
+            assert memsaver("resume", "--url", first.url).returncode == 0
+        assert one.generate("take turns", max_new_tokens=8, temperature=0)["output_ids"] == before

@@ -1,0 +1,204 @@
+"""The reference engine on a CUDA device: graphs replay after their memory went and came back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
+from memsaver_server.engines.transformers import TransformersEngine
+
+import memsaver_core as ms
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or ms.driver_name() != "cuda", reason="needs an NVIDIA GPU and the CUDA driver"
+    ),
+]
+
+QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+GIB = 1 << 30
+
+Start = Callable[..., TransformersEngine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    engines: list[TransformersEngine] = []
+
+    def begin(**options: Any) -> TransformersEngine:
+        engines.append(TransformersEngine(**options))
+        return engines[-1]
+
+    yield begin
+    ms.resume()
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def qwen(start: Start) -> TransformersEngine:
+    return start(random_weights=QWEN2, kv_cache_bytes=5 * GIB)
+
+
+def release(engine: TransformersEngine, tags: list[str] | None = None, mode: str = "wait", **options: Any) -> Any:
+    engine.close_admission("memory is released")
+    engine.drain(60, mode)  # type: ignore[arg-type]
+    return ms.release(tags, **options)
+
+
+def resume(engine: TransformersEngine, lost: Sequence[str] = ("kv_cache", "workspace")) -> Any:
+    report = ms.resume()
+    engine.repair([tag.tag for tag in report.tags if tag.resumed_bytes], lost)
+    engine.open_admission()
+    return report
+
+
+def request(prompt: int, tokens: int = 48) -> dict[str, Any]:
+    """A prompt of its own length and content, so that no two of a batch are alike."""
+    ids = [(7919 * (prompt + 1) * (place + 3)) % 150_000 for place in range(3 + 11 * prompt % 600)]
+    return {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def alone(engine: TransformersEngine, prompts: Sequence[int]) -> list[list[int]]:
+    return [engine.generate_sync(request(prompt))["output_ids"] for prompt in prompts]
+
+
+def together(engine: TransformersEngine, prompts: int) -> list[list[int]]:
+    """Answers of a batch that is put together in the same way each time: batches of other sizes round otherwise."""
+    engine.flush_cache()
+    engine.close_admission("gathering a batch", hold=prompts)
+    engine.drain(60)
+    futures = [engine.submit(request(prompt)) for prompt in range(prompts)]
+    engine.open_admission()
+    return [future.result(120).output for future in futures]
+
+
+def used_bytes() -> int:
+    return ms.read_devices()[torch.cuda.current_device()].used_bytes
+
+
+def outside_regions() -> int:
+    """Bytes of torch's own pool, which no release reaches but by emptying its cache."""
+    return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0))
+
+
+def addresses(engine: TransformersEngine) -> list[int]:
+    runner = engine._runner
+    layers = [tensor for pair in runner._cache._layers for tensor in pair]
+    static = [tensor for tensor in vars(runner).values() if isinstance(tensor, torch.Tensor)]
+    return [tensor.data_ptr() for tensor in (*layers, *static, *(t for _, t in tensors_of(runner.model)))]
+
+
+def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: TransformersEngine) -> None:
+    """G1: the graph pool comes back with its content; nothing is captured anew and no address changes."""
+    assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
+    before, where, graphs = alone(qwen, range(4)), addresses(qwen), dict(qwen._runner._graphs)
+    assert all(len(set(answer)) > 10 for answer in before)
+    for _ in range(3):
+        release(qwen)
+        resume(qwen)
+        assert qwen._runner._graphs == graphs
+        assert addresses(qwen) == where
+        assert alone(qwen, range(4)) == before
+
+
+def test_every_batch_size_answers_the_same_after_release_and_resume(qwen: TransformersEngine) -> None:
+    """G1: for each captured graph, filled up rows included."""
+    sizes = (2, 3, 8, 13, 32, 64)
+    before = [together(qwen, size) for size in sizes]
+    assert [together(qwen, size) for size in sizes] == before
+    release(qwen)
+    resume(qwen)
+    assert [together(qwen, size) for size in sizes] == before
+
+
+def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> None:
+    """G2, R1: the graphs' pool too; when release returns, the device counts what it reported."""
+    alone(qwen, [0])
+    held = {tag.tag: tag.bytes for tag in ms.status().tags}
+    assert held["cuda_graph"] > storage_bytes([qwen._runner._logits])
+    before = used_bytes()
+    report = release(qwen)
+    assert report.released_bytes >= sum(held.values())
+    assert all(tag.resident_bytes == 0 and tag.retained_bytes == 0 for tag in ms.status().tags)
+    assert before - used_bytes() >= report.released_bytes
+    assert outside_regions() == 0
+    resume(qwen)
+
+
+def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
+    """G2: releasing the graphs frees their pool, measured, and nothing else."""
+    answers = alone(qwen, [1])
+    held = next(tag.bytes for tag in ms.status().tags if tag.tag == "cuda_graph")
+    before = used_bytes()
+    release(qwen, ["cuda_graph"])
+    assert before - used_bytes() >= held
+    resume(qwen, lost=())
+    assert alone(qwen, [1]) == answers
+
+
+def test_graphs_whose_pool_was_given_up_are_captured_anew(qwen: TransformersEngine) -> None:
+    """G1: where the caller gives the pool's content up, no graph that relied on it is replayed."""
+    answers, graphs = alone(qwen, range(3)), set(map(id, qwen._runner._graphs.values()))
+    release(qwen, ["cuda_graph"], restore={"cuda_graph": "discard"})
+    resume(qwen, lost=["cuda_graph"])
+    assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
+    assert graphs.isdisjoint(map(id, qwen._runner._graphs.values()))
+    assert alone(qwen, range(3)) == answers
+
+
+def test_requests_frozen_over_a_released_cache_are_computed_again(qwen: TransformersEngine) -> None:
+    futures = [qwen.submit(request(prompt, tokens=400)) for prompt in range(6)]
+    for tags in (["weights"], ["kv_cache"], None):
+        release(qwen, tags, mode="keep")
+        resume(qwen, lost=["kv_cache"] if tags != ["weights"] else [])
+    assert all(len(future.result(120).output) == 400 for future in futures)
+
+
+def test_weights_loaded_from_a_checkpoint_lie_in_their_region(start: Start) -> None:
+    """R15: transformers loads from threads of its own, which a region does not see; nothing may stay outside."""
+    engine = start()
+    needed = storage_bytes(tensor for _, tensor in tensors_of(engine._runner.model))
+    assert all(tensor.is_cuda for _, tensor in tensors_of(engine._runner.model))
+    assert next(tag.bytes for tag in ms.status().tags if tag.tag == "weights") >= needed
+    torch.cuda.empty_cache()
+    assert outside_regions() == 0
+
+
+def test_graphs_change_no_token(start: Start) -> None:
+    requests = [{"text": f"question {n}", "sampling_params": {"max_new_tokens": 40}} for n in range(3)]
+    graphs = start()
+    replayed = [graphs.generate_sync(asked)["output_ids"] for asked in requests]
+    graphs.close()
+    eager = start(enforce_eager=True)
+    assert eager.describe()["graph_batch_sizes"] == []
+    assert [eager.generate_sync(asked)["output_ids"] for asked in requests] == replayed
+
+
+def test_drawn_tokens_leave_nothing_outside_the_regions(start: Start) -> None:
+    engine = start()
+    asked = {"text": "draw", "sampling_params": {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "top_p": 0.9}}
+    drawn = engine.generate_sync(asked)["output_ids"]
+    release(engine)
+    assert outside_regions() == 0
+    resume(engine)
+    assert engine.generate_sync(asked)["output_ids"] == drawn
+
+
+def test_new_weights_reach_the_graphs(start: Start) -> None:
+    first, second = start(random_weights=QWEN2, kv_cache_bytes=GIB), None
+    answers = alone(first, [2])
+    parameters = {name: tensor.cpu() for name, tensor in first._runner.model.named_parameters()}
+    first.close()
+    second = start(random_weights=QWEN2, kv_cache_bytes=GIB, seed=5)
+    assert alone(second, [2]) != answers
+    release(second, ["weights"], restore={"weights": "discard"})
+    resume(second, lost=["weights"])
+    second._write(parameters, flush_cache=True, abort_all_requests=False)
+    assert alone(second, [2]) == answers

@@ -1,0 +1,46 @@
+"""Fixtures: the service over a small real engine, reached through real sockets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before memsaver is loaded: these tests are about the service, and run on the host driver everywhere.
+os.environ.setdefault("MEMSAVER_DRIVER", "host")
+
+import httpx
+import pytest
+from memsaver_server import Attachment, Settings, attach
+
+from .tensor_engine import TensorEngine
+
+
+@pytest.fixture
+def engine() -> Iterator[TensorEngine]:
+    engine = TensorEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def serve(engine: TensorEngine) -> Iterator[Callable[..., httpx.Client]]:
+    """Serve the engine with some settings; returns a client of it."""
+    attachments: list[Attachment] = []
+    clients: list[httpx.Client] = []
+
+    def start(**settings: object) -> httpx.Client:
+        attachments.append(attach(engine, settings=Settings(**settings)))
+        clients.append(httpx.Client(base_url=attachments[-1].url, timeout=60))
+        return clients[-1]
+
+    yield start
+    engine.unblock()
+    for client in clients:
+        client.close()
+    for attachment in attachments:
+        attachment.close()
+
+
+@pytest.fixture
+def http(serve: Callable[..., httpx.Client]) -> httpx.Client:
+    return serve()

@@ -1,0 +1,37 @@
+"""A process of its own: serves the test engine until its standard input ends. Prints the server's address first.
+
+Run with ``trainer BYTES`` it is a co-tenant instead: it holds so much of the device until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import memsaver_core as ms
+
+
+def serve() -> None:
+    from memsaver_server import attach
+    from tensor_engine import TensorEngine
+
+    engine = TensorEngine()
+    with attach(engine) as attachment:
+        print(attachment.url, flush=True)
+        sys.stdin.read()
+    engine.close()
+
+
+def hold(size: int) -> None:
+    with ms.region("trainer"):
+        held = torch.ones(size, dtype=torch.uint8, device=ms.torch_device())
+    print(held.numel(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["trainer"]:
+        hold(int(sys.argv[2]))
+    else:
+        serve()

@@ -1,0 +1,196 @@
+"""An engine small enough to read at once, that implements the port for real.
+
+It owns torch tensors in memsaver's regions. Every token is computed from its weights, and cached prefixes are read back
+from its KV cache: a request that reached released memory would crash the process or give another token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError
+
+import memsaver_core as ms
+
+VOCABULARY = 997
+MIB = 1 << 20
+
+
+class TensorEngine:
+    """Tokens from arithmetic; admission, drain, freezing and a prefix cache as a real engine has them."""
+
+    def __init__(self, *, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB, name: str = "tensor engine") -> None:
+        self.name = name
+        device = ms.torch_device()
+        generator = torch.Generator().manual_seed(7)
+        content = torch.randint(1, VOCABULARY, (weights_bytes // 8,), generator=generator)
+        with ms.region("weights"):
+            self.weights = torch.empty(weights_bytes // 8, dtype=torch.int64, device=device)
+        self.weights.copy_(content)
+        with ms.region("kv_cache"):
+            self.kv = torch.zeros(kv_bytes // 8, dtype=torch.int64, device=device)
+        self.tokens_computed = 0
+        self.repairs: list[tuple[list[str], list[str]]] = []
+        self.alive = True
+        self._prefixes: dict[tuple[int, ...], int] = {}
+        self._state = threading.Condition()
+        self._closed: str | None = None
+        self._hold = 0
+        self._held = 0
+        self._running: dict[str, str] = {}
+        self._frozen = False
+        self._aborting = False
+        self._blocked = False
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="engine")
+
+    # -- the port --------------------------------------------------------------------------------------------------
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def close_admission(self, reason: str, *, hold: int = 0) -> None:
+        with self._state:
+            self._closed, self._hold = reason, hold
+            self._state.notify_all()
+
+    def open_admission(self) -> None:
+        with self._state:
+            self._closed, self._frozen = None, False
+            self._state.notify_all()
+
+    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+        with self._state:
+            was_frozen = self._frozen
+            if mode == "abort":
+                self._aborting = True
+            elif mode == "keep":
+                self._frozen = True
+            self._state.notify_all()
+            try:
+                if not self._state.wait_for(lambda: not self._in_flight(), timeout_s):
+                    self._frozen = was_frozen
+                    self._state.notify_all()
+                    raise DrainTimeoutError(timeout_s, self._in_flight())
+            finally:
+                self._aborting = False
+
+    def flush_cache(self) -> None:
+        with self._state:
+            self._prefixes.clear()
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+        self.repairs.append((list(tags), list(lost)))
+        if "kv_cache" in lost:
+            self.flush_cache()
+
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        ids, sampling = request.get("input_ids"), request.get("sampling_params") or {}
+        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < VOCABULARY for i in ids):
+            raise ValueError(f"input_ids must be a list of token numbers below {VOCABULARY}")
+        new = sampling.get("max_new_tokens", 4) if isinstance(sampling, dict) else None
+        if not isinstance(new, int) or not 0 <= new <= 4096:
+            raise ValueError("sampling_params.max_new_tokens must be a number from 0 to 4096")
+        name = str(request.get("rid") or uuid.uuid4().hex[:8])
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, name, ids, new)
+
+    # -- the inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
+    @property
+    def held(self) -> int:
+        return self._held
+
+    def block(self) -> None:
+        """Compute no token until ``unblock``: requests stay in flight."""
+        with self._state:
+            self._blocked = True
+
+    def unblock(self) -> None:
+        with self._state:
+            self._blocked = False
+            self._state.notify_all()
+
+    def wait_until(self, condition: Any, timeout_s: float = 30.0) -> None:
+        """Wait until ``condition(self)`` holds; it is looked at whenever a request moves."""
+        with self._state:
+            assert self._state.wait_for(lambda: condition(self), timeout_s), "the engine never came to that"
+
+    def in_flight(self) -> list[str]:
+        return list(self._running)
+
+    def close(self) -> None:
+        """Let everybody go, and the memory with them."""
+        self.unblock()
+        self.open_admission()
+        self._threads.shutdown(wait=True)
+        ms.resume()
+        del self.weights, self.kv
+
+    def _in_flight(self) -> list[str]:
+        return [name for name, state in self._running.items() if state == "running"]
+
+    def _enter(self, name: str) -> None:
+        with self._state:
+            if self._closed is not None:
+                if self._held >= self._hold:
+                    raise AdmissionClosedError(self._closed)
+                self._held += 1
+                self._state.notify_all()
+                self._state.wait_for(lambda: self._closed is None)
+                self._held -= 1
+            self._running[name] = "running"
+            self._state.notify_all()
+
+    def _serve(self, name: str, ids: list[int], new: int) -> dict[str, Any]:
+        self._enter(name)
+        started = time.monotonic()
+        output: list[int] = []
+        finish = "length"
+        try:
+            while len(output) < new:
+                if not self._step(name):
+                    finish = "abort"
+                    break
+                output.append(self._token([*ids, *output]))
+        finally:
+            with self._state:
+                del self._running[name]
+                self._state.notify_all()
+        about = {"id": name, "finish_reason": {"type": finish}, "completion_tokens": len(output)}
+        return {
+            "text": " ".join(map(str, output)),
+            "output_ids": output,
+            "meta_info": {**about, "e2e_latency": time.monotonic() - started},
+        }
+
+    def _step(self, name: str) -> bool:
+        """Wait for leave to compute one token; False where the request is to end instead."""
+        with self._state:
+            while not self._aborting and (self._frozen or self._blocked):
+                self._running[name] = "frozen" if self._frozen else "running"
+                self._state.notify_all()
+                self._state.wait()
+            self._running[name] = "running"
+            return not self._aborting
+
+    def _token(self, ids: list[int]) -> int:
+        """Compute the token after ``ids`` from the weights, with the sums of known prefixes read from the KV cache."""
+        self.tokens_computed += 1
+        key = tuple(ids[:-1])
+        with self._state:
+            slot = self._prefixes.get(key)
+            if slot is None:
+                slot = self._prefixes[key] = len(self._prefixes) % self.kv.numel()
+                self.kv[slot] = sum(int(self.weights[token]) for token in key) + 1
+            known = int(self.kv[slot])
+        return (known * 31 + int(self.weights[ids[-1]])) % VOCABULARY

@@ -1,0 +1,140 @@
+"""Who is let in while memory comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from .tensor_engine import TensorEngine
+
+PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+Serve = Callable[..., httpx.Client]
+
+
+def generate(http: httpx.Client, **more: object) -> httpx.Response:
+    return http.post("/generate", json={**PROMPT, **more})
+
+
+def post(http: httpx.Client, path: str, **body: object) -> httpx.Response:
+    return http.post(path, json=body)
+
+
+def test_generation_while_released_is_refused(http: httpx.Client, engine: TensorEngine) -> None:
+    """R12: 503 with Retry-After and the reason; no kernel is reached."""
+    post(http, "/release_memory_occupation")
+    computed = engine.tokens_computed
+    response = generate(http)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    assert "kv_cache, weights" in response.json()["message"]
+    assert engine.tokens_computed == computed
+    post(http, "/resume_memory_occupation")
+    assert generate(http).status_code == 200
+
+
+def test_generation_while_released_is_queued_where_asked_for(serve: Serve, engine: TensorEngine) -> None:
+    """R12: held until everything is back, then served; one more than fits is refused."""
+    http = serve(while_released="queue", queue_limit=1)
+    expected = generate(http).json()["output_ids"]
+    post(http, "/release_memory_occupation")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(generate, http)
+        engine.wait_until(lambda engine: engine.held == 1)
+        assert generate(http).status_code == 503
+        post(http, "/resume_memory_occupation", tags=["weights"])
+        assert not held.done()
+        post(http, "/resume_memory_occupation", tags=["kv_cache"])
+        assert held.result().json()["output_ids"] == expected
+
+
+def test_continue_before_the_kv_cache_is_back_is_remembered(http: httpx.Client) -> None:
+    post(http, "/pause_generation", mode="retract")
+    post(http, "/release_memory_occupation")
+    post(http, "/resume_memory_occupation", tags=["weights"])
+    assert post(http, "/continue_generation").status_code == 200
+    assert generate(http).status_code == 503
+    post(http, "/resume_memory_occupation", tags=["kv_cache"])
+    assert generate(http).status_code == 200
+
+
+def test_a_pause_outlives_a_release_and_a_resume(http: httpx.Client, engine: TensorEngine) -> None:
+    post(http, "/pause_generation")
+    post(http, "/release_memory_occupation")
+    post(http, "/resume_memory_occupation")
+    assert http.get("/readyz").json()["reason"] == "generation is paused"
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(generate, http)
+        engine.wait_until(lambda engine: engine.held == 1)
+        post(http, "/continue_generation")
+        assert held.result().status_code == 200
+
+
+@pytest.fixture
+def in_flight(http: httpx.Client, engine: TensorEngine) -> Future[httpx.Response]:
+    engine.block()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, http, rid="the-slow-one")
+        engine.wait_until(lambda engine: engine.in_flight())
+        yield running
+        engine.unblock()
+
+
+def test_a_drain_that_takes_too_long_releases_nothing(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
+) -> None:
+    """S3: the answer names the phase and the requests that held it up; admission is as it was."""
+    response = post(http, "/release_memory_occupation", timeout_s=0.05)
+    assert response.status_code == 504
+    assert response.json()["error"]["phase"] == "drain"
+    assert response.json()["error"]["pending"] == ["the-slow-one"]
+    assert response.json()["state"] == "resident"
+    assert http.get("/readyz").status_code == 200
+    engine.unblock()
+    assert in_flight.result().status_code == 200
+    assert post(http, "/release_memory_occupation").status_code == 200
+
+
+def test_abort_ends_requests_with_what_they_have(http: httpx.Client, in_flight: Future[httpx.Response]) -> None:
+    assert post(http, "/release_memory_occupation", mode="abort").status_code == 200
+    assert in_flight.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_keep_freezes_requests_and_goes_on_after_the_resume(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
+) -> None:
+    assert post(http, "/release_memory_occupation", mode="keep").status_code == 200
+    engine.unblock()
+    post(http, "/resume_memory_occupation", tags=["weights"])
+    assert not in_flight.done()
+    post(http, "/resume_memory_occupation")
+    assert in_flight.result().json()["output_ids"] == generate(http).json()["output_ids"]
+
+
+def test_a_pause_that_cannot_drain_leaves_generation_as_it_was(
+    http: httpx.Client, in_flight: Future[httpx.Response]
+) -> None:
+    assert post(http, "/pause_generation", mode="wait", timeout_s=0).status_code == 504
+    assert http.get("/readyz").status_code == 200
+
+
+def test_a_repair_that_fails_keeps_admission_closed_until_it_succeeds(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post(http, "/release_memory_occupation")
+    whole = engine.repair
+
+    def broken(tags: object, lost: object) -> None:
+        raise RuntimeError("the block table is gone")
+
+    monkeypatch.setattr(engine, "repair", broken)
+    response = post(http, "/resume_memory_occupation")
+    assert response.status_code == 500
+    assert "the block table is gone" in response.json()["message"]
+    assert generate(http).status_code == 503
+    monkeypatch.setattr(engine, "repair", whole)
+    assert post(http, "/resume_memory_occupation").status_code == 200
+    assert engine.repairs[-1] == (["kv_cache", "weights"], ["kv_cache"])
+    assert generate(http).status_code == 200

@@ -1,0 +1,101 @@
+"""Serving from a thread of the engine's process, and leaving no trace of it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from memsaver_server import attach, create_app
+
+from memsaver_core.errors import ConfigurationError
+
+from .tensor_engine import TensorEngine
+
+
+def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
+    signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = list(logging.getLogger().handlers)
+    threads = set(threading.enumerate())
+    with attach(engine) as attachment:
+        assert httpx.get(f"{attachment.url}/livez").status_code == 200
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == signals
+        assert logging.getLogger().handlers == handlers
+    assert not {thread.name for thread in set(threading.enumerate()) - threads if thread.name == "memsaver-http"}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{attachment.url}/livez")
+    attachment.close()
+
+
+def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with attach(engine, uds=path) as attachment:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (attachment.address, attachment.url) == (str(path), f"unix://{path}")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://engine") as http:
+            assert http.post("/release_memory_occupation").status_code == 200
+            assert http.post("/resume_memory_occupation").status_code == 200
+        with pytest.raises(ConfigurationError, match="cannot bind"):
+            attach(engine, uds=path)
+    assert not path.exists()
+
+
+def test_the_socket_of_a_server_that_died_is_replaced(engine: TensorEngine, tmp_path: Path) -> None:
+    """S5: a stale socket does not keep the next server from starting."""
+    path = tmp_path / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with attach(engine, uds=path):
+        assert path.exists()
+
+
+def test_a_file_in_the_way_is_left_alone(engine: TensorEngine, tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    path.write_text("precious")
+    with pytest.raises(ConfigurationError, match="cannot bind"):
+        attach(engine, uds=path)
+    assert path.read_text() == "precious"
+
+
+def test_a_port_in_use_is_told(engine: TensorEngine) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigurationError, match="cannot bind"):
+            attach(engine, port=taken.getsockname()[1])
+
+
+def test_closing_ends_streams(engine: TensorEngine) -> None:
+    """A client that follows an operation's events does not keep the server from stopping."""
+    engine.block()
+    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=30) as http:
+        generating = threading.Thread(target=http.post, args=("/generate",), kwargs={"json": {"input_ids": [1]}})
+        generating.start()
+        engine.wait_until(lambda engine: engine.in_flight())
+        operation_id = http.post("/release_memory_occupation", json={"async": True}).json()["operation_id"]
+        with http.stream("GET", f"/operations/{operation_id}/events") as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            closing = threading.Thread(target=attachment.close)
+            closing.start()
+            for _ in lines:
+                pass
+        engine.unblock()
+        closing.join()
+        generating.join()
+
+
+def test_the_application_can_be_mounted_in_another(engine: TensorEngine) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    outer = FastAPI()
+    outer.mount("/memory", create_app(engine))
+    with TestClient(outer) as http:
+        assert http.post("/memory/release_memory_occupation").json()["state"] == "released"
+        assert http.post("/memory/resume_memory_occupation").json()["state"] == "resident"

@@ -1,0 +1,153 @@
+"""Many clients at once: every answer must fit one order of the operations, in which each took effect at one moment."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from .tensor_engine import MIB, TensorEngine
+
+CLIENTS = 64
+CALLS = 25
+TAGS = ("kv_cache", "weights")
+PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as its client saw it."""
+
+    kind: str
+    sent: float
+    answered: float
+    status: int
+    answer: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation as the server remembers it: while it runs, what is released is between ``before`` and ``after``."""
+
+    operation_id: str
+    operation: str
+    began: float
+    ended: float
+    before: frozenset[str]
+    after: frozenset[str]
+
+
+class Model:
+    """What may have been released when, if the operations took effect one after the other."""
+
+    def __init__(self, operations: list[dict[str, object]]) -> None:
+        self.steps: list[Step] = []
+        released: frozenset[str] = frozenset()
+        for operation in sorted(operations, key=lambda operation: operation["started_at"]):
+            assert operation["status"] == "succeeded", operation
+            tags = frozenset(operation["tags"] or TAGS)
+            after = released | tags if operation["operation"] == "release" else released - tags
+            began, ended = operation["started_at"], operation["finished_at"]
+            assert not self.steps or self.steps[-1].ended <= began, "two operations ran at once"
+            self.steps.append(Step(operation["operation_id"], operation["operation"], began, ended, released, after))
+            released = after
+
+    def step(self, operation_id: object) -> Step:
+        return next(step for step in self.steps if step.operation_id == operation_id)
+
+    def possible(self, call: Call) -> list[tuple[frozenset[str], bool]]:
+        """Return each (released, operation in work) that held at some moment of the call."""
+        found: list[tuple[frozenset[str], bool]] = []
+        quiet_since, released = 0.0, frozenset[str]()
+        for step in self.steps:
+            if quiet_since <= call.answered and step.began >= call.sent:
+                found.append((released, False))
+            if step.began <= call.answered and step.ended >= call.sent:
+                found += [(step.before, True), (step.after, True)]
+            quiet_since, released = step.ended, step.after
+        if quiet_since <= call.answered:
+            found.append((released, False))
+        return found
+
+
+def check(call: Call, model: Model, expected: list[int]) -> None:
+    possible = model.possible(call)
+    if call.kind == "generate" and call.status == 200:
+        assert call.answer["output_ids"] == expected, "a wrong token"
+        # It may end inside a release, which waits for it, and begins where nothing is away.
+        assert any(not released for released, _ in possible), call
+    elif call.kind == "generate":
+        assert call.status == 503, call
+        assert any(released or busy for released, busy in possible), call
+    elif call.kind == "status":
+        away = frozenset(tag["tag"] for tag in call.answer["tags"] if tag["state"] != "resident" and tag["bytes"])
+        assert any(away == released or busy for released, busy in possible), call
+    elif call.status == 409:
+        in_the_way = model.step(call.answer["error"]["operation_id"])
+        assert in_the_way.operation != call.kind
+        # It was in the queue when the call came: it ended after the call was sent.
+        assert in_the_way.ended >= call.sent, call
+    elif call.kind in ("release", "resume"):
+        assert call.status == 200, call
+        step = model.step(call.answer["operation_id"])
+        assert step.operation == call.kind
+        assert call.sent <= step.ended <= call.answered, "the operation took effect outside of its call"
+        assert call.answer["state"] == ("released" if step.after else "resident"), call
+    else:
+        assert call.status == 200, call
+
+
+def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -> None:
+    choose = random.Random(seed)
+    with httpx.Client(base_url=base_url, timeout=120) as http:
+        start.wait()
+        for _ in range(CALLS):
+            kind = choose.choice(["release", "resume", "generate", "generate", "status", "scrape"])
+            sent = time.time()
+            if kind in ("release", "resume"):
+                body = {"tags": choose.choice([None, ["weights"], ["kv_cache"], ["kv_cache", "weights"]])}
+                body["wait"] = choose.random() < 0.5
+                response = http.post(f"/{kind}_memory_occupation", json=body)
+            elif kind == "generate":
+                response = http.post("/generate", json=PROMPT)
+            else:
+                response = http.get("/memory_occupation" if kind == "status" else "/metrics")
+            answer = {} if kind == "scrape" else response.json()
+            calls.append(Call(kind, sent, time.time(), response.status_code, answer))
+
+
+@pytest.fixture
+def engine() -> TensorEngine:
+    engine = TensorEngine(weights_bytes=MIB, kv_bytes=MIB)
+    yield engine
+    engine.close()
+
+
+def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
+    """S1, on the service's side: no wrong answer, no deadlock, and no generation reads what is not there."""
+    http = serve(history=CLIENTS * CALLS, drain_timeout_s=60)
+    expected = http.post("/generate", json=PROMPT).json()["output_ids"]
+    calls: list[Call] = []
+    start = threading.Barrier(CLIENTS)
+    clients = [
+        threading.Thread(target=use, args=(str(http.base_url), seed, calls, start), daemon=True)
+        for seed in range(CLIENTS)
+    ]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(240)
+        assert not client.is_alive(), "a client never got its answer"
+    assert len(calls) == CLIENTS * CALLS
+    model = Model(http.get("/operations").json()["operations"])
+    for call in calls:
+        check(call, model, expected)
+    assert any(call.status == 409 for call in calls)
+    assert sum(call.kind == "generate" and call.status == 200 for call in calls) > 0
+    http.post("/resume_memory_occupation").raise_for_status()
+    assert http.post("/generate", json=PROMPT).json()["output_ids"] == expected

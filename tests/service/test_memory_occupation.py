@@ -1,0 +1,219 @@
+"""The contract of the two memory paths, whoever calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
+
+import memsaver_core as ms
+
+from .tensor_engine import MIB, TensorEngine
+
+PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+BOTH = 24 * MIB
+
+
+def release(http: httpx.Client, body: object = None) -> httpx.Response:
+    return http.post("/release_memory_occupation", json=body)
+
+
+def resume(http: httpx.Client, body: object = None) -> httpx.Response:
+    return http.post("/resume_memory_occupation", json=body)
+
+
+def tags_of(response: httpx.Response) -> dict[str, dict[str, object]]:
+    assert response.status_code == 200, response.text
+    return {tag["tag"]: tag for tag in response.json()["tags"]}
+
+
+def tokens(http: httpx.Client) -> list[int]:
+    response = http.post("/generate", json=PROMPT)
+    assert response.status_code == 200, response.text
+    return response.json()["output_ids"]
+
+
+def used_bytes() -> int:
+    return sum(device.used_bytes for device in ms.read_devices())
+
+
+def test_memory_is_back_when_the_answer_comes(http: httpx.Client) -> None:
+    """R1: the device's own count has fallen by what the answer says, when it says so, and tokens are the same after."""
+    before = tokens(http)
+    full = used_bytes()
+    response = release(http, {})
+    assert full - used_bytes() >= BOTH
+    assert response.status_code == 200
+    answer = response.json()
+    OperationAnswer.model_validate(answer, extra="forbid")
+    assert answer["success"] is True
+    assert answer["operation"] == "release"
+    assert answer["state"] == "released"
+    assert answer["released_bytes"] >= BOTH
+    assert sum(device["delta_bytes"] for device in answer["devices"]) <= -BOTH
+    response = resume(http, {})
+    assert used_bytes() >= full - MIB
+    assert response.json()["state"] == "resident"
+    assert response.json()["resumed_bytes"] == answer["released_bytes"]
+    assert tokens(http) == before
+
+
+def test_phases_are_told_in_their_order(http: httpx.Client) -> None:
+    """R2: the engine is drained and the device synchronized before the first unmap."""
+    phases = [phase["name"] for phase in release(http).json()["phases"]]
+    assert phases == ["drain", "synchronize", "pause", "empty_cache", "ipc_collect", "settle"]
+    phases = [phase["name"] for phase in resume(http).json()["phases"]]
+    assert phases == ["restore", "repair", "reopen"]
+
+
+def test_a_request_in_flight_ends_before_memory_goes(http: httpx.Client, engine: TensorEngine) -> None:
+    """R2: a release that arrives during a generation waits for it; the request gets all its tokens."""
+    expected = tokens(http)
+    engine.block()
+    with ThreadPoolExecutor(2) as pool:
+        generating = pool.submit(tokens, http)
+        engine.wait_until(lambda engine: engine.in_flight())
+        releasing = pool.submit(release, http)
+        engine.wait_until(lambda engine: engine.is_closed)
+        assert used_bytes() >= BOTH
+        engine.unblock()
+        assert generating.result() == expected
+        assert releasing.result().status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    "body",
+    [None, b"", b"{}", b"null", b'{"tags": null}', b'{"tags": []}', b'{"tags": ["weights", "kv_cache"], "other": 1}'],
+)
+def test_every_form_of_everything(http: httpx.Client, method: str, body: bytes | None) -> None:
+    for path, state in (("/release_memory_occupation", "released"), ("/resume_memory_occupation", "resident")):
+        response = http.request(method, path, content=body)
+        assert response.status_code == 200, response.text
+        assert response.json()["state"] == state
+        assert response.json()["released_bytes"] + response.json()["resumed_bytes"] >= BOTH
+
+
+@pytest.mark.parametrize("body", [b"{", b"tags", b"[]", b"1", b'"weights"', b'{"tags": "weights"}', b'{"tags": [1]}'])
+def test_a_malformed_body_changes_nothing(http: httpx.Client, body: bytes) -> None:
+    response = http.post("/release_memory_occupation", content=body)
+    assert response.status_code == 400
+    ErrorAnswer.model_validate(response.json())
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+
+
+@pytest.mark.parametrize("field", [{"timeout_s": -1}, {"timeout_s": 1e300}, {"at_least_bytes": 0}, {"mode": "maybe"}])
+def test_an_option_that_cannot_be_is_refused(http: httpx.Client, field: dict[str, object]) -> None:
+    assert release(http, field).status_code == 400
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+
+
+def test_second_release_second_resume_and_resume_of_nothing(http: httpx.Client) -> None:
+    """R4: what is already in the state asked for is success, and is reported as such."""
+    tag = tags_of(resume(http))["weights"]
+    assert (tag["already"], tag["resumed_bytes"]) == (True, 0)
+    assert release(http).json()["released_bytes"] >= BOTH
+    tag = tags_of(release(http))["weights"]
+    assert (tag["state"], tag["already"], tag["released_bytes"]) == ("released", True, 0)
+    assert resume(http).json()["resumed_bytes"] >= BOTH
+    tag = tags_of(resume(http))["weights"]
+    assert (tag["state"], tag["already"], tag["resumed_bytes"]) == ("resident", True, 0)
+
+
+def test_release_of_one_tag_then_of_everything(http: httpx.Client) -> None:
+    """R5: the second release takes the rest."""
+    assert tags_of(release(http, {"tags": ["weights"]}))["weights"]["already"] is False
+    tags = tags_of(release(http))
+    assert tags["weights"]["already"] is True
+    assert tags["kv_cache"]["released_bytes"] >= 16 * MIB
+    assert resume(http).json()["state"] == "resident"
+
+
+def test_resume_of_everything_after_a_partial_release(http: httpx.Client) -> None:
+    """R8: resume with no tags resumes exactly what is released."""
+    before = tokens(http)
+    assert release(http, {"tags": ["kv_cache"]}).json()["released_bytes"] < BOTH
+    answer = resume(http).json()
+    assert 16 * MIB <= answer["resumed_bytes"] < BOTH
+    assert answer["state"] == "resident"
+    assert tokens(http) == before
+
+
+def test_tags_come_back_in_any_order_with_a_flush_between(http: httpx.Client) -> None:
+    before = tokens(http)
+    release(http, {"tags": ["kv_cache"]})
+    release(http, {"tags": ["weights"]})
+    assert resume(http, {"tags": ["weights"]}).json()["state"] == "released"
+    assert http.get("/flush_cache").status_code == 200
+    assert resume(http, {"tags": ["kv_cache"]}).json()["state"] == "resident"
+    assert tokens(http) == before
+
+
+def test_an_unknown_tag_names_those_that_exist(http: httpx.Client) -> None:
+    response = release(http, {"tags": ["weights", "wieghts"]})
+    assert response.status_code == 400
+    assert response.json()["error"]["unknown"] == ["wieghts"]
+    assert {"weights", "kv_cache"} <= set(response.json()["error"]["known"])
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert http.get("/operations").json()["operations"] == []
+
+
+def test_a_well_known_tag_without_memory_is_success(http: httpx.Client) -> None:
+    answer = release(http, {"tags": ["cuda_graph", "workspace"]}).json()
+    assert (answer["success"], answer["released_bytes"]) == (True, 0)
+    assert http.get("/readyz").status_code == 200
+    assert resume(http, {"tags": ["cuda_graph"]}).json()["resumed_bytes"] == 0
+
+
+def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, engine: TensorEngine) -> None:
+    """R13: a prefix cached before the release is not read from the pages that came back as zeros."""
+    before = tokens(http)
+    release(http)
+    resume(http)
+    assert (["kv_cache", "weights"], ["kv_cache"]) in engine.repairs
+    assert tokens(http) == before
+
+
+def test_kv_pages_come_back_as_zeros(http: httpx.Client, engine: TensorEngine) -> None:
+    """R14: undefined pages have given NaN, so KV pages are zero unless the engine asked otherwise."""
+    engine.kv.fill_(-1)
+    assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
+    resume(http)
+    assert int(engine.kv.abs().sum()) == 0
+
+
+def test_occupation_shows_what_is_held(http: httpx.Client) -> None:
+    release(http, {"tags": ["kv_cache"]})
+    answer = http.get("/memory_occupation").json()
+    OccupationAnswer.model_validate(answer, extra="forbid")
+    tags = {tag["tag"]: tag for tag in answer["tags"]}
+    assert (answer["enabled"], answer["state"]) == (True, "released")
+    assert tags["kv_cache"]["resident_bytes"] == 0
+    assert tags["kv_cache"]["released_bytes"] >= 16 * MIB
+    assert tags["weights"]["resident_bytes"] >= 8 * MIB
+    device = answer["devices"][0]
+    assert device["free_bytes"] == device["total_bytes"] - device["used_bytes"]
+    assert {"bytes", "capacity_bytes"} <= set(answer["host_backup"])
+    assert answer["admission"] == {"open": False, "reason": "memory of kv_cache is released"}
+
+
+def test_a_restore_policy_for_one_release(http: httpx.Client) -> None:
+    answer = release(http, {"restore": {"weights": "discard"}})
+    assert tags_of(answer)["weights"]["backed_up_bytes"] == 0
+    assert resume(http).json()["state"] == "resident"
+    assert release(http, {"restore": {"weights": "keep it"}}).status_code == 400
+    assert release(http, {"restore": {"wieghts": "discard"}}).status_code == 400
+
+
+def test_a_driver_error_is_told_and_the_retry_works(http: httpx.Client, fail_driver_call: Callable[..., None]) -> None:
+    before = tokens(http)
+    fail_driver_call("unmap")
+    response = release(http)
+    assert response.status_code == 500
+    assert {"call", "code", "tag", "bytes"} <= set(response.json()["error"])
+    assert release(http).status_code == 200
+    assert resume(http).status_code == 200
+    assert tokens(http) == before

@@ -1,0 +1,89 @@
+"""Probes and metrics, awake, asleep and dead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from .tensor_engine import MIB, TensorEngine
+
+Serve = Callable[..., httpx.Client]
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(http: httpx.Client) -> Samples:
+    text = http.get("/metrics").text
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def test_asleep_is_alive_but_not_ready(http: httpx.Client) -> None:
+    """R11: a sleeping worker is alive, also for routers that look at /health; it is not ready, and says why."""
+    for path in ("/livez", "/health", "/readyz", "/health_generate"):
+        assert http.get(path).status_code == 200
+    http.post("/release_memory_occupation")
+    assert http.get("/livez").status_code == 200
+    assert http.get("/health").status_code == 200
+    for path in ("/readyz", "/health_generate"):
+        response = http.get(path)
+        assert response.status_code == 503
+        assert response.json()["reason"] == "memory of kv_cache, weights is released"
+
+
+def test_dead_is_neither_alive_nor_ready(http: httpx.Client, engine: TensorEngine) -> None:
+    """R11: health does not say 200 while the worker is dead."""
+    engine.alive = False
+    for path in ("/livez", "/health", "/readyz", "/health_generate"):
+        assert http.get(path).status_code == 503
+
+
+def test_metrics_follow_a_release_and_a_resume(http: httpx.Client) -> None:
+    before = scrape(http)
+    assert value(before, "memsaver_state", state="resident") == 1
+    assert value(before, "memsaver_tag_bytes", tag="weights", state="resident") >= 8 * MIB
+    assert value(before, "memsaver_admission_open") == 1
+    http.post("/release_memory_occupation")
+    asleep = scrape(http)
+    assert value(asleep, "memsaver_state", state="released") == 1
+    assert value(asleep, "memsaver_tag_bytes", tag="weights", state="resident") == 0
+    assert value(asleep, "memsaver_tag_bytes", tag="weights", state="released") >= 8 * MIB
+    assert value(asleep, "memsaver_operations_total", operation="release", outcome="success") == 1
+    assert value(asleep, "memsaver_released_bytes_total") >= 24 * MIB
+    assert value(asleep, "memsaver_phase_seconds_count", operation="release", phase="pause") == 1
+    assert value(asleep, "memsaver_copy_bytes_total", direction="to_host", skipped="false") >= 8 * MIB
+    http.post("/resume_memory_occupation")
+    http.post("/release_memory_occupation", json={"tags": ["nothing"]})
+    awake = scrape(http)
+    assert value(awake, "memsaver_state", state="resident") == 1
+    assert value(awake, "memsaver_copy_bytes_total", direction="to_device", skipped="false") >= 8 * MIB
+    assert value(awake, "memsaver_operations_total", operation="release", outcome="unknown_tag") == 1
+
+
+def test_device_metrics_come_from_the_last_reading(http: httpx.Client) -> None:
+    http.get("/memory_occupation")
+    assert value(scrape(http), "memsaver_device_used_bytes", device="0") >= 24 * MIB
+
+
+def test_metrics_are_not_in_the_default_registry(http: httpx.Client) -> None:
+    from prometheus_client import REGISTRY
+
+    names = [family.name for family in REGISTRY.collect()]
+    assert not [name for name in names if name.startswith("memsaver")]
+
+
+@pytest.mark.parametrize("protect", [False, True])
+def test_probes_ask_for_the_key_only_where_told(serve: Serve, protect: bool) -> None:
+    http = serve(api_key="a key", protect_probes=protect)
+    for path in ("/livez", "/health", "/readyz", "/metrics"):
+        assert http.get(path).status_code == (401 if protect else 200)
+        assert http.get(path, headers={"Authorization": "Bearer a key"}).status_code == 200

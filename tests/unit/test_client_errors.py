@@ -1,0 +1,69 @@
+"""Which error an answer becomes, and which exit code that is."""
+
+from __future__ import annotations
+
+import pytest
+from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
+from memsaver_server.client import (
+    AnswerError,
+    ConflictError,
+    DeviceMemoryError,
+    DrainDeadlineError,
+    HostMemoryError,
+    InvalidRequestError,
+    PhaseDeadlineError,
+    UnauthorizedError,
+    UnavailableError,
+    UnreachableError,
+)
+from memsaver_server.client.errors import error_for
+
+
+def body(kind: str, **details: object) -> dict[str, object]:
+    return {"success": False, "message": f"what {kind} says", "error": {"type": kind, "message": "", **details}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error", "code"),
+    [
+        (400, "unknown_tag", InvalidRequestError, ExitCode.INVALID),
+        (401, "unauthorized", UnauthorizedError, ExitCode.UNAUTHORIZED),
+        (409, "conflict", ConflictError, ExitCode.CONFLICT),
+        (413, "body_too_large", InvalidRequestError, ExitCode.INVALID),
+        (422, "idempotency_key_reused", InvalidRequestError, ExitCode.INVALID),
+        (503, "out_of_device_memory", DeviceMemoryError, ExitCode.OUT_OF_MEMORY),
+        (503, "admission_closed", UnavailableError, ExitCode.NOT_NOW),
+        (503, "too_many_operations", UnavailableError, ExitCode.NOT_NOW),
+        (507, "out_of_host_memory", HostMemoryError, ExitCode.OUT_OF_MEMORY),
+        (504, "drain_timeout", DrainDeadlineError, ExitCode.DEADLINE),
+        (504, "phase_timeout", PhaseDeadlineError, ExitCode.DEADLINE),
+        (500, "driver_error", AnswerError, ExitCode.FAILED),
+    ],
+)
+def test_each_failure_is_a_class_and_an_exit_code(
+    status: int, kind: str, error: type[AnswerError], code: ExitCode
+) -> None:
+    raised = error_for(status, body(kind), "", None)
+    assert type(raised) is error
+    assert (raised.status, raised.kind, str(raised)) == (status, kind, f"what {kind} says")
+    assert exit_code_for(raised) is code
+
+
+def test_memory_figures_and_retry_after_are_there() -> None:
+    raised = error_for(503, body("out_of_device_memory", needed_bytes=7, free_bytes=3), "", "2")
+    assert isinstance(raised, DeviceMemoryError)
+    assert (raised.needed_bytes, raised.free_bytes, raised.retry_after_s) == (7, 3, 2.0)
+
+
+@pytest.mark.parametrize("answer", [None, [], "text", {"error": "a string"}, {"detail": "a proxy's page"}])
+def test_an_answer_that_is_not_ours_is_an_error_all_the_same(answer: object) -> None:
+    raised = error_for(502, answer, "<html>Bad Gateway</html>", "soon")
+    assert type(raised) is AnswerError
+    assert raised.kind == ""
+    assert str(raised)
+
+
+def test_no_answer_names_the_address() -> None:
+    error = UnreachableError("unix:///run/memsaver.sock", "refused", 3)
+    assert "unix:///run/memsaver.sock" in str(error)
+    assert exit_code_for(error) is ExitCode.UNREACHABLE

@@ -1,0 +1,245 @@
+"""The reference engine over released and resumed memory, on the host driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("MEMSAVER_DRIVER", "host")
+
+import pytest
+from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
+from memsaver_server.engines.port import DrainTimeoutError, GeneratingEngine
+from memsaver_server.engines.transformers import TransformersEngine
+
+import memsaver_core as ms
+
+TAGS = ("weights", "kv_cache", "workspace", "cuda_graph")
+REQUEST = {
+    "text": "a prompt that is longer than one chunk of tokens, so that it has a prefix to reuse, twice over: " * 2,
+    "sampling_params": {"max_new_tokens": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def whole_again(engine: TransformersEngine) -> Iterator[None]:
+    yield
+    ms.resume()
+    engine.repair(TAGS, ())
+    engine.open_admission()
+
+
+def release(engine: TransformersEngine, tags: list[str] | None = None, mode: str = "wait") -> ms.OperationReport:
+    engine.close_admission("memory is released")
+    engine.drain(60, mode)  # type: ignore[arg-type]
+    return ms.release(tags)
+
+
+def resume(engine: TransformersEngine, tags: list[str] | None = None) -> ms.OperationReport:
+    report = ms.resume(tags)
+    resumed = [tag.tag for tag in report.tags if tag.resumed_bytes]
+    engine.repair(resumed, [tag.tag for tag in report.tags if tag.resumed_bytes and tag.restore in ("zero", "discard")])
+    if all(tag.state == "resident" for tag in ms.status().tags):
+        engine.open_admission()
+    return report
+
+
+def addresses(engine: TransformersEngine) -> dict[str, int]:
+    runner = engine._runner
+    found = {name: tensor.data_ptr() for name, tensor in tensors_of(runner.model)}
+    found.update({name: tensor.data_ptr() for name, tensor in vars(runner).items() if hasattr(tensor, "data_ptr")})
+    for layer, pair in enumerate(runner._cache._layers):
+        found.update({f"kv {layer} {which}": tensor.data_ptr() for which, tensor in enumerate(pair)})
+    return found
+
+
+def live_bytes() -> dict[str, int]:
+    return {tag.tag: tag.bytes for tag in ms.status().tags}
+
+
+def resident_bytes() -> int:
+    return sum(tag.resident_bytes for tag in ms.status().tags)
+
+
+def test_the_engine_fits_the_port(engine: TransformersEngine) -> None:
+    assert isinstance(engine, GeneratingEngine)
+
+
+def test_every_part_lies_in_its_region(engine: TransformersEngine) -> None:
+    """R15: weights with the computed buffers among them, KV cache, scratch, and static inputs and outputs."""
+    runner, held = engine._runner, live_bytes()
+    weights = storage_bytes(tensor for _, tensor in tensors_of(runner.model))
+    assert any("inv_freq" in name for name, _ in tensors_of(runner.model))
+    kv = storage_bytes(tensor for pair in runner._cache._layers for tensor in pair)
+    scratch = storage_bytes(tensor for pair in runner._cache._scratch.values() for tensor in pair)
+    static = storage_bytes([runner._tokens, runner._positions, runner._row_slots, runner._logits, runner._likeliest])
+    for tag, needed in [("weights", weights), ("kv_cache", kv), ("workspace", scratch), ("cuda_graph", static)]:
+        assert needed <= held[tag] < needed + (4 << 20), tag
+
+
+def test_tokens_and_addresses_are_the_same_after_everything_went_and_came_back(engine: TransformersEngine) -> None:
+    before, where = engine.generate_sync(REQUEST), addresses(engine)
+    for _ in range(3):
+        held = live_bytes()
+        report = release(engine)
+        assert report.released_bytes >= sum(held.values())
+        assert resident_bytes() == 0
+        assert resume(engine).resumed_bytes >= sum(held.values())
+        assert addresses(engine) == where
+        assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+
+
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["workspace"], ["cuda_graph"], ["kv_cache", "cuda_graph"]])
+def test_tokens_are_the_same_after_a_part_went_and_came_back(engine: TransformersEngine, tags: list[str]) -> None:
+    """R8: what was never released stays as it is, and a resume without tags brings the rest."""
+    before = engine.generate_sync(REQUEST)
+    release(engine, tags)
+    assert {tag.tag for tag in ms.status().tags if tag.released_bytes} == set(tags)
+    resume(engine)
+    assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+
+
+def test_parts_come_back_one_by_one_with_a_flush_between(engine: TransformersEngine) -> None:
+    before = engine.generate_sync(REQUEST)
+    release(engine, ["weights"])
+    release(engine, ["kv_cache", "cuda_graph"])
+    engine.flush_cache()
+    resume(engine, ["weights"])
+    engine.flush_cache()
+    engine.close_admission("kv_cache is released", hold=1)
+    held = engine.submit(REQUEST)
+    resume(engine, ["kv_cache", "cuda_graph"])
+    assert held.result(60).output == before["output_ids"]
+
+
+def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: TransformersEngine) -> None:
+    """R13: cached prefixes go with the KV pages that held them, and stay with those that were kept."""
+    first, second = engine.generate_sync(REQUEST), engine.generate_sync(REQUEST)
+    assert second["meta_info"]["cached_tokens"] > 0
+    release(engine, ["weights"])
+    resume(engine)
+    assert engine.generate_sync(REQUEST)["meta_info"]["cached_tokens"] > 0
+    release(engine, ["kv_cache"])
+    resume(engine)
+    again = engine.generate_sync(REQUEST)
+    assert again["meta_info"]["cached_tokens"] == 0
+    assert again["output_ids"] == second["output_ids"] == first["output_ids"]
+
+
+def test_a_cache_that_comes_back_empty_gives_no_undefined_number(engine: TransformersEngine) -> None:
+    """R14: the KV cache comes back as zeros."""
+    engine.generate_sync(REQUEST)
+    release(engine, ["kv_cache"])
+    resume(engine)
+    assert all(not tensor.any() for pair in engine._runner._cache._layers for tensor in pair)
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])
+def test_frozen_requests_go_on_after_a_release(engine: TransformersEngine, tags: list[str] | None) -> None:
+    requests = [{"text": f"request {n}: " * n, "sampling_params": {"max_new_tokens": 50}} for n in range(1, 5)]
+    before = [engine.generate_sync(request)["output_ids"] for request in requests]
+    futures = [engine.submit(request) for request in requests]
+    for _ in range(4):
+        release(engine, tags, mode="keep")
+        resume(engine)
+    assert [future.result(60).output for future in futures] == before
+
+
+def test_aborted_requests_answer_with_what_they_have(engine: TransformersEngine) -> None:
+    whole = engine.generate_sync(REQUEST)["output_ids"]
+    future = engine.submit(REQUEST)
+    release(engine, mode="abort")
+    done = future.result(0)
+    assert done.output == whole[: len(done.output)]
+    assert done.meta_info()["finish_reason"]["type"] == "abort"
+
+
+def test_a_drain_that_takes_too_long_changes_nothing(engine: TransformersEngine) -> None:
+    before = engine.generate_sync(REQUEST)["output_ids"]
+    future = engine.submit({**REQUEST, "rid": "slow"})
+    engine.close_admission("memory is being released")
+    with pytest.raises(DrainTimeoutError) as timeout:
+        engine.drain(0.0)
+    assert timeout.value.pending == ("slow",)
+    assert future.result(60).output == before
+
+
+def test_an_unknown_drain_mode_is_refused(engine: TransformersEngine) -> None:
+    with pytest.raises(ValueError, match="choose one of wait, abort, keep"):
+        engine.drain(1.0, "hurry")  # type: ignore[arg-type]
+
+
+def test_the_engine_is_alive_while_its_memory_is_away(engine: TransformersEngine) -> None:
+    """R11: released is not dead."""
+    release(engine)
+    assert engine.is_alive()
+
+
+PROGRAM = """
+import json, sys
+import memsaver_core as ms
+from memsaver_server.engines.transformers import TransformersEngine
+engine = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320, **json.loads(sys.argv[2]))
+request = json.loads(sys.argv[1])
+tokens = [engine.generate_sync(request)["output_ids"]]
+engine.close_admission("released")
+engine.drain(60)
+released = ms.release().released_bytes
+ms.resume()
+engine.repair(["kv_cache"], ["kv_cache"])
+engine.open_admission()
+tokens.append(engine.generate_sync(request)["output_ids"])
+print(json.dumps({"enabled": ms.enabled(), "released": released, "tokens": tokens}))
+if sys.argv[3] == "leave released":
+    engine.close_admission("released")
+    engine.drain(60)
+    ms.release()
+"""
+
+
+def run_apart(options: dict[str, Any], end: str = "", **environment: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(REQUEST), json.dumps(options), end],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_tokens_are_the_same_with_the_saver_disabled(engine: TransformersEngine) -> None:
+    apart = run_apart({}, MEMSAVER_ENABLED="0")
+    assert (apart["enabled"], apart["released"]) == (False, 0)
+    assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
+
+
+@pytest.mark.parametrize("end", ["", "leave released"])
+def test_tokens_are_the_same_without_graphs_and_the_process_ends_cleanly(engine: TransformersEngine, end: str) -> None:
+    """T2: an engine that nobody closed does not stop the interpreter from ending, released or not."""
+    apart = run_apart({"enforce_eager": True}, end)
+    assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
+
+
+def test_a_closed_engine_gives_its_memory_up(engine: TransformersEngine) -> None:
+    held = live_bytes()
+    other = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320)
+    assert live_bytes()["kv_cache"] > held["kv_cache"]
+    other.close()
+    assert not other.is_alive()
+    assert live_bytes() == held
+    with pytest.raises(Exception, match="shut down"):
+        other.generate_sync(REQUEST)

@@ -1,0 +1,184 @@
+"""New weights into a serving engine."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MEMSAVER_DRIVER", "host")
+
+import pytest
+import safetensors.torch
+import torch
+from memsaver_server.engines import _checkpoint
+from memsaver_server.engines.transformers import TransformersEngine
+from transformers import AutoModelForCausalLM
+
+import memsaver_core as ms
+
+REQUEST = {
+    "text": "a prompt that is longer than one chunk, so that a prefix of it is kept; ",
+    "sampling_params": {"max_new_tokens": 24},
+}
+Trained = tuple[Path, dict[str, torch.Tensor], list[int]]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def original() -> Path:
+    return _checkpoint.small_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def trained(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Another checkpoint of the same shape: its folder, its tensors, and what it answers to REQUEST."""
+    folder = tmp_path_factory.mktemp("trained")
+    model: Any = AutoModelForCausalLM.from_pretrained(original)
+    _checkpoint._fill_random(model, 99)
+    model.save_pretrained(folder)
+    prompt = torch.tensor([list(str(REQUEST["text"]).encode())])
+    answer = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
+    return folder, {name: tensor.clone() for name, tensor in model.state_dict().items()}, answer
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(engine: TransformersEngine, original: Path) -> Iterator[None]:
+    yield
+    ms.resume()
+    engine.open_admission()
+    engine.update_weights_from_disk(original)
+
+
+def payload(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return [base64.b64encode(safetensors.torch.save(tensors)).decode()]
+
+
+def answer_of(engine: TransformersEngine) -> list[int]:
+    tokens: list[int] = engine.generate_sync(REQUEST)["output_ids"]
+    return tokens
+
+
+def test_from_disk(engine: TransformersEngine, trained: Trained, original: Path) -> None:
+    """R13: what the prefix cache holds of the old weights goes with them."""
+    before = answer_of(engine)
+    assert engine.update_weights_from_disk(trained[0]) > 70
+    assert answer_of(engine) == trained[2] != before
+    engine.update_weights_from_disk(original)
+    assert answer_of(engine) == before
+
+
+def test_from_tensors_in_buckets(engine: TransformersEngine, trained: Trained) -> None:
+    tensors = list(trained[1].items())
+    for start in range(0, len(tensors), 20):
+        bucket = dict(tensors[start : start + 20])
+        assert engine.update_weights_from_tensor(payload(bucket), flush_cache=False) == len(bucket)
+    engine.flush_cache()
+    assert answer_of(engine) == trained[2]
+
+
+def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, trained: Trained) -> None:
+    """What the model computes at load (rotary frequencies) is in no update, and is put back by the repair."""
+    engine.close_admission("released")
+    engine.drain(60)
+    with torch.no_grad():
+        for _, tensor in _checkpoint.tensors_of(engine._runner.model):
+            tensor.fill_(float("nan"))  # what pages that come back undefined may hold
+    engine.repair(["weights"], ["weights"])
+    engine.update_weights_from_tensor(payload(trained[1]))
+    engine.open_admission()
+    assert answer_of(engine) == trained[2]
+
+
+def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, original: Path) -> None:
+    """R14: undefined numbers computed once do not reach later requests through the slots that they left them in."""
+    before = answer_of(engine)
+    broken = {name: torch.full_like(t, float("nan")) for name, t in engine._runner.model.named_parameters()}
+    engine.update_weights_from_tensor(payload(broken))
+    for _ in range(engine.describe()["slots"] + 1):
+        engine.generate_sync({"text": "x" * 200, "sampling_params": {"max_new_tokens": 4}})
+    engine.update_weights_from_disk(original)
+    assert answer_of(engine) == before
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(engine: TransformersEngine, trained: Trained) -> None:
+    future = engine.submit({"text": "go on", "sampling_params": {"max_new_tokens": 200}})
+    engine.update_weights_from_disk(trained[0])
+    assert len(future.result(60).output) == 200
+
+
+def test_requests_in_flight_can_be_ended_by_an_update(engine: TransformersEngine, trained: Trained) -> None:
+    future = engine.submit({"text": "go on", "sampling_params": {"max_new_tokens": 200}})
+    engine.update_weights_from_tensor(payload(trained[1]), abort_all_requests=True)
+    assert future.result(60).meta_info()["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("payloads", "load_format", "message"),
+    [
+        ([], None, "a list of one payload"),
+        (["a", "b"], None, "a list of one payload"),
+        ("abc", None, "a list of one payload"),
+        (["not base64!"], None, "not base64"),
+        ([base64.b64encode(b"nonsense").decode()], None, "not a safetensors image"),
+        ([base64.b64encode(pickle.dumps([("a", 1)])).decode()], None, "is a pickle"),
+        (["YQ=="], "flattened_bucket", "load_format 'flattened_bucket' is not supported"),
+        (payload({"lm_head.nothing": torch.zeros(2)}), None, "the model has no lm_head.nothing; nothing was written"),
+        (payload({"lm_head.weight": torch.zeros(2, 3)}), None, r"has shape \[256, 256\], not \[2, 3\]; nothing was"),
+    ],
+)
+def test_an_update_that_does_not_fit_writes_nothing(
+    engine: TransformersEngine, payloads: Any, load_format: str | None, message: str
+) -> None:
+    before = answer_of(engine)
+    with pytest.raises(ValueError, match=message):
+        engine.update_weights_from_tensor(payloads, load_format=load_format)
+    assert answer_of(engine) == before
+
+
+def test_half_of_a_bad_update_is_not_written_either(engine: TransformersEngine, trained: Trained) -> None:
+    before = answer_of(engine)
+    with pytest.raises(ValueError, match="nothing was written"):
+        engine.update_weights_from_tensor(payload({**trained[1], "zzz": torch.zeros(1)}))
+    assert answer_of(engine) == before
+
+
+def test_a_folder_of_another_model_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a checkpoint folder"):
+        engine.update_weights_from_disk(tmp_path)
+
+
+def test_released_weights_are_not_written(engine: TransformersEngine, trained: Trained) -> None:
+    """R12: an update that arrives while the weights are away is refused, and touches nothing."""
+    engine.close_admission("released")
+    engine.drain(60)
+    ms.release(["weights"])
+    with pytest.raises(RuntimeError, match="the weights are released; resume them"):
+        engine.update_weights_from_tensor(payload(trained[1]))
+    ms.resume(["weights"])
+    engine.update_weights_from_tensor(payload(trained[1]))
+    engine.open_admission()
+    assert answer_of(engine) == trained[2]
+
+
+def test_new_weights_survive_the_next_release(engine: TransformersEngine, trained: Trained) -> None:
+    engine.close_admission("released")
+    engine.drain(60)
+    ms.release()
+    ms.resume()
+    engine.repair(["kv_cache"], ["kv_cache"])
+    engine.update_weights_from_tensor(payload(trained[1]))
+    ms.release()
+    ms.resume()
+    engine.repair(["kv_cache"], ["kv_cache"])
+    engine.open_admission()
+    assert answer_of(engine) == trained[2]
