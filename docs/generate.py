@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 from memsaver_server import Settings, create_app
 from memsaver_server.engines.gate import Gate
+from pydantic_settings import BaseSettings
+
+from memsaver_core.settings import CoreSettings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)
@@ -36,7 +40,8 @@ def api_reference() -> str:
     lines = [
         "# API reference",
         "",
-        "Made from the service's OpenAPI description (`GET /openapi.json`) by `docs/generate.py`. Sizes are bytes, times seconds.",
+        "Made from the service's OpenAPI description (`GET /openapi.json`) by `docs/generate.py`.",
+        "Sizes are bytes, times seconds.",
         "Fields go in a JSON body or in the query; every one of them is optional unless it says otherwise.",
     ]
     tag = None
@@ -46,6 +51,14 @@ def api_reference() -> str:
                 tag = operation["tags"][0]
                 lines += ["", f"## {tag[0].upper()}{tag[1:]}"]
             lines += _operation(path, method, operation)
+    lines += [
+        "",
+        "## Errors",
+        "",
+        "Each has the body [ErrorAnswer](#erroranswer); `error.type` names it in one word.",
+        "",
+    ]
+    lines += ["| status | |", "|---|---|", *_errors(spec)]
     lines += ["", "## Types"]
     for name, schema in sorted(spec["components"]["schemas"].items()):
         if schema.get("type") == "object" and not name.startswith(("HTTPValidation", "Validation")):
@@ -59,17 +72,35 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> list[str]:
     if body and body.get("properties"):
         lines += [*_fields(body), ""]
     elif operation.get("parameters"):
-        properties = {one["name"]: one["schema"] for one in operation["parameters"]}
-        lines += [*_fields({"properties": properties}), ""]
-    lines += ["| status | body | |", "|---|---|---|"]
+        lines += ["In the query: " + ", ".join(f"`{one['name']}`" for one in operation["parameters"]) + ".", ""]
+    answers, errors = [], []
     for status, answer in sorted(operation["responses"].items()):
-        if status == "422" and "Idempotency" not in answer["description"]:
-            continue
-        schemas = [media.get("schema", {}) for media in answer.get("content", {}).values()]
-        types = ", ".join(filter(None, (_type(schema) for schema in schemas)))
-        description = answer["description"].replace("Successful Response", "Success.")
-        lines.append(f"| {status} | {types} | {description} |")
+        types = _types(answer)
+        if "ErrorAnswer" in types:
+            errors.append(status)
+        elif "HTTPValidationError" not in types:
+            about = "" if answer["description"] == "Successful Response" else f" {answer['description']}"
+            answers.append(f"- **{status}** {types}{about}".rstrip())
+    lines += answers
+    if errors:
+        lines.append(f"- [errors](#errors) {', '.join(errors)}")
     return lines
+
+
+def _errors(spec: dict[str, Any]) -> list[str]:
+    found = {
+        f"| {status} | {answer['description']} |"
+        for methods in spec["paths"].values()
+        for operation in methods.values()
+        for status, answer in operation["responses"].items()
+        if "ErrorAnswer" in _types(answer)
+    }
+    return sorted(found)
+
+
+def _types(answer: dict[str, Any]) -> str:
+    schemas = [media.get("schema", {}) for media in answer.get("content", {}).values()]
+    return ", ".join(filter(None, (_type(schema) for schema in schemas)))
 
 
 def _paragraph(text: str | None) -> list[str]:
@@ -80,7 +111,7 @@ def _fields(schema: dict[str, Any]) -> list[str]:
     required = set(schema.get("required", ()))
     lines = ["| field | type | default | |", "|---|---|---|---|"]
     for name, field in schema.get("properties", {}).items():
-        default = "" if name in required or "default" not in field else f"`{_json(field['default'])}`"
+        default = "" if name in required or "default" not in field else f"`{json.dumps(field['default'])}`"
         about = " ".join(str(field.get("description", "")).split())
         lines.append(f"| `{name}` | {_type(field, schema.get('$defs', {}))} | {default} | {about} |")
     return lines
@@ -95,7 +126,7 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
-        return f"`{_json(schema['const'])}`"
+        return f"`{json.dumps(schema['const'])}`"
     kind = str(schema.get("type", ""))
     if kind == "array":
         return f"list of {_type(schema.get('items', {}), definitions)}"
@@ -104,17 +135,27 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
     return kind
 
 
-def _json(value: object) -> str:
-    return json.dumps(value)
-
-
 def settings_table() -> str:
-    """Return the table of the service's settings."""
-    rows = ["", "| variable | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = "" if field.default is None else f"`{field.default}`"
-        rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {field.description} |")
-    return "\n".join([*rows, "", ""])
+    """Return the tables of all settings."""
+    service = _settings(Settings)
+    core = _settings(CoreSettings, hidden={"fault_injection"})
+    return "\n".join(["", "Of the core, in every process that uses regions:", "", *core, ""]) + "\n".join(
+        ["", "Of the service:", "", *service, "", ""]
+    )
+
+
+def _settings(model: type[BaseSettings], hidden: Collection[str] = ()) -> list[str]:
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if name not in hidden:
+            default = "" if field.default is None or field.default_factory else f"`{_plain(field.default)}`"
+            about = str(field.description)
+            rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {about[0].upper()}{about[1:].rstrip('.')} |")
+    return rows
+
+
+def _plain(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (bool, int, float)) else str(value)
 
 
 def documents() -> dict[Path, str]:

@@ -15,7 +15,7 @@ _stack = threading.local()
 _allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
 _pools: dict[tuple[int, str, str], torch.cuda.MemPool] = {}
 _pools_while_released: dict[tuple[int, str, str], tuple[int, torch.cuda.MemPool]] = {}
-_graph_pool_ids: set[tuple[int, int]] = set()
+_graph_pool_ids: set[tuple[int, ...]] = set()
 _releases: dict[str, int] = {}
 
 
@@ -43,7 +43,7 @@ def new_graph_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
     """A pool for CUDA graphs. All of its segments are content: replays use blocks that torch holds free."""
     with _lock:
         pool = new_pool(device, tag, restore)
-        _graph_pool_ids.add(tuple(pool.id))
+        _graph_pool_ids.add((pool.id[0], pool.id[1]))
         return pool
 
 
@@ -80,6 +80,9 @@ class CudaRegion:
     def __enter__(self) -> CudaRegion:
         self._pool = _pool_for(self._saver, self._device, self._tag, self._restore)
         outer = _regions()
+        if not outer and not torch.cuda.is_current_stream_capturing():
+            # While a pool is in use, torch does not give its other caches back to make room for it.
+            torch.cuda.empty_cache()
         # Which of two nested pools torch prefers differs between its versions, so only one is ever in use.
         if outer:
             outer[-1]._leave()

@@ -36,7 +36,7 @@ class HostRegion(TorchDispatchMode):
     """
 
     def __init__(self, saver: _native.Saver, device: int, tag: str, restore: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._saver = saver
         self._device = device
         self._tag = tag
@@ -45,13 +45,13 @@ class HostRegion(TorchDispatchMode):
 
     def __enter__(self) -> HostRegion:
         self._modules_before = weakref.WeakSet(_live_modules())
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         _regions().append(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         _regions().pop()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         if exception[0] is None:
             self._sweep()
 
@@ -139,5 +139,3 @@ def _live_modules() -> list[torch.nn.Module]:
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for table in (module._parameters, module._buffers):
         yield from (tensor for tensor in table.values() if tensor is not None)
-
-

@@ -81,7 +81,7 @@ class DriverError(MemsaverError):
 
 
 class ContextLostError(DriverError):
-    """The device context is lost (an illegal address, a hardware error). No call can succeed any more in this process."""
+    """The device context is lost (an illegal address, a hardware error). No call can succeed in this process."""
 
 
 class BackupError(MemsaverError):

@@ -15,8 +15,8 @@ def read_devices() -> tuple[DeviceMemory, ...]:
     """Read every device on which this process has used memsaver (the first one where it has not used any yet).
 
     On CUDA the figures are NVML's, devices matched by UUID so that CUDA_VISIBLE_DEVICES makes no difference; where NVML
-    cannot be used they are the CUDA driver's own. On the host driver, ``used_bytes`` is the host device's count over all
-    processes that share it, and ``process_bytes`` the resident memory of this process.
+    cannot be used they are the CUDA driver's own. On the host driver, ``used_bytes`` is the host device's count over
+    all processes that share it, and ``process_bytes`` the resident memory of this process.
     """
     if not _process.enabled():
         return ()

@@ -26,6 +26,9 @@ from memsaver_core.reports import (
 #: The device's count follows a release at once on the drivers that we measured; this bounds the wait for one that lags.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
+#: What a first operation may take of the device for itself: streams, a kernel's module, page tables of pinned memory.
+SETTLE_SLACK_BYTES = 16 << 20
+
 
 def check_tags(tags: Sequence[str] | None) -> list[str]:
     """Return the tags that ``tags`` names, without repeats; None and an empty list mean all and give an empty list.
@@ -208,7 +211,7 @@ def _settle(used_before: dict[int, int], released_bytes: int) -> None:
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         fallen = sum(used_before.get(now.index, 0) - now.used_bytes for now in read_devices())
-        if fallen >= released_bytes:
+        if fallen >= released_bytes - SETTLE_SLACK_BYTES:
             return
         time.sleep(0.001)
 

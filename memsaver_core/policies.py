@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Union
+from typing import TypeAlias
 
 from memsaver_core.errors import ConfigurationError
 
@@ -26,9 +26,9 @@ class RestorePolicy(str, Enum):
         return self in (RestorePolicy.HOST, RestorePolicy.FILE)
 
 
-PolicyLike = Union[RestorePolicy, str]
+PolicyLike: TypeAlias = "RestorePolicy | str"
 
-#: Tags that every engine may have. They are never unknown: with no memory under one, a call on it succeeds with 0 bytes.
+#: Tags that every engine may have. They are never unknown: with no memory under one, a call succeeds with 0 bytes.
 WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace")
 
 #: A graph's pool holds state that is written at capture and never rewritten, so it is kept; KV pages with undefined

@@ -16,9 +16,7 @@ from memsaver_core.policies import PolicyLike, policy_for
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
 
 
-def region(
-    tag: str, *, restore: PolicyLike | None = None, device: int | None = None
-) -> AbstractContextManager[Any]:
+def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> AbstractContextManager[Any]:
     """Put every tensor that torch allocates inside under ``tag``.
 
     On CUDA this holds for the thread that enters it; on the host driver also for parameters and buffers of modules made
@@ -48,9 +46,7 @@ def region(
     return HostRegion(saver, device or 0, tag, policy)
 
 
-def adopt(
-    obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None
-) -> Adoptable:
+def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:
     """Move tensors that exist already under ``tag``, in place: a tensor, a module's parameters and buffers, or several.
 
     Each tensor object stays; its address changes once, so adopt before a CUDA graph captures it. Tensors that share

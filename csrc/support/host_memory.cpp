@@ -3,7 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
+#include <cstdio>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -13,22 +14,50 @@ namespace {
 
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
-std::size_t meminfo_bytes(const std::string& key) {
-  std::ifstream file("/proc/meminfo");
-  std::string name;
-  std::size_t kib = 0;
-  std::string unit;
-  while (file >> name >> kib) {
-    std::getline(file, unit);
-    if (name == key + ":") return kib * 1024;
+// Line by line with the C library: C++ streams depend on which of the libstdc++ that other packages of the process
+// bring along is loaded first.
+template <typename Function>
+void each_line(const std::string& path, Function function) {
+  std::FILE* const file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return;
+  char line[4096];
+  while (std::fgets(line, sizeof line, file) != nullptr) {
+    std::string text(line);
+    if (!text.empty() && text.back() == '\n') text.pop_back();
+    function(text);
   }
-  return kNoLimit;
+  std::fclose(file);
+}
+
+// The number that a text begins with; kNoLimit where it begins with none ("max").
+std::size_t leading_number(const std::string& text) {
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(text.c_str(), &end, 10);
+  return end == text.c_str() ? kNoLimit : static_cast<std::size_t>(value);
+}
+
+std::size_t meminfo_bytes(const std::string& key) {
+  std::size_t bytes = kNoLimit;
+  each_line("/proc/meminfo", [&](const std::string& line) {
+    if (line.compare(0, key.size() + 1, key + ":") == 0) bytes = leading_number(line.substr(key.size() + 1)) * 1024;
+  });
+  return bytes;
 }
 
 std::size_t number_in(const std::string& path) {
-  std::ifstream file(path);
-  std::size_t value = 0;
-  return file >> value ? value : kNoLimit;  // "max" is no number: no limit
+  std::size_t value = kNoLimit;
+  each_line(path, [&](const std::string& line) { value = leading_number(line); });
+  return value;
+}
+
+// Page cache that the kernel gives up before it refuses memory.
+std::size_t reclaimable_in(const std::string& path) {
+  std::size_t bytes = 0;
+  const std::string key = "inactive_file ";
+  each_line(path, [&](const std::string& line) {
+    if (line.compare(0, key.size(), key) == 0) bytes = leading_number(line.substr(key.size()));
+  });
+  return bytes;
 }
 
 // The tightest (limit - usage) and limit over this process's control group and its parents, version 2 and 1.
@@ -39,22 +68,22 @@ struct GroupMemory {
   void add(const std::string& folder, const char* limit_file, const char* usage_file) {
     const std::size_t bound = number_in(folder + limit_file);
     if (bound == kNoLimit) return;
-    const std::size_t usage = number_in(folder + usage_file);
+    std::size_t usage = number_in(folder + usage_file);
+    if (usage == kNoLimit) return;
+    usage -= std::min(usage, reclaimable_in(folder + "/memory.stat"));
     limit = std::min(limit, bound);
-    available = std::min(available, usage == kNoLimit || usage > bound ? 0 : bound - usage);
+    available = std::min(available, usage > bound ? 0 : bound - usage);
   }
 };
 
 GroupMemory group_memory() {
   GroupMemory memory;
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) {
+  each_line("/proc/self/cgroup", [&memory](const std::string& line) {
     const auto second = line.rfind(':');
-    if (second == std::string::npos) continue;
+    if (second == std::string::npos) return;
     std::string group = line.substr(second + 1);
     const bool unified = line.compare(0, 3, "0::") == 0;
-    if (!unified && line.find(":memory:") == std::string::npos) continue;
+    if (!unified && line.find(":memory:") == std::string::npos) return;
     for (;;) {
       if (unified) {
         memory.add("/sys/fs/cgroup" + group, "/memory.max", "/memory.current");
@@ -64,7 +93,7 @@ GroupMemory group_memory() {
       if (group.empty() || group == "/") break;
       group.erase(group.rfind('/'));
     }
-  }
+  });
   return memory;
 }
 

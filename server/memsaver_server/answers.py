@@ -113,7 +113,7 @@ def _message(report: OperationReport) -> str:
     if moved:
         names = [tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes]
         return f"{done} {_readable(moved)} of {', '.join(names)} in {report.seconds:.3f} s"
-    if any(tag.already for tag in report.tags):
+    if any(tag.bytes for tag in report.tags):
         return f"{'released' if report.operation == 'release' else 'resident'} already: nothing to {report.operation}"
     return f"no memory under these tags: nothing to {report.operation}"
 

@@ -33,6 +33,7 @@ class Show:
     """Where the demonstration tells what it sees, step by step.
 
     Attributes:
+        doing: what comes next, which may take a while.
         started: the engine answers, at this address.
         generated: these token ids and this text came, for the first or second time.
         operation: a release or resume ended.
@@ -40,6 +41,7 @@ class Show:
         occupation: what the engine holds while released.
     """
 
+    doing: Callable[[str], None]
     started: Callable[[str, OccupationAnswer], None]
     generated: Callable[[Sequence[int], str], None]
     operation: Callable[[OperationAnswer], None]
@@ -56,6 +58,7 @@ def run(show: Show, serve_options: Sequence[str] = ()) -> None:
     Raises:
         DemoError: a step failed, or the tokens differ.
     """
+    show.doing("starting an engine")
     with _engine(serve_options) as url, Client(url) as client:
         try:
             _steps(client, show)
@@ -67,6 +70,7 @@ def _steps(client: Client, show: Show) -> None:
     show.started(client.address, client.occupation())
     before = _generate(client, show)
 
+    show.doing("releasing")
     released = client.release()
     show.operation(released)
     if released.enabled and released.released_bytes == 0:
@@ -80,6 +84,7 @@ def _steps(client: Client, show: Show) -> None:
             raise DemoError("the engine generated while its memory was released")
     show.occupation(client.occupation())
 
+    show.doing("resuming")
     show.operation(client.resume())
     after = _generate(client, show)
     if after != before:
@@ -87,6 +92,7 @@ def _steps(client: Client, show: Show) -> None:
 
 
 def _generate(client: Client, show: Show) -> Sequence[int]:
+    show.doing("generating")
     answer = client.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     tokens = [int(token) for token in answer["output_ids"]]
     if not tokens:

@@ -108,8 +108,8 @@ def problem_of(error: BaseException) -> Problem:
             pending = {"phase": "drain", "pending": list(error.pending)}
             return Problem(504, "drain_timeout", message, pending)
         case PhaseTimeoutError():
-            where = {"phase": error.phase, "operation_id": error.operation.id}
-            return Problem(504, "phase_timeout", message, where)
+            stuck = {"phase": error.phase, "operation_id": error.operation.id}
+            return Problem(504, "phase_timeout", message, stuck)
         case ContextLostError() | UnusableError():
             return Problem(500, "context_lost", message, _driver(error))
         case DriverError():

@@ -7,19 +7,36 @@ from collections.abc import Callable, Iterator
 
 # Before memsaver is loaded: these tests are about the service, and run on the host driver everywhere.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
+os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
 
 import httpx
 import pytest
 from memsaver_server import Attachment, Settings, attach
 
-from .tensor_engine import TensorEngine
+from memsaver_core import _process
+from memsaver_core._native import Saver as Driver
+
+from .tensor_engine import Memory, TensorEngine
+
+
+@pytest.fixture(scope="session")
+def memory() -> Memory:
+    return Memory()
 
 
 @pytest.fixture
-def engine() -> Iterator[TensorEngine]:
-    engine = TensorEngine()
+def engine(memory: Memory) -> Iterator[TensorEngine]:
+    engine = TensorEngine(memory)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def driver(engine: TensorEngine) -> Iterator[Driver]:
+    """The driver under the engine, to make it fail or slow."""
+    driver = _process.saver()
+    yield driver
+    driver.heal()
 
 
 @pytest.fixture

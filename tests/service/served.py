@@ -1,6 +1,7 @@
 """A process of its own: serves the test engine until its standard input ends. Prints the server's address first.
 
-Run with ``trainer BYTES`` it is a co-tenant instead: it holds so much of the device until its standard input ends.
+A line ``CALL KIND`` on standard input makes the next such call of the driver fail in this way. Run with
+``trainer BYTES`` it is a co-tenant instead: it holds so much of the device until its standard input ends.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import sys
 import torch
 
 import memsaver_core as ms
+from memsaver_core import _process
 
 
 def serve() -> None:
     from memsaver_server import attach
-    from tensor_engine import TensorEngine
+    from tensor_engine import Memory, TensorEngine
 
-    engine = TensorEngine()
+    engine = TensorEngine(Memory())
     with attach(engine) as attachment:
         print(attachment.url, flush=True)
-        sys.stdin.read()
-    engine.close()
+        for line in sys.stdin:
+            call, kind = line.split()
+            _process.saver().fail(call, kind=kind)
+            print("planned", flush=True)
 
 
 def hold(size: int) -> None:

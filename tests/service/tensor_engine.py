@@ -23,19 +23,31 @@ VOCABULARY = 997
 MIB = 1 << 20
 
 
+class Memory:
+    """What an engine holds of the device: weights and a KV cache, each in its region."""
+
+    def __init__(self, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB) -> None:
+        device = ms.torch_device()
+        with ms.region("weights"):
+            self.weights = torch.empty(weights_bytes // 8, dtype=torch.int64, device=device)
+        with ms.region("kv_cache"):
+            self.kv = torch.empty(kv_bytes // 8, dtype=torch.int64, device=device)
+
+    def load(self) -> None:
+        """Write what a new engine holds."""
+        generator = torch.Generator().manual_seed(7)
+        self.weights.copy_(torch.randint(1, VOCABULARY, self.weights.shape, generator=generator))
+        self.kv.zero_()
+
+
 class TensorEngine:
     """Tokens from arithmetic; admission, drain, freezing and a prefix cache as a real engine has them."""
 
-    def __init__(self, *, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB, name: str = "tensor engine") -> None:
-        self.name = name
-        device = ms.torch_device()
-        generator = torch.Generator().manual_seed(7)
-        content = torch.randint(1, VOCABULARY, (weights_bytes // 8,), generator=generator)
-        with ms.region("weights"):
-            self.weights = torch.empty(weights_bytes // 8, dtype=torch.int64, device=device)
-        self.weights.copy_(content)
-        with ms.region("kv_cache"):
-            self.kv = torch.zeros(kv_bytes // 8, dtype=torch.int64, device=device)
+    name = "tensor engine"
+
+    def __init__(self, memory: Memory) -> None:
+        memory.load()
+        self.weights, self.kv = memory.weights, memory.kv
         self.tokens_computed = 0
         self.repairs: list[tuple[list[str], list[str]]] = []
         self.alive = True
@@ -129,12 +141,11 @@ class TensorEngine:
         return list(self._running)
 
     def close(self) -> None:
-        """Let everybody go, and the memory with them."""
+        """Let everybody go. The memory stays, resident, for the next engine."""
         self.unblock()
         self.open_admission()
         self._threads.shutdown(wait=True)
         ms.resume()
-        del self.weights, self.kv
 
     def _in_flight(self) -> list[str]:
         return [name for name, state in self._running.items() if state == "running"]

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import httpx
-import pytest
-
-from .tensor_engine import MIB, TensorEngine
 
 CLIENTS = 64
 CALLS = 25
@@ -119,13 +116,6 @@ def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -
                 response = http.get("/memory_occupation" if kind == "status" else "/metrics")
             answer = {} if kind == "scrape" else response.json()
             calls.append(Call(kind, sent, time.time(), response.status_code, answer))
-
-
-@pytest.fixture
-def engine() -> TensorEngine:
-    engine = TensorEngine(weights_bytes=MIB, kv_bytes=MIB)
-    yield engine
-    engine.close()
 
 
 def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:

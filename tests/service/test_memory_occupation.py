@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
 
 import memsaver_core as ms
+from memsaver_core._native import Saver as Driver
 
 from .tensor_engine import MIB, TensorEngine
 
@@ -208,12 +208,31 @@ def test_a_restore_policy_for_one_release(http: httpx.Client) -> None:
     assert release(http, {"restore": {"wieghts": "discard"}}).status_code == 400
 
 
-def test_a_driver_error_is_told_and_the_retry_works(http: httpx.Client, fail_driver_call: Callable[..., None]) -> None:
+@pytest.mark.parametrize("call", ["unmap", "copy_to_host", "synchronize"])
+def test_a_driver_error_in_a_release_is_told_and_the_retry_works(http: httpx.Client, driver: Driver, call: str) -> None:
     before = tokens(http)
-    fail_driver_call("unmap")
+    driver.fail(call)
     response = release(http)
     assert response.status_code == 500
-    assert {"call", "code", "tag", "bytes"} <= set(response.json()["error"])
+    assert response.json()["error"]["type"] == "driver_error"
+    assert response.json()["error"]["call"]
+    assert response.json()["error"]["code"]
+    assert response.json()["operation_id"] in http.get("/operations").text
     assert release(http).status_code == 200
+    assert resume(http).status_code == 200
+    assert tokens(http) == before
+
+
+@pytest.mark.parametrize("call", ["create", "map", "copy_to_device"])
+def test_a_driver_error_in_a_resume_leaves_all_of_it_released(http: httpx.Client, driver: Driver, call: str) -> None:
+    """R3: rolled back to released, the backup intact; the retry works."""
+    before = tokens(http)
+    release(http)
+    driver.fail(call)
+    response = resume(http)
+    assert response.status_code == 500
+    assert response.json()["state"] == "released"
+    assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
+    assert http.post("/generate", json=PROMPT).status_code == 503
     assert resume(http).status_code == 200
     assert tokens(http) == before

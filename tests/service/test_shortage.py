@@ -35,6 +35,14 @@ class Program:
         self.said = self.process.stdout.readline().strip()
         assert self.said, "the program did not start"
 
+    def fail(self, call: str, kind: str) -> None:
+        """Make the next ``call`` of its driver fail."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{call} {kind}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == "planned"
+
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -106,6 +114,35 @@ def test_resume_waits_for_a_trainer_to_let_go(start: Start, device: dict[str, st
         trainer.end()
         assert waiting.result().json()["state"] == "resident"
         assert tokens(http) == before
+
+
+def test_release_without_enough_host_memory(start: Start, device: dict[str, str]) -> None:
+    """B5: 507 with the figures before anything is unmapped; still resident, and serving."""
+    with client(start(**device, MEMSAVER_HOST_BACKUP_LIMIT=str(MIB))) as http:
+        before = tokens(http)
+        response = http.post("/release_memory_occupation")
+        assert response.status_code == 507
+        error = response.json()["error"]
+        assert (error["type"], response.json()["state"]) == ("out_of_host_memory", "resident")
+        assert error["needed_bytes"] > error["free_bytes"] >= 0
+        assert tokens(http) == before
+        assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
+
+
+def test_a_lost_context_is_fatal_and_says_so(start: Start, device: dict[str, str]) -> None:
+    """R11: the process is neither alive nor ready, every answer says why, and it still does not die."""
+    engine = start(**device, MEMSAVER_FAULT_INJECTION="1")
+    with client(engine) as http:
+        engine.fail("synchronize", "context_lost")
+        response = http.post("/release_memory_occupation")
+        assert response.status_code == 500
+        assert (response.json()["error"]["type"], response.json()["state"]) == ("context_lost", "failed")
+        for path in ("/livez", "/health", "/readyz"):
+            assert http.get(path).status_code == 503
+        assert http.get("/memory_occupation").json()["state"] == "failed"
+        for path in ("/resume_memory_occupation", "/release_memory_occupation"):
+            assert http.post(path).json()["error"]["type"] == "context_lost"
+        assert http.post("/generate", json=PROMPT).status_code == 503
 
 
 def test_a_saver_switched_off_changes_nothing(start: Start, device: dict[str, str]) -> None:

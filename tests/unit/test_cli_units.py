@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memsaver_server.cli.units import format_bytes, format_delta, format_rate, format_seconds, parse_size
+from memsaver_server.cli.units import format_bytes, format_delta, format_seconds, parse_size
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,6 @@ def test_growth_carries_a_plus_sign() -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
-
-
-def test_a_rate_needs_bytes_and_time() -> None:
-    assert format_rate(10**9, 0.5) == "2.0 GB/s"
-    assert format_rate(0, 1.0) == format_rate(5, 0.0) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from memsaver_server.cli.connection import escape
@@ -26,8 +27,8 @@ def demo(context: typer.Context) -> None:
     console = make_console()
     began = time.monotonic()
     try:
-        with console.status("starting an engine ..."):
-            run(_show(console, began), context.args)
+        with console.status("") as spinner:
+            run(_show(console, spinner, began), context.args)
     except DemoError as error:
         console.print(f"[bold red]✗[/] {escape(str(error))}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
@@ -37,7 +38,10 @@ def demo(context: typer.Context) -> None:
     console.print("[green]✓[/] tokens equal before and after")
 
 
-def _show(console: Console, began: float) -> Show:
+def _show(console: Console, spinner: Status, began: float) -> Show:
+    def doing(what: str) -> None:
+        spinner.update(f"{what} ...")
+
     def step(text: str) -> None:
         console.print(Text(text, style="bold"))
 
@@ -65,4 +69,4 @@ def _show(console: Console, began: float) -> Show:
         console.print(status_view(answer))
         console.print()
 
-    return Show(started, generated, operation, refused, occupation)
+    return Show(doing, started, generated, operation, refused, occupation)

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memsaver_server.cli.units import format_bytes, format_delta, format_rate, format_seconds
+from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.schemas import (
     DeviceAnswer,
     MeteredDeviceAnswer,
@@ -52,8 +52,8 @@ def _size_text(count: int) -> Text:
     return Text(format_bytes(count), style="dim" if count == 0 else "")
 
 
-def _table(columns: Sequence[str], *, right_from: int, footer: bool = False) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", footer_style="bold", show_footer=footer, pad_edge=False)
+def _table(columns: Sequence[str], *, right_from: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number >= right_from else "left", no_wrap=True)
     return table
@@ -103,45 +103,41 @@ def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDev
 def operation_view(result: OperationAnswer) -> RenderableType:
     """The whole answer of a release or a resume."""
     mark = Text("✓ " if result.success else "✗ ", style="green" if result.success else "red")
-    moved = result.released_bytes or result.resumed_bytes
-    rate = format_rate(moved, result.seconds)
-    head = Text.assemble(mark, result.message, (f"  {rate}" if rate and result.seconds >= 0.05 else "", "dim"))
-    parts: list[RenderableType] = [head]
+    parts: list[RenderableType] = [Text.assemble(mark, result.message)]
     if result.tags:
-        parts.append(operation_tags_table(result.tags, result.operation))
+        parts += ["", operation_tags_table(result.tags, result.operation)]
     if result.devices:
-        parts.append(_devices_caption(result.devices))
-        parts.append(phases_table(result.phases, result.devices, result.seconds))
-    return Group(*parts)
+        parts += ["", phases_table(result.phases, result.devices, result.seconds), _devices_caption(result.devices)]
+    return Group(*parts, "")
 
 
 def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
     names = {device.name for device in devices if device.name}
     what = f"{len(devices)} x {names.pop()}" if len(devices) > 1 and len(names) == 1 else ", ".join(sorted(names))
-    return Text(f"device memory, all processes: {what}" if what else "device memory, all processes", style="dim")
+    return Text(f"memory in use by all processes on {what or 'the device'}", style="dim")
 
 
 def status_view(occupation: OccupationAnswer) -> RenderableType:
     """What the engine holds now."""
-    head = Text.assemble(("state ", "dim"), state_text(occupation.state))
     admission = occupation.admission
-    head.append("   admission ", style="dim")
-    head.append("open" if admission.open else "closed", style="green" if admission.open else "yellow")
-    if admission.reason:
-        head.append(f" ({admission.reason})", style="dim")
+    opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
+    head = Text.assemble("state ", state_text(occupation.state), "   admission ", opened)
     head.append(f"   engine {occupation.engine}, driver {occupation.driver}", style="dim")
     parts: list[RenderableType] = [head]
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
+    if admission.reason:
+        parts.append(Text(f"closed because {admission.reason}", style="dim"))
     if occupation.tags:
-        parts.append(status_tags_table(occupation.tags))
+        parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
-        parts.append(devices_table(occupation.devices))
+        parts += ["", devices_table(occupation.devices)]
     backup = occupation.host_backup
-    line = f"host backup  {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} ready"
-    if backup.limit_bytes:
-        line += f", at most {format_bytes(backup.limit_bytes)}"
-    parts.append(Text(line, style="dim"))
+    if backup.bytes or backup.capacity_bytes:
+        line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"
+        line += f" of at most {format_bytes(backup.limit_bytes)}" if backup.limit_bytes else ""
+        line += f", {format_bytes(backup.file_bytes)} in files" if backup.file_bytes else ""
+        parts += ["", Text(line, style="dim")]
     return Group(*parts)
 
 
@@ -166,7 +162,7 @@ def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
 
 
 def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
-    table = _table(["device", "name", "total", "used by all", "used here", "free"], right_from=2)
+    table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
     for device in devices:
         own = "not told" if device.process_bytes is None else format_bytes(device.process_bytes)
         table.add_row(

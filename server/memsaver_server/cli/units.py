@@ -50,11 +50,6 @@ def format_seconds(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
-def format_rate(count: int, seconds: float) -> str:
-    """Bytes in a time as ``12.3 GB/s``; empty where there is nothing to divide."""
-    return f"{count / seconds / 1e9:.1f} GB/s" if count > 0 and seconds > 0 else ""
-
-
 def parse_size(text: str) -> int:
     """Return the bytes that ``text`` means: ``8GiB``, ``512M``, ``1000000``. K, M, G and T count in 1024s.
 

@@ -242,12 +242,13 @@ class ModelRunner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _capture(self) -> None:
+        pool = ms.GraphPool("cuda_graph")  # one for all: a single graph replays at a time
         for batch, tokens in self._shapes():
             graph = torch.cuda.CUDAGraph()
             with ms.region("cuda_graph"):  # what the random generator keeps on the device for graphs
                 graph.register_generator_state(torch.cuda.default_generators[self._device.index or 0])
             try:
-                with ms.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                with ms.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                     self._step(batch, tokens)
             except RuntimeError as error:
                 raise RuntimeError(
