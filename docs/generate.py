@@ -19,6 +19,7 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 from memsaver_server import Settings, create_app
 from memsaver_server.engines.gate import Gate
+from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from memsaver_core.settings import CoreSettings
@@ -148,9 +149,8 @@ def _settings(model: type[BaseSettings], hidden: Collection[str] = ()) -> list[s
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
         if name not in hidden:
-            default = "" if field.default is None or field.default_factory else f"`{_plain(field.default)}`"
-            about = str(field.description)
-            rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {about[0].upper()}{about[1:].rstrip('.')} |")
+            default = f"`{_plain(field.default)}`" if field.default not in (None, "", PydanticUndefined) else ""
+            rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {str(field.description).rstrip('.')} |")
     return rows
 
 

@@ -14,10 +14,16 @@ from starlette.requests import Request
 
 from memsaver_core.errors import MemsaverError
 from memsaver_server import problems
-from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
-from memsaver_server.occupation import NotEnoughToReleaseError
+from memsaver_server.engines.port import (
+    AdmissionClosedError,
+    DrainTimeoutError,
+    Engine,
+    GeneratingEngine,
+    UpdatableEngine,
+)
+from memsaver_server.occupation import NotEnoughToReleaseError, NotResidentError
 from memsaver_server.operations import ConflictError, IdempotencyKeyError, PhaseTimeoutError, TooManyOperationsError
-from memsaver_server.routes import generate, memory, operations, probes, sglang, tensorrt_llm, vllm
+from memsaver_server.routes import generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
 from memsaver_server.service import Service
 from memsaver_server.settings import Settings
 
@@ -29,6 +35,7 @@ _FORESEEN = (
     AdmissionClosedError,
     DrainTimeoutError,
     NotEnoughToReleaseError,
+    NotResidentError,
     ConflictError,
     IdempotencyKeyError,
     PhaseTimeoutError,
@@ -66,6 +73,8 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         app.include_router(route.router)
     if isinstance(engine, GeneratingEngine):
         app.include_router(generate.router)
+    if isinstance(engine, UpdatableEngine):
+        app.include_router(weights.router)
     for kind in _FORESEEN:
         app.add_exception_handler(kind, _answer_problem)
     app.add_exception_handler(HTTPException, _answer_http)

@@ -68,6 +68,7 @@ def examine() -> tuple[Finding, ...]:
     checks: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
         _check_python,
         _check_torch,
+        _check_settings,
         _check_core,
         _check_cuda_driver,
         _check_devices,
@@ -83,6 +84,8 @@ def examine() -> tuple[Finding, ...]:
         try:
             findings.extend(check(machine))
         except Exception as error:
+            if isinstance(error, ValueError) and any(one.level is Level.BLOCKED for one in findings):
+                continue  # a setting that cannot be used, and is reported already
             findings.append(Finding(subject, Level.WARNING, f"could not be checked: {type(error).__name__}: {error}"))
     return tuple(findings)
 
@@ -288,22 +291,37 @@ def _check_nccl(machine: Machine) -> Iterator[Finding]:
         )
 
 
+def _check_settings(machine: Machine) -> Iterator[Finding]:
+    from memsaver_core.settings import CoreSettings
+    from memsaver_server.settings import Settings
+
+    for subject, model in (("settings of the core", CoreSettings), ("settings of the service", Settings)):
+        try:
+            model()
+        except ValueError as error:
+            yield Finding(subject, Level.BLOCKED, _wrong_settings(error), "correct or unset it in the environment")
+
+
+def _wrong_settings(error: ValueError) -> str:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = (
+        f"MEMSAVER_{'_'.join(map(str, one['loc'])).upper()}={one['input']!r}: {one['msg']}" for one in error.errors()
+    )
+    return "; ".join(wrong)
+
+
 def _check_host_driver(machine: Machine) -> Iterator[Finding]:
-    total = _total_memory_bytes()
+    from memsaver_core.settings import CoreSettings
+
+    settings = CoreSettings()
     limit = _cgroup_limit_bytes()
-    capacity = os.environ.get("MEMSAVER_HOST_CAPACITY", "")
-    device = os.environ.get("MEMSAVER_HOST_DEVICE", "")
-    shared = f"shared by all processes that name {device!r}" if device else "private to each process"
-    size = _parse_capacity(capacity, total)
-    if size is None:
-        yield Finding(
-            "host driver",
-            Level.BLOCKED,
-            f"MEMSAVER_HOST_CAPACITY={capacity!r} is no size",
-            "write for example MEMSAVER_HOST_CAPACITY=4GiB",
-        )
-        return
-    found = f"capacity {size / 2**30:.1f} GiB{'' if capacity else ' (half of RAM)'}, {shared}"
+    size = int(settings.host_capacity) or _total_memory_bytes() // 2
+    names = [name for name in settings.host_device.split(",") if name]
+    shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
+    found = f"capacity {size / 2**30:.1f} GiB{'' if settings.host_capacity else ' (half of RAM)'}, {shared}"
     if limit is not None and size > limit:
         yield Finding(
             "host driver",
@@ -313,17 +331,6 @@ def _check_host_driver(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield Finding("host driver", Level.OK, found)
-
-
-def _parse_capacity(text: str, total_bytes: int) -> int | None:
-    from memsaver_server.cli.units import parse_size
-
-    if not text:
-        return total_bytes // 2
-    try:
-        return parse_size(text)
-    except ValueError:
-        return None
 
 
 def _check_host_memory(machine: Machine) -> Iterator[Finding]:

@@ -27,6 +27,10 @@ logger = logging.getLogger("memsaver")
 #: How often a resume that waits for memory asks the device how much is free.
 MEMORY_POLL_S = 0.05
 
+#: The tags that every client names. What else a release of everything took comes back with the last of these: clients
+#: that name what they resume know nothing of an engine's workspace, and some nothing of its graphs.
+COMMON_TAGS = frozenset({"weights", "kv_cache"})
+
 Paused = Literal["", "paused", "asleep"]
 
 
@@ -43,6 +47,13 @@ class UnusableError(MemsaverError):
     """The device context is lost, or the engine is dead: no operation can succeed any more in this process."""
 
 
+class NotResidentError(Exception):
+    """What was asked for needs memory that is released. Nothing was done."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(f"the memory of {tag!r} is released; resume it first")
+
+
 class Occupation:
     """What the engine occupies of the device, and the only way to change it.
 
@@ -56,10 +67,13 @@ class Occupation:
         self._on_finished = on_finished
         self.operations = Operations(settings.history, self._finished)
         self._lock = threading.Lock()
+        # Held while memory moves, and while weights are written into it.
+        self._memory = threading.Lock()
         # Guarded by the lock, and all that admission depends on beside the core's own state.
         self._quiescing = ""
         self._paused: Paused = ""
         self._lost: set[str] = set()
+        self._unnamed: set[str] = set()
         self._to_repair: set[str] = set()
 
     # -- release ---------------------------------------------------------------------------------------------------
@@ -91,11 +105,10 @@ class Occupation:
         try:
             with log.phase("drain"):
                 self._engine.drain(request.timeout_s, request.mode)
-            if request.restore:
+            with self._memory:
                 return ms.release(tags, log=log, restore=dict(request.restore))
-            return ms.release(tags, log=log)
         finally:
-            self._note_lost(tags, dict(request.restore))
+            self._note_released(request, tags)
             self._reopen()
 
     def _cheapest(self, request: ReleaseRequest) -> list[str] | None:
@@ -142,9 +155,10 @@ class Occupation:
             return ms.resume(_listed(request.tags), log=log)
         self._check_usable()
         away = released_tags(ms.status())
+        tags = self._with_unnamed(request.tags, away)
         self._close_admission("memory is being resumed")
         try:
-            report = self._restore(request, log)
+            report = self._restore(tags, request.wait_for_memory_s, log)
             self._note_resumed(away)
             with log.phase("repair"):
                 self._repair()
@@ -156,11 +170,21 @@ class Occupation:
             raise
         return replace(report, phases=log.phases)
 
-    def _restore(self, request: ResumeRequest, log: ms.PhaseLog) -> OperationReport:
-        deadline = time.monotonic() + request.wait_for_memory_s
+    def _with_unnamed(self, tags: tuple[str, ...] | None, away: set[str]) -> list[str] | None:
+        """Add to ``tags`` what nobody would ask for after them, though a release of everything took it too."""
+        if tags is None:
+            return None
+        left = away - set(tags)
+        with self._lock:
+            alone = left <= self._unnamed and not left & COMMON_TAGS
+        return [*tags, *sorted(left)] if alone else list(tags)
+
+    def _restore(self, tags: list[str] | None, wait_for_memory_s: float, log: ms.PhaseLog) -> OperationReport:
+        deadline = time.monotonic() + wait_for_memory_s
         while True:
             try:
-                return ms.resume(_listed(request.tags), log=log)
+                with self._memory:
+                    return ms.resume(tags, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
                     raise
@@ -214,6 +238,19 @@ class Occupation:
     def flush_cache(self) -> None:
         """Forget the engine's cached prefixes, whatever state the memory is in."""
         self._engine.flush_cache()
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def update_weights(self, write: Callable[[], int]) -> int:
+        """Run ``write``, which overwrites weights in place; neither a release nor a resume overlaps it. Blocks.
+
+        Raises:
+            NotResidentError: the weights are released. ``write`` was not called.
+        """
+        with self._memory:
+            if "weights" in released_tags(ms.status()):
+                raise NotResidentError("weights")
+            return write()
 
     # -- what can be asked -----------------------------------------------------------------------------------------
 
@@ -284,16 +321,21 @@ class Occupation:
         if status.state == "failed":
             raise UnusableError(f"the device context is lost ({status.failure}); restart the engine")
 
-    def _note_lost(self, tags: Sequence[str] | None, override: dict[str, str]) -> None:
-        """Remember whose content this release gave up; asked of the core, so that a failed release counts too."""
+    def _note_released(self, request: ReleaseRequest, tags: Sequence[str] | None) -> None:
+        """Remember whose content this release gave up. Asked of the core, so that a failed one counts as well."""
         gone = [tag for tag in ms.status().tags if tag.released_bytes and (tags is None or tag.tag in tags)]
         with self._lock:
-            self._lost.update(tag.tag for tag in gone if not _keeps(tag, override))
+            self._lost.update(tag.tag for tag in gone if not _keeps(tag, dict(request.restore)))
+            if request.tags is None:
+                self._unnamed.update(tag.tag for tag in gone)
+            else:
+                self._unnamed.difference_update(request.tags)
 
     def _note_resumed(self, away: set[str]) -> None:
-        still_away = released_tags(ms.status())
+        back = away - released_tags(ms.status())
         with self._lock:
-            self._to_repair.update(away - still_away)
+            self._to_repair.update(back)
+            self._unnamed.difference_update(back)
 
     def _finished(self, operation: Operation) -> None:
         try:

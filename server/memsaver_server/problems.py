@@ -16,7 +16,7 @@ from memsaver_core.errors import (
     UnknownTagError,
 )
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError
-from memsaver_server.occupation import NotEnoughToReleaseError, UnusableError
+from memsaver_server.occupation import NotEnoughToReleaseError, NotResidentError, UnusableError
 from memsaver_server.operations import (
     ConflictError,
     IdempotencyKeyError,
@@ -92,6 +92,8 @@ def problem_of(error: BaseException) -> Problem:
             running = error.running
             named = {"operation": running.request.operation, "operation_id": running.id}
             return Problem(409, "conflict", message, named, retry)
+        case NotResidentError():
+            return Problem(409, "not_resident", message)
         case BodyTooLargeError():
             return Problem(413, "body_too_large", message)
         case IdempotencyKeyError():

@@ -54,6 +54,25 @@ class NoFields(Fields):
     """A body whose fields are all ignored, but which must be JSON where there is one."""
 
 
+class UpdateFromDiskFields(Fields):
+    """SGLang's weight update from a checkpoint folder of the same shape."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_path: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class UpdateFromTensorFields(Fields):
+    """SGLang's weight update from tensors: one payload for each rank."""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
 class SleepFields(Fields):
     """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them."""
 

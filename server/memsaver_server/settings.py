@@ -29,6 +29,7 @@ class Settings(BaseSettings):
     queue_limit: int = Field(default=1024, ge=1, description="How many requests are held at most, paused or released.")
     history: int = Field(default=256, ge=1, description="How many finished operations are remembered.")
     max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Larger request bodies are refused.")
+    max_update_bytes: int = Field(default=4 << 30, ge=1024, description="The same for bodies that carry weights.")
 
     @field_validator("api_key")
     @classmethod

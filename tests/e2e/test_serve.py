@@ -46,8 +46,7 @@ def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
         assert server.end() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize(("number", "released"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal_ends_it_with_code_0_released_or_not(number: signal.Signals, released: bool) -> None:
     """T2: clean exit, released or not."""
     with serving() as server:

@@ -51,7 +51,8 @@ def serve(engine: TensorEngine) -> Iterator[Callable[..., httpx.Client]]:
         return clients[-1]
 
     yield start
-    engine.unblock()
+    if isinstance(engine, TensorEngine):
+        engine.unblock()
     for client in clients:
         client.close()
     for attachment in attachments:

@@ -1,7 +1,8 @@
 """A process of its own: serves the test engine until its standard input ends. Prints the server's address first.
 
 A line ``CALL KIND`` on standard input makes the next such call of the driver fail in this way. Run with
-``trainer BYTES`` it is a co-tenant instead: it holds so much of the device until its standard input ends.
+``bare`` its engine has weights and a KV cache alone; with ``trainer BYTES`` it is a co-tenant instead, which holds so
+much of the device until its standard input ends.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import memsaver_core as ms
 from memsaver_core import _process
 
 
-def serve() -> None:
+def serve(bare: bool) -> None:
     from memsaver_server import attach
     from tensor_engine import Memory, TensorEngine
 
-    engine = TensorEngine(Memory())
+    engine = TensorEngine(Memory(bare=bare))
     with attach(engine) as attachment:
         print(attachment.url, flush=True)
         for line in sys.stdin:
@@ -38,4 +39,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["trainer"]:
         hold(int(sys.argv[2]))
     else:
-        serve()
+        serve(bare=sys.argv[1:2] == ["bare"])

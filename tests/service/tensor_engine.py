@@ -7,37 +7,54 @@ from its KV cache: a request that reached released memory would crash the proces
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError
 
 import memsaver_core as ms
 
 VOCABULARY = 997
+ALL_TAGS = ["cuda_graph", "kv_cache", "weights", "workspace"]
 MIB = 1 << 20
 
 
 class Memory:
-    """What an engine holds of the device: weights and a KV cache, each in its region."""
+    """What an engine holds of the device: weights, a KV cache, state of graphs and a workspace, each in its region.
 
-    def __init__(self, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB) -> None:
+    A ``bare`` one has neither graphs nor workspace there.
+    """
+
+    def __init__(self, *, bare: bool = False, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB) -> None:
         device = ms.torch_device()
         with ms.region("weights"):
             self.weights = torch.empty(weights_bytes // 8, dtype=torch.int64, device=device)
         with ms.region("kv_cache"):
             self.kv = torch.empty(kv_bytes // 8, dtype=torch.int64, device=device)
+        with nullcontext() if bare else ms.region("cuda_graph"):
+            self.graph = torch.empty(MIB // 8, dtype=torch.int64, device=device)
+        with nullcontext() if bare else ms.region("workspace"):
+            self.workspace = torch.empty(MIB // 8, dtype=torch.int64, device=device)
+        self._loads = 0
 
     def load(self) -> None:
-        """Write what a new engine holds."""
+        """Write what a new engine holds. A word that no token is made of differs, so no old backup is good."""
         generator = torch.Generator().manual_seed(7)
         self.weights.copy_(torch.randint(1, VOCABULARY, self.weights.shape, generator=generator))
+        self._loads += 1
+        self.weights[-1] = self._loads
         self.kv.zero_()
+        self.graph.fill_(31)
 
 
 class TensorEngine:
@@ -47,7 +64,7 @@ class TensorEngine:
 
     def __init__(self, memory: Memory) -> None:
         memory.load()
-        self.weights, self.kv = memory.weights, memory.kv
+        self.weights, self.kv, self.graph, self.workspace = memory.weights, memory.kv, memory.graph, memory.workspace
         self.tokens_computed = 0
         self.repairs: list[tuple[list[str], list[str]]] = []
         self.alive = True
@@ -111,6 +128,31 @@ class TensorEngine:
             raise ValueError("sampling_params.max_new_tokens must be a number from 0 to 4096")
         name = str(request.get("rid") or uuid.uuid4().hex[:8])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._serve, name, ids, new)
+
+    def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, abort_all_requests: bool = False
+    ) -> int:
+        return self._write(Path(model_path).read_bytes())
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> int:
+        return self._write(base64.b64decode(serialized_named_tensors[0]))
+
+    def _write(self, image: bytes) -> int:
+        """Overwrite the weights by the one tensor of a safetensors image."""
+        try:
+            given = safetensors.torch.load(image)["weights"]
+        except (safetensors.SafetensorError, KeyError) as error:
+            raise ValueError(f"no weights in there: {error}") from None
+        self.weights.copy_(given)
+        self.flush_cache()
+        return 1
 
     # -- the inside ------------------------------------------------------------------------------------------------
 
@@ -204,4 +246,5 @@ class TensorEngine:
                 slot = self._prefixes[key] = len(self._prefixes) % self.kv.numel()
                 self.kv[slot] = sum(int(self.weights[token]) for token in key) + 1
             known = int(self.kv[slot])
-        return (known * 31 + int(self.weights[ids[-1]])) % VOCABULARY
+            self.workspace[0] = known * int(self.graph[0])
+            return (int(self.workspace[0]) + int(self.weights[ids[-1]])) % VOCABULARY

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from .tensor_engine import TensorEngine
+from .tensor_engine import ALL_TAGS, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 Serve = Callable[..., httpx.Client]
@@ -29,7 +29,7 @@ def test_generation_while_released_is_refused(http: httpx.Client, engine: Tensor
     response = generate(http)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) > 0
-    assert "kv_cache, weights" in response.json()["message"]
+    assert "cuda_graph, kv_cache, weights, workspace" in response.json()["message"]
     assert engine.tokens_computed == computed
     post(http, "/resume_memory_occupation")
     assert generate(http).status_code == 200
@@ -136,5 +136,5 @@ def test_a_repair_that_fails_keeps_admission_closed_until_it_succeeds(
     assert generate(http).status_code == 503
     monkeypatch.setattr(engine, "repair", whole)
     assert post(http, "/resume_memory_occupation").status_code == 200
-    assert engine.repairs[-1] == (["kv_cache", "weights"], ["kv_cache"])
+    assert engine.repairs[-1] == (ALL_TAGS, ["kv_cache", "workspace"])
     assert generate(http).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import http.client
@@ -9,14 +10,19 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
+import safetensors.torch
+from memsaver_server.engines._checkpoint import small_checkpoint
+from memsaver_server.engines.transformers import TransformersEngine
 
 import memsaver_core as ms
 
-from .tensor_engine import TensorEngine
+from .tensor_engine import ALL_TAGS, Memory, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 Serve = Callable[..., httpx.Client]
@@ -28,8 +34,46 @@ def tokens(server: httpx.Client) -> list[int]:
     return response.json()["output_ids"]
 
 
-def states() -> dict[str, str]:
-    return {tag.tag: tag.state for tag in ms.status().tags if tag.bytes}
+def released(server: httpx.Client) -> list[str]:
+    return server.get("/memory_status").json()["parked_tags"]
+
+
+@pytest.fixture(scope="module")
+def transformers_engine() -> Iterator[TransformersEngine]:
+    engine = TransformersEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=["tensor engine", "transformers engine"])
+def engine(request: pytest.FixtureRequest, memory: Memory) -> Iterator[TensorEngine | TransformersEngine]:
+    """The small engine of these tests, and the one that ``memsaver serve`` runs."""
+    if request.param == "tensor engine":
+        engine = TensorEngine(memory)
+        yield engine
+        engine.close()
+    else:
+        yield request.getfixturevalue("transformers_engine")
+        ms.resume()
+
+
+@pytest.fixture
+def weights_folder(engine: TensorEngine | TransformersEngine, tmp_path: Path) -> str:
+    """Where a trainer has left the weights that the engine has."""
+    if isinstance(engine, TransformersEngine):
+        return str(small_checkpoint())
+    path = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file({"weights": engine.weights.clone()}, path)
+    return str(path)
+
+
+@pytest.fixture
+def bucket(weights_folder: str) -> list[str]:
+    """Some of those weights, as an update carries them."""
+    path = Path(weights_folder)
+    file = path if path.is_file() else next(path.glob("*.safetensors"))
+    name, tensor = next(iter(safetensors.torch.load_file(file).items()))
+    return [base64.b64encode(safetensors.torch.save({name: tensor})).decode()]
 
 
 def send_and_go_away(server: httpx.Client, path: str, body: bytes) -> None:
@@ -58,15 +102,16 @@ class SlimeClient:
         raise TimeoutError("flush_cache never answered 200")
 
 
-def test_slime(http: httpx.Client) -> None:
+def test_slime(http: httpx.Client, bucket: list[str]) -> None:
     before = tokens(http)
     slime = SlimeClient(http)
     slime.flush()
     slime.post("release_memory_occupation")
-    assert states() == {"weights": "released", "kv_cache": "released"}
+    assert released(http) == ALL_TAGS
     slime.post("resume_memory_occupation", {"tags": ["weights"]})
     slime.post("pause_generation")
     slime.flush()
+    slime.post("update_weights_from_tensor", {"serialized_named_tensors": bucket, "flush_cache": False})
     slime.post("continue_generation")
     slime.post("resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     assert tokens(http) == before
@@ -96,7 +141,7 @@ def test_nemo_rl(http: httpx.Client) -> None:
     nemo.post("release_memory_occupation", {"tags": ["weights"]})
     nemo.flush()
     nemo.post("release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    assert states() == {"weights": "released", "kv_cache": "released"}
+    assert released(http) == ["cuda_graph", "kv_cache", "weights"]
     nemo.post("resume_memory_occupation", {"tags": ["weights"]})
     nemo.post("resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     assert tokens(http) == before
@@ -117,7 +162,7 @@ def test_verl(http: httpx.Client) -> None:
     post("resume_memory_occupation", {"tags": ["kv_cache"]})
     assert tokens(http) == before
     post("release_memory_occupation", {"tags": ["kv_cache"], "reset_connector": True})
-    assert states() == {"weights": "resident", "kv_cache": "released"}
+    assert released(http) == ["kv_cache"]
     post("resume_memory_occupation", {"tags": ["kv_cache"]})
     assert tokens(http) == before
 
@@ -151,7 +196,7 @@ def test_areal_with_vllm(http: httpx.Client) -> None:
     before = tokens(http)
     for wakes in (["/wake_up"], ["/wake_up?tags=weights", "/wake_up?tags=kv_cache"]):
         assert http.post("/sleep", json={}).is_success
-        assert states() == {"weights": "released", "kv_cache": "released"}
+        assert released(http) == ALL_TAGS
         for wake in wakes:
             assert http.post(wake, json={}).is_success
         assert tokens(http) == before
@@ -176,23 +221,22 @@ def test_skyrl_with_a_json_body(http: httpx.Client) -> None:
     assert tokens(http) == before
 
 
-def test_vllm_tooling(http: httpx.Client, engine: TensorEngine) -> None:
+def test_vllm_tooling(http: httpx.Client, weights_folder: str) -> None:
     """All levels: 0 pauses alone, 1 keeps the weights, 2 gives them up for the caller to write again."""
     before = tokens(http)
     assert http.post("/sleep?level=0&mode=keep").is_success
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
-    assert states() == {"weights": "resident", "kv_cache": "resident"}
+    assert released(http) == []
     assert http.post("/release_kv_cache_memory").is_success
-    assert states() == {"weights": "resident", "kv_cache": "released"}
+    assert released(http) == ["kv_cache"]
     assert http.post("/wake_up", params={"tags": ["kv_cache"]}).is_success
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
     assert tokens(http) == before
     assert http.post("/sleep?level=0").is_success
     assert http.post("/wake_up").is_success
-    weights = engine.weights.clone()
     assert http.post("/sleep?level=2&mode=wait").is_success
     assert http.post("/wake_up?tags=weights").is_success
-    engine.weights.copy_(weights)
+    assert http.post("/update_weights_from_disk", json={"model_path": weights_folder}).is_success
     assert http.post("/wake_up?tags=kv_cache").is_success
     assert tokens(http) == before
     assert http.post("/sleep?level=3").status_code == 400
@@ -205,7 +249,7 @@ def test_tensorrt_llm_tooling(http: httpx.Client) -> None:
     for body in (b"", b"{}", b'{"tags": ["kv_cache", "model", "model_weights"]}'):
         response = http.post("/release_memory", content=body)
         assert (response.status_code, response.json()["status"]) == (200, "success")
-        assert http.get("/memory_status").json() == {"state": "parked", "parked_tags": ["kv_cache", "weights"]}
+        assert http.get("/memory_status").json() == {"state": "parked", "parked_tags": ALL_TAGS}
         response = http.post("/resume_memory", content=body)
         assert (response.status_code, response.json()["status"]) == (200, "success")
     assert http.get("/memory_status").json() == {"state": "running", "parked_tags": []}

@@ -11,7 +11,7 @@ from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnsw
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 
-from .tensor_engine import MIB, TensorEngine
+from .tensor_engine import ALL_TAGS, MIB, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 BOTH = 24 * MIB
@@ -161,11 +161,17 @@ def test_an_unknown_tag_names_those_that_exist(http: httpx.Client) -> None:
     assert http.get("/operations").json()["operations"] == []
 
 
-def test_a_well_known_tag_without_memory_is_success(http: httpx.Client) -> None:
-    answer = release(http, {"tags": ["cuda_graph", "workspace"]}).json()
-    assert (answer["success"], answer["released_bytes"]) == (True, 0)
-    assert http.get("/readyz").status_code == 200
-    assert resume(http, {"tags": ["cuda_graph"]}).json()["resumed_bytes"] == 0
+def test_what_nobody_asks_for_comes_back_with_the_rest(http: httpx.Client) -> None:
+    """A client that releases all and resumes weights and KV cache by name leaves no workspace behind, in any order."""
+    before = tokens(http)
+    for first, last in (("weights", "kv_cache"), ("kv_cache", "weights")):
+        release(http)
+        assert set(tags_of(resume(http, {"tags": [first]}))) == {first}
+        assert set(tags_of(resume(http, {"tags": [last]}))) == {last, "cuda_graph", "workspace"}
+        assert tokens(http) == before
+    release(http, {"tags": ["workspace"]})
+    release(http, {"tags": ["kv_cache"]})
+    assert set(tags_of(resume(http, {"tags": ["kv_cache"]}))) == {"kv_cache"}
 
 
 def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, engine: TensorEngine) -> None:
@@ -173,7 +179,7 @@ def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, en
     before = tokens(http)
     release(http)
     resume(http)
-    assert (["kv_cache", "weights"], ["kv_cache"]) in engine.repairs
+    assert (ALL_TAGS, ["kv_cache", "workspace"]) in engine.repairs
     assert tokens(http) == before
 
 
@@ -232,7 +238,7 @@ def test_a_driver_error_in_a_resume_leaves_all_of_it_released(http: httpx.Client
     response = resume(http)
     assert response.status_code == 500
     assert response.json()["state"] == "released"
-    assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
+    assert http.get("/memory_status").json()["parked_tags"] == ALL_TAGS
     assert http.post("/generate", json=PROMPT).status_code == 503
     assert resume(http).status_code == 200
     assert tokens(http) == before

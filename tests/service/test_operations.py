@@ -200,7 +200,10 @@ def test_at_least_so_much_takes_what_is_discarded_first(http: httpx.Client) -> N
     assert parked() == ["kv_cache"]
     post(http, "/resume_memory_occupation")
     assert post(http, "/release_memory_occupation", at_least_bytes=17 * MIB).json()["released_bytes"] >= 17 * MIB
-    assert parked() == ["kv_cache", "weights"]
+    assert parked() == ["kv_cache", "workspace"]
+    post(http, "/resume_memory_occupation")
+    assert post(http, "/release_memory_occupation", at_least_bytes=18 * MIB).json()["released_bytes"] >= 18 * MIB
+    assert parked() == ["kv_cache", "weights", "workspace"]
     post(http, "/resume_memory_occupation")
     response = post(http, "/release_memory_occupation", at_least_bytes=1 << 40)
     assert response.status_code == 400

@@ -37,7 +37,7 @@ def test_asleep_is_alive_but_not_ready(http: httpx.Client) -> None:
     for path in ("/readyz", "/health_generate"):
         response = http.get(path)
         assert response.status_code == 503
-        assert response.json()["reason"] == "memory of kv_cache, weights is released"
+        assert response.json()["reason"] == "memory of cuda_graph, kv_cache, weights, workspace is released"
 
 
 def test_dead_is_neither_alive_nor_ready(http: httpx.Client, engine: TensorEngine) -> None:

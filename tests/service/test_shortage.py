@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from .tensor_engine import MIB
+from .tensor_engine import ALL_TAGS, MIB
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 Start = Callable[..., "Program"]
@@ -65,7 +65,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def device() -> dict[str, str]:
-    """A device of 64 MiB that processes share: the engine takes 24 of them."""
+    """A device of 64 MiB that processes share: the engine takes 26 of them."""
     return {
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
@@ -93,7 +93,7 @@ def test_resume_without_enough_memory(start: Start, device: dict[str, str]) -> N
         error = response.json()["error"]
         assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
         assert error["needed_bytes"] > error["free_bytes"] >= 0
-        assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
+        assert http.get("/memory_status").json()["parked_tags"] == ALL_TAGS
         assert http.post("/generate", json=PROMPT).status_code == 503
         assert http.get("/livez").status_code == 200
         trainer.end()
@@ -143,6 +143,15 @@ def test_a_lost_context_is_fatal_and_says_so(start: Start, device: dict[str, str
         for path in ("/resume_memory_occupation", "/release_memory_occupation"):
             assert http.post(path).json()["error"]["type"] == "context_lost"
         assert http.post("/generate", json=PROMPT).status_code == 503
+
+
+def test_a_well_known_tag_without_memory_is_success(start: Start, device: dict[str, str]) -> None:
+    with client(start("bare", **device)) as http:
+        answer = http.post("/release_memory_occupation", json={"tags": ["cuda_graph", "workspace"]}).json()
+        assert (answer["success"], answer["released_bytes"]) == (True, 0)
+        assert http.get("/readyz").status_code == 200
+        answer = http.post("/resume_memory_occupation", json={"tags": ["cuda_graph"]}).json()
+        assert (answer["success"], answer["resumed_bytes"]) == (True, 0)
 
 
 def test_a_saver_switched_off_changes_nothing(start: Start, device: dict[str, str]) -> None:

@@ -56,7 +56,6 @@ def test_a_capacity_that_is_no_size_blocks() -> None:
     ran = doctor(MEMSAVER_HOST_CAPACITY="a lot")
     assert ran.returncode == 1
     assert "MEMSAVER_HOST_CAPACITY" in ran.stdout
-    assert "4GiB" in ran.stdout
     assert "Traceback" not in ran.stderr
 
 

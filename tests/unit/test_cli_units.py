@@ -41,13 +41,13 @@ def test_seconds(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8GiB", 8 << 30), ("512M", 512 << 20), ("1.5 gib", 3 << 29), ("4096", 4096), ("2GB", 2 * 10**9)],
+    [("8GiB", 8 << 30), ("1.5 gib", 3 << 29), ("4096", 4096), ("2GB", 2 * 10**9)],
 )
 def test_sizes_are_read(text: str, count: int) -> None:
     assert parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "8 parsecs"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="8GiB"):
         parse_size(text)

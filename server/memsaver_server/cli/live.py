@@ -137,7 +137,7 @@ def _picture(client: Client) -> RenderableType:
     if running is not None:
         parts.append(_running_line(running))
     if operations:
-        parts.append(_operations_table(operations[:10]))
+        parts += ["", _operations_table(operations[:10])]
     return Group(*parts)
 
 

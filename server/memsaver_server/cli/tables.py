@@ -63,11 +63,11 @@ def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
     """One row per tag: what the release or resume did to it."""
     released = operation == "release"
     did = ["released", "backed up", "unchanged"] if released else ["resumed"]
-    table = _table(["tag", "state", "restore", "size", *did, ""], right_from=3)
+    table = _table(["tag", "state", "restore", "size", *did], right_from=3)
     for tag in tags:
         sizes = [tag.released_bytes, tag.backed_up_bytes, tag.unchanged_bytes] if released else [tag.resumed_bytes]
-        note = Text("already so" if tag.already else "", style="dim")
-        table.add_row(tag.tag, state_text(tag.state), tag.restore, _size_text(tag.bytes), *map(_size_text, sizes), note)
+        state = Text.assemble(state_text(tag.state), (" already", "dim") if tag.already else "")
+        table.add_row(tag.tag, state, tag.restore, _size_text(tag.bytes), *map(_size_text, sizes))
     return table
 
 
@@ -75,13 +75,24 @@ def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceA
     """One row per phase with each device's memory: before, after and delta for one device, deltas for several."""
     one = len(devices) == 1
     names = ["before", "after", "delta"] if one else [f"device {device.index}" for device in devices]
-    table = _table(["phase", "time", *names], right_from=1)
+    copies = ["copied"] if any(phase.details.get("copied_bytes") for phase in phases) else []
+    table = _table(["phase", "time", *names, *copies], right_from=1)
     for phase in phases:
-        table.add_row(phase.name, format_seconds(phase.seconds), *_device_cells(phase.devices, devices, one))
+        cells = _device_cells(phase.devices, devices, one)
+        copied = [_copied_text(phase)] if copies else []
+        table.add_row(phase.name, format_seconds(phase.seconds), *cells, *copied)
     if phases:
         table.add_section()
     table.add_row("in all", format_seconds(seconds), *_device_cells(devices, devices, one), style="bold")
     return table
+
+
+def _copied_text(phase: PhaseAnswer) -> Text:
+    copied = int(phase.details.get("copied_bytes", 0))
+    if not copied:
+        return Text("")
+    rate = phase.details.get("gigabytes_per_second")
+    return Text(format_bytes(copied) + (f" at {rate:.1f} GB/s" if rate else ""), style="dim")
 
 
 def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDeviceAnswer], one: bool) -> list[Text]:
@@ -114,7 +125,7 @@ def operation_view(result: OperationAnswer) -> RenderableType:
 def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
     names = {device.name for device in devices if device.name}
     what = f"{len(devices)} x {names.pop()}" if len(devices) > 1 and len(names) == 1 else ", ".join(sorted(names))
-    return Text(f"memory in use by all processes on {what or 'the device'}", style="dim")
+    return Text(f"in use by all processes on {what or 'the device'}", style="dim")
 
 
 def status_view(occupation: OccupationAnswer) -> RenderableType:

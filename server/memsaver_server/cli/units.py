@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from pydantic import ByteSize, TypeAdapter
 
+_SIZE = TypeAdapter(ByteSize)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "k": 1 << 10,
-    "kib": 1 << 10,
-    "kb": 10**3,
-    "m": 1 << 20,
-    "mib": 1 << 20,
-    "mb": 10**6,
-    "g": 1 << 30,
-    "gib": 1 << 30,
-    "gb": 10**9,
-    "t": 1 << 40,
-    "tib": 1 << 40,
-    "tb": 10**12,
-}
 
 
 def format_bytes(count: int) -> str:
@@ -51,13 +36,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that ``text`` means: ``8GiB``, ``512M``, ``1000000``. K, M, G and T count in 1024s.
+    """Return the bytes that ``text`` means: ``8GiB``, ``500MB``, ``4096``; read as the settings read theirs.
 
     Raises:
         ValueError: it is no size.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
-        raise ValueError(f"{text!r} is no size; write for example 8GiB, 512MiB or a number of bytes")
-    return int(float(match.group(1)) * factor)
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValueError:
+        raise ValueError(f"{text!r} is no size; write for example 8GiB, 500MB or a number of bytes") from None

@@ -71,7 +71,8 @@ class Target:
     @property
     def headers(self) -> dict[bytes, bytes]:
         # As bytes: a key may be any text, and httpx takes only ASCII for a str.
-        return {b"Authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
+        key = {b"Authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
+        return {b"User-Agent": b"memsaver-client", **key}
 
     def timeout(self, call: Call) -> httpx.Timeout:
         return httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +28,7 @@ from memsaver_server.client.requests import (
 )
 from memsaver_server.schemas import (
     AcceptedAnswer,
+    MessageAnswer,
     OccupationAnswer,
     OperationAnswer,
     OperationsAnswer,
@@ -182,6 +185,35 @@ class Client:
             UnavailableError: memory is released.
         """
         return dict(parse_json(self._send(generate_call(text, input_ids, sampling_params))))
+
+    def update_weights_from_disk(self, model_path: str | PathLike[str]) -> str:
+        """Overwrite resident weights by those of a checkpoint folder that the server can read; returns what was done.
+
+        Raises:
+            InvalidRequestError: the folder's model has another shape; nothing was written.
+            ConflictError: the weights are released.
+        """
+        call = Call("POST", "/update_weights_from_disk", {"model_path": fspath(model_path)}, long=True)
+        return parse(MessageAnswer, self._send(call)).message
+
+    def update_weights_from_tensor(self, *safetensors: bytes) -> str:
+        """As ``update_weights_from_disk``, from file images of safetensors: one for each rank."""
+        payloads = [b64encode(image).decode() for image in safetensors]
+        call = Call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": payloads}, long=True)
+        return parse(MessageAnswer, self._send(call)).message
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes."""
+        parse(MessageAnswer, self._send(Call("POST", "/flush_cache")))
+
+    def pause_generation(self, mode: str = "abort", *, timeout_s: float | None = None) -> None:
+        """Stop generating until ``continue_generation``. Requests in flight: ``abort``, ``wait`` or ``keep``."""
+        body = {"mode": mode} if timeout_s is None else {"mode": mode, "timeout_s": timeout_s}
+        parse(MessageAnswer, self._send(Call("POST", "/pause_generation", body, long=True)))
+
+    def continue_generation(self) -> str:
+        """Generate again, at once or when all memory is back; the message says which."""
+        return parse(MessageAnswer, self._send(Call("POST", "/continue_generation"))).message
 
     def close(self) -> None:
         self._http.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -155,6 +156,7 @@ class ModelRunner:
     # Making it.
 
     def _place(self, make_model: Callable[[], Any]) -> Any:
+        gc.collect()  # what an engine before this one left must not go while its bytes are counted
         before = next((tag.bytes for tag in ms.status().tags if tag.tag == "weights"), 0)
         with ms.region("weights"):
             model = make_model().to(self._device)

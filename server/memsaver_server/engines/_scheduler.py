@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -253,6 +254,7 @@ class Scheduler:
         try:
             self.runner = self._make_runner()
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the half-made runner, and with it device memory
             ready.set_exception(error)
             return
         self._slots = SlotTable(self.runner.slots, self.runner.chunk)

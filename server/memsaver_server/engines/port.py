@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-#: What a drain does to requests in flight. ``wait``: let them end. ``abort``: end them now, each with the tokens that it
-#: has. ``keep``: freeze each where it is, to go on when admission opens.
+#: What a drain does to requests in flight. ``wait``: let them end. ``abort``: end them now, each with what it has so
+#: far. ``keep``: freeze each where it is, to go on when admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
 
 
@@ -52,7 +52,7 @@ class Engine(Protocol):
         """
 
     def open_admission(self) -> None:
-        """Take requests again: frozen ones go on, held ones enter, new ones are welcome. Idempotent. Answers at once."""
+        """Take requests again: frozen ones go on, held ones and new ones enter. Idempotent. Answers at once."""
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
         """Wait until no request is in flight, in the way that ``mode`` says. Held and frozen requests do not count.
@@ -87,4 +87,32 @@ class GeneratingEngine(Engine, Protocol):
         Raises:
             AdmissionClosedError: the engine takes no requests now.
             ValueError: the request cannot be served, and why.
+        """
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be overwritten in place. Neither call overlaps a release or a resume."""
+
+    def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, abort_all_requests: bool = False
+    ) -> int:
+        """Overwrite the weights by those of a checkpoint folder of the same shape. Returns the tensors written.
+
+        Raises:
+            ValueError: the folder does not fit, and why; nothing was written.
+        """
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> int:
+        """Overwrite the weights that the payload of each rank names. Returns the tensors written.
+
+        Raises:
+            ValueError: a payload cannot be read or does not fit, and why; nothing was written.
         """

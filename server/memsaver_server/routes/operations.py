@@ -45,7 +45,7 @@ async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
 )
 async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
-    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, ``done`` at the end."""
+    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, at last ``done``."""
     found = _find(service, operation_id)
     return StreamingResponse(
         _events(service, found), media_type="text/event-stream", headers={"Cache-Control": "no-store"}

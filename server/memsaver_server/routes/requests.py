@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar, cast
@@ -12,9 +13,12 @@ from pydantic import BaseModel, ValidationError
 from memsaver_server.problems import BadRequestError, BodyTooLargeError
 from memsaver_server.schemas import ErrorAnswer
 from memsaver_server.service import Service
+from memsaver_server.settings import Settings
 from memsaver_server.trust import check_key, check_origin
 
 Model = TypeVar("Model", bound=BaseModel)
+#: Parsing a larger body takes so long that other requests would notice.
+LARGE_BYTES = 1 << 20
 
 
 def service(request: Request) -> Service:
@@ -24,14 +28,14 @@ def service(request: Request) -> Service:
 ServiceOf = Annotated[Service, Depends(service)]
 
 
-async def body_of(request: Request) -> bytes:
-    """Return the request's body.
+async def body_of(request: Request, limit: int | None = None) -> bytes:
+    """Return the request's body, of at most ``limit`` bytes: by default the server's own limit.
 
     Raises:
-        BodyTooLargeError: it is over the limit; what is over it is not read.
+        BodyTooLargeError: it is larger; what is over the limit is not read.
     """
     if not hasattr(request.state, "memsaver_body"):
-        limit = service(request).settings.max_body_bytes
+        limit = service(request).settings.max_body_bytes if limit is None else limit
         announced = request.headers.get("content-length", "0")
         body = bytearray()
         if not announced.isdecimal() or int(announced) <= limit:
@@ -40,22 +44,22 @@ async def body_of(request: Request) -> bytes:
                 if len(body) > limit:
                     break
         if len(body) > limit or (announced.isdecimal() and int(announced) > limit):
-            raise BodyTooLargeError(f"the body is larger than {limit} bytes (MEMSAVER_MAX_BODY_BYTES)")
+            raise BodyTooLargeError(f"the body is larger than {limit} bytes; MEMSAVER_MAX_BODY_BYTES sets the limit")
         request.state.memsaver_body = bytes(body)
     return cast(bytes, request.state.memsaver_body)
 
 
-async def json_of(request: Request) -> dict[str, Any]:
+async def json_of(request: Request, limit: int | None = None) -> dict[str, Any]:
     """Return the JSON object in the body, an empty one where there is none. The content type does not matter.
 
     Raises:
         BadRequestError: the body is not a JSON object.
     """
-    body = await body_of(request)
+    body = await body_of(request, limit)
     if not body.strip():
         return {}
     try:
-        value = json.loads(body)
+        value = json.loads(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(json.loads, body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     if value is None:
@@ -65,14 +69,15 @@ async def json_of(request: Request) -> dict[str, Any]:
     return value
 
 
-def fields_of(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+def fields_of(model: type[Model], limit: Callable[[Settings], int] | None = None) -> Callable[..., Awaitable[Model]]:
     """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent."""
 
     async def read(request: Request) -> Model:
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
-        given = {key: value for key, value in {**query, **await json_of(request)}.items() if value is not None}
+        body = await json_of(request, limit(service(request).settings) if limit else None)
+        given = {key: value for key, value in {**query, **body}.items() if value is not None}
         try:
             return model.model_validate(given)
         except ValidationError as error:

@@ -1,0 +1,162 @@
+"""Reinforcement learning with engine and trainer on one device that has not room for both.
+
+    python examples/rl_loop.py                       starts an engine of its own
+    python examples/rl_loop.py --url URL --model DIR  uses a running `memsaver serve --model DIR`
+
+Each step: rollout, release everything, train in the freed memory in a process of its own, resume the weights, overwrite
+them, resume the rest. Without a GPU the two compete for one host device (MEMSAVER_HOST_DEVICE), out-of-memory included.
+The reward is the share of even token ids: nobody's goal, but it can be learned in a few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memsaver_server.client import Client
+
+MIB = 1 << 20
+Rollout = tuple[list[int], list[int]]  # prompt and answer, as token ids
+
+
+def run(engine: Client, model: Path, work: Path, steps: int) -> list[float]:
+    """Run ``steps`` steps; returns the reward of each rollout, one more than there are steps."""
+    rollouts = roll_out(engine)
+    rewards = [mean_reward(rollouts)]
+    for step in range(1, steps + 1):
+        # The trainer overwrites all weights, so nobody needs the old ones: no backup, no copy.
+        released = engine.release(restore={"weights": "discard"})
+
+        checkpoint = work / f"step-{step}"
+        trainer_bytes = in_a_process_of_its_own(train, model, rollouts, checkpoint)
+
+        engine.resume(["weights"], wait_for_memory_s=60)
+        engine.update_weights_from_disk(checkpoint)
+        engine.resume()
+
+        model, rollouts = checkpoint, roll_out(engine)
+        rewards.append(mean_reward(rollouts))
+        print(
+            f"step {step}: released {released.released_bytes / MIB:.0f} MiB, "
+            f"trained with {trainer_bytes / MIB:.0f} MiB, reward {rewards[-2]:.3f} -> {rewards[-1]:.3f}",
+            flush=True,
+        )
+    return rewards
+
+
+def roll_out(engine: Client, prompts: int = 16, tokens: int = 24) -> list[Rollout]:
+    """Sample one answer to each of some prompts."""
+    rollouts = []
+    for number in range(prompts):
+        prompt = [number + 1, number + 2]
+        answer = engine.generate(input_ids=prompt, max_new_tokens=tokens, temperature=1.0, ignore_eos=True)
+        rollouts.append((prompt, answer["output_ids"]))
+    return rollouts
+
+
+def reward(answer: list[int]) -> float:
+    return sum(token % 2 == 0 for token in answer) / len(answer)
+
+
+def mean_reward(rollouts: list[Rollout]) -> float:
+    return sum(reward(answer) for _, answer in rollouts) / len(rollouts)
+
+
+def train(model_dir: Path, rollouts: list[Rollout], checkpoint: Path) -> int:
+    """Take one policy-gradient step from ``model_dir`` to ``checkpoint``; returns the device memory that it took."""
+    import memsaver_core as ms
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = ms.torch_device()
+    model = AutoModelForCausalLM.from_pretrained(model_dir).to(device)
+    # On the host driver this is what makes the trainer a tenant of the shared device; on a GPU it is one anyway.
+    ms.adopt(model, "trainer")
+    with ms.region("trainer"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        advantages = torch.tensor([reward(answer) for _, answer in rollouts], device=device)
+        advantages = advantages - advantages.mean()
+        for (prompt, answer), advantage in zip(rollouts, advantages, strict=True):
+            ids = torch.tensor([prompt + answer], device=device)
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+            (-advantage * chosen.sum() / len(rollouts)).backward()
+        optimizer.step()
+    taken = sum(tag.bytes for tag in ms.status().tags)
+    model.save_pretrained(checkpoint)
+    if (model_dir / "tokenizer.json").exists():
+        AutoTokenizer.from_pretrained(model_dir).save_pretrained(checkpoint)
+    return taken
+
+
+def in_a_process_of_its_own(work, *arguments):  # type: ignore[no-untyped-def]
+    """Return what ``work(*arguments)`` returns; all memory that it took has gone with its process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        result = pool.apply(work, arguments)
+        pool.close()
+        pool.join()
+    return result
+
+
+def make_model(folder: Path) -> Path:
+    """Write a small Qwen2 with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[str]:
+    """Run ``memsaver serve`` for the length of the block; gives its address."""
+    command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--model", str(model), "--port", "0"]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout is not None
+        address = re.search(r"http://\S+", engine.stdout.readline())
+        if address is None:
+            sys.exit("the engine did not start")
+        yield address.group()
+    finally:
+        engine.terminate()
+        engine.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a running engine; without it one is started")
+    parser.add_argument("--model", type=Path, help="the folder that the running engine serves")
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    if bool(options.url) != bool(options.model):
+        parser.error("give --url and --model together, or neither")
+    with tempfile.TemporaryDirectory(prefix="memsaver-rl-") as folder:
+        work = Path(folder)
+        if options.url:
+            with Client(options.url) as engine:
+                run(engine, options.model, work, options.steps)
+            return
+        # Without a GPU: one host device for both processes, too small to hold both at once.
+        os.environ.setdefault("MEMSAVER_HOST_DEVICE", f"rl-{os.getpid()}")
+        os.environ.setdefault("MEMSAVER_HOST_CAPACITY", "160MiB")
+        model = make_model(work / "model")
+        with serving(model) as url, Client(url) as engine:
+            run(engine, model, work, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""New weights into resident memory, where the engine offers it: SGLang's requests and answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends
+
+from memsaver_server.engines.port import UpdatableEngine
+from memsaver_server.problems import BadRequestError
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.schemas import MessageAnswer, UpdateFromDiskFields, UpdateFromTensorFields
+from memsaver_server.service import Service
+
+router = APIRouter(tags=["weights"], dependencies=[Depends(guard)])
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    **PROBLEMS,
+    409: {**PROBLEMS[409], "description": "The weights are released; resume them first."},
+}
+#: Tensors come in the body.
+_LARGE = fields_of(UpdateFromTensorFields, lambda settings: settings.max_update_bytes)
+
+
+@router.post(
+    "/update_weights_from_disk",
+    response_model=MessageAnswer,
+    responses=_RESPONSES,
+    openapi_extra=takes(UpdateFromDiskFields),
+)
+async def update_weights_from_disk(
+    service: ServiceOf, fields: Annotated[UpdateFromDiskFields, Depends(fields_of(UpdateFromDiskFields))]
+) -> dict[str, Any]:
+    """Overwrite the weights by those of a checkpoint folder that the server can read."""
+    engine = cast(UpdatableEngine, service.engine)
+    return await _update(
+        service,
+        lambda: engine.update_weights_from_disk(
+            fields.model_path, flush_cache=fields.flush_cache, abort_all_requests=fields.abort_all_requests
+        ),
+    )
+
+
+@router.post(
+    "/update_weights_from_tensor",
+    response_model=MessageAnswer,
+    responses=_RESPONSES,
+    openapi_extra=takes(UpdateFromTensorFields),
+)
+async def update_weights_from_tensor(
+    service: ServiceOf, fields: Annotated[UpdateFromTensorFields, Depends(_LARGE)]
+) -> dict[str, Any]:
+    """Overwrite some weights by those in the body."""
+    engine = cast(UpdatableEngine, service.engine)
+    return await _update(
+        service,
+        lambda: engine.update_weights_from_tensor(
+            fields.serialized_named_tensors,
+            load_format=fields.load_format,
+            flush_cache=fields.flush_cache,
+            abort_all_requests=fields.abort_all_requests,
+        ),
+    )
+
+
+async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
+    try:
+        written = await asyncio.to_thread(service.occupation.update_weights, write)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from None
+    return {"success": True, "message": f"{written} tensors written.", "status": "ok"}

@@ -1,0 +1,134 @@
+"""Host devices: processes that name the same one compete for it, and a process that dies gives its share back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_core.errors import ConfigurationError, OutOfDeviceMemoryError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    device = f"test-{uuid.uuid4().hex[:12]}"
+    yield device
+    gc.collect()  # an exception that a test caught keeps its saver in a cycle
+    assert not os.path.exists(account_of(device)), "the last process to leave takes the account with it"
+
+
+def account_of(device: str) -> str:
+    return f"/dev/shm/memsaver-{os.getuid()}-{device}"
+
+
+def open_device(device: str, capacity: int = 64 * MIB) -> _native.Saver:
+    return _native.Saver(driver="host", host_devices=[device], host_capacity=capacity)
+
+
+def free_bytes(saver: _native.Saver) -> int:
+    return saver.memory_info(0)[0]
+
+
+TENANT = """
+import sys
+from memsaver_core import _native
+saver = _native.Saver(driver="host", host_devices=[sys.argv[1]], host_capacity=64 << 20)
+address = saver.allocate(0, "t", "discard", int(sys.argv[2]))
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Tenant:
+    """Another process that holds memory of a host device until it is told to end."""
+
+    def __init__(self, device: str, nbytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TENANT, device, str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == "holds"
+
+    def end(self) -> None:
+        self.process.communicate("\n", timeout=60)
+        assert self.process.returncode == 0
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate(timeout=60)
+
+
+def test_processes_compete(name: str) -> None:
+    saver = open_device(name)
+    tenant = Tenant(name, 40 * MIB)
+    assert free_bytes(saver) == 24 * MIB
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        saver.allocate(0, "t", "discard", 25 * MIB)
+    assert caught.value.free_bytes == 24 * MIB
+    address = saver.allocate(0, "t", "discard", 24 * MIB)
+    saver.free(address)
+    tenant.end()
+    assert free_bytes(saver) == 64 * MIB
+
+
+def test_killed_process_gives_its_share_back(name: str) -> None:
+    """S5: what a killed process held is free at once, and so is its place."""
+    saver = open_device(name)
+    tenant = Tenant(name, 60 * MIB)
+    assert free_bytes(saver) == 4 * MIB
+    tenant.kill()
+    assert free_bytes(saver) == 64 * MIB
+    saver.free(saver.allocate(0, "t", "discard", 64 * MIB))
+
+
+def test_account_left_by_killed_processes_is_taken_over(name: str) -> None:
+    """S5: an account that only killed processes used holds nothing, and may be opened with another capacity."""
+    tenant = Tenant(name, 60 * MIB)
+    tenant.kill()
+    assert os.path.exists(account_of(name))
+    saver = open_device(name, 32 * MIB)
+    assert free_bytes(saver) == 32 * MIB
+
+
+def test_capacity_must_be_agreed_on(name: str) -> None:
+    tenant = Tenant(name, MIB)
+    with pytest.raises(ConfigurationError, match="same value"):
+        open_device(name, 32 * MIB)
+    tenant.end()
+
+
+def test_released_memory_is_free_for_others(name: str) -> None:
+    """R1: what a release has given back, another process can take as soon as the call has returned."""
+    saver = open_device(name)
+    saver.allocate(0, "t", "discard", 60 * MIB)
+    saver.release([], [], {})
+    tenant = Tenant(name, 60 * MIB)
+    with pytest.raises(OutOfDeviceMemoryError):
+        saver.resume([])
+    tenant.end()
+    saver.resume([])
+    assert free_bytes(saver) == 4 * MIB
+
+
+def test_private_devices_do_not_compete() -> None:
+    first, second = (_native.Saver(driver="host", host_capacity=8 * MIB) for _ in range(2))
+    first.allocate(0, "t", "discard", 8 * MIB)
+    second.allocate(0, "t", "discard", 8 * MIB)
+
+
+@pytest.mark.parametrize("bad", ["../escape", "a/b", "name with spaces"])
+def test_names_are_plain(bad: str) -> None:
+    with pytest.raises(ConfigurationError, match="letters, digits"):
+        open_device(bad)

@@ -1,0 +1,521 @@
+"""The saver on the host driver: release and resume, what each promises, and what holds when a call fails."""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_core.errors import (
+    BackupError,
+    ConfigurationError,
+    ContextLostError,
+    DriverError,
+    ForkedProcessError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+)
+from tests.unit.saver_memory import MIB, PAGE, content, fill, view
+
+POLICIES = ("discard", "zero", "host", "file")
+
+
+def make(**settings: Any) -> _native.Saver:
+    return _native.Saver(**{"driver": "host", "host_capacity": 1024 * MIB, "verify": "full", **settings})
+
+
+def used(saver: _native.Saver, device: int = 0) -> int:
+    free, total = saver.memory_info(device)
+    return total - free
+
+
+def await_that(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.001)
+
+
+def release(saver: _native.Saver, *tags: str, **overrides: str) -> dict[str, dict[str, Any]]:
+    return {tag["tag"]: tag for tag in saver.release(tags, [], overrides)["tags"]}
+
+
+def resume(saver: _native.Saver, *tags: str) -> dict[str, dict[str, Any]]:
+    return {tag["tag"]: tag for tag in saver.resume(tags)["tags"]}
+
+
+def tag_status(saver: _native.Saver, tag: str) -> dict[str, Any]:
+    return next(each for each in saver.status()["tags"] if each["tag"] == tag)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_gives_what_it_owes(policy: str) -> None:
+    saver = make()
+    sizes = [PAGE, 3 * MIB, 70 * MIB]
+    blocks = [(saver.allocate(0, "t", policy, size), size) for size in sizes]
+    written = [fill(address, size, seed) for seed, (address, size) in enumerate(blocks)]
+    assert used(saver) == sum(sizes)
+    assert release(saver)["t"]["released_bytes"] == sum(sizes)
+    assert used(saver) == 0
+    assert resume(saver)["t"]["resumed_bytes"] == sum(sizes)
+    assert used(saver) == sum(sizes)
+    for (address, size), expected in zip(blocks, written, strict=True):
+        if policy in ("host", "file"):
+            assert content(address, size) == expected
+        elif policy == "zero":
+            assert not view(address, size).any()
+        view(address, size)[:] = 1  # readable and writable whatever the policy
+
+
+def test_resident_memory_falls() -> None:
+    """Invariant 8: release makes the process's resident memory fall."""
+    saver = make()
+    address = saver.allocate(0, "t", "discard", 200 * MIB)
+    view(address, 200 * MIB)[:] = 1
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+
+    before = resident()
+    release(saver)
+    assert before - resident() >= 190 * MIB
+
+
+def test_resume_of_everything_is_what_is_released() -> None:
+    """R8: resume with no tags resumes exactly what is released; R4, R5: repeats are success."""
+    saver = make()
+    first = saver.allocate(0, "a", "host", MIB)
+    second = saver.allocate(0, "b", "host", MIB)
+    expected = fill(first, MIB, 1), fill(second, MIB, 2)
+    assert resume(saver)["a"]["already"]
+    assert not release(saver, "a")["a"]["already"]
+    everything = release(saver)
+    assert (everything["a"]["already"], everything["b"]["already"]) == (True, False)
+    assert all(tag["already"] for tag in release(saver).values())
+    assert not resume(saver, "b")["b"]["already"]
+    back = resume(saver)
+    assert (back["a"]["already"], back["b"]["already"]) == (False, True)
+    assert (content(first, MIB), content(second, MIB)) == expected
+
+
+def test_allocation_while_released() -> None:
+    """R6: a new allocation under a released tag lives; resume maps the others."""
+    saver = make()
+    old = saver.allocate(0, "t", "host", MIB)
+    expected = fill(old, MIB, 1)
+    release(saver)
+    new = saver.allocate(0, "t", "host", MIB)
+    expected_new = fill(new, MIB, 2)
+    status = tag_status(saver, "t")
+    assert (status["state"], status["resident_bytes"], status["released_bytes"]) == ("released", MIB, MIB)
+    resume(saver)
+    assert (content(old, MIB), content(new, MIB)) == (expected, expected_new)
+
+
+def test_free_while_released() -> None:
+    """R7: freeing a released allocation frees its range and its backup, without a driver call."""
+    saver = make(faulty=True)
+    doomed = saver.allocate(0, "t", "host", 8 * MIB)
+    kept = saver.allocate(0, "t", "host", 8 * MIB)
+    fill(doomed, 8 * MIB, 1)
+    expected = fill(kept, 8 * MIB, 2)
+    release(saver)
+    calls = saver.counts()
+    saver.free(doomed)
+    assert saver.counts() == calls
+    assert tag_status(saver, "t")["backed_up_bytes"] == 8 * MIB
+    resume(saver)
+    assert used(saver) == 8 * MIB
+    assert content(kept, 8 * MIB) == expected
+
+
+def test_shared_chunks_and_churn() -> None:
+    """After a resume neighbours share handles; frees inside one are retained, reusable, and gone at a release."""
+    saver = make()
+    addresses = [saver.allocate(0, "t", "discard", MIB) for _ in range(64)]
+    assert tag_status(saver, "t")["chunks"] == 64
+    release(saver)
+    resume(saver)
+    assert tag_status(saver, "t")["chunks"] == 1
+    for address in addresses[1::2]:
+        saver.free(address)
+    assert tag_status(saver, "t")["retained_bytes"] == 32 * MIB
+    assert used(saver) == 64 * MIB
+    again = [saver.allocate(0, "t", "discard", MIB) for _ in range(32)]
+    assert used(saver) == 64 * MIB  # the free ranges were used
+    assert tag_status(saver, "t")["retained_bytes"] == 0
+    for address in again[:10]:
+        saver.free(address)
+    release(saver)
+    assert (used(saver), tag_status(saver, "t")["retained_bytes"]) == (0, 0)
+    resume(saver)
+    assert used(saver) == 54 * MIB
+
+
+def test_memory_does_not_creep() -> None:
+    saver = make()
+    alive: list[int] = []
+    for step in range(400):
+        alive.append(saver.allocate(0, "t", "host", (1 + step % 7) * 64 * 1024))
+        if len(alive) > 40:
+            saver.free(alive.pop((step * 13) % 40))
+        if step % 25 == 24:
+            release(saver)
+            resume(saver)
+            status = tag_status(saver, "t")
+            assert used(saver) == status["bytes"] + status["retained_bytes"]
+            assert status["retained_bytes"] == 0
+    for address in alive:
+        saver.free(address)
+    assert used(saver) == 0
+
+
+def test_unchanged_content_is_not_copied() -> None:
+    saver = make()
+    address = saver.allocate(0, "t", "host", 200 * MIB)
+    fill(address, 200 * MIB, 3)
+    assert release(saver)["t"]["backed_up_bytes"] == 200 * MIB
+    resume(saver)
+    again = release(saver)["t"]
+    assert (again["backed_up_bytes"], again["unchanged_bytes"]) == (0, 200 * MIB)
+    resume(saver)
+    view(address, 200 * MIB)[150 * MIB] ^= 1
+    expected = content(address, 200 * MIB)
+    changed = release(saver)["t"]
+    assert 0 < changed["backed_up_bytes"] <= 32 * MIB
+    resume(saver)
+    assert content(address, 200 * MIB) == expected
+
+
+def test_zero_content_needs_no_memory() -> None:
+    saver = make()
+    address = saver.allocate(0, "t", "host", 64 * MIB)
+    view(address, 64 * MIB)[:] = 0
+    assert release(saver)["t"]["zero_bytes"] == 64 * MIB
+    assert saver.status()["pool_used_bytes"] == 0
+    resume(saver)
+    assert not view(address, 64 * MIB).any()
+
+
+def test_dead_ranges_are_not_copied() -> None:
+    """B4: what the caller says is dead is not copied and not counted."""
+    saver = make()
+    address = saver.allocate(0, "t", "host", 100 * MIB)
+    expected = fill(address, 100 * MIB, 4)
+    dead = [(address + 10 * MIB, 30 * MIB), (address + 70 * MIB, 5 * MIB)]
+    result = saver.release([], dead, {})["tags"][0]
+    assert result["backed_up_bytes"] == 65 * MIB
+    assert saver.status()["backup_bytes"] == 65 * MIB
+    resume(saver)
+    for begin, end in ((0, 10), (40, 70), (75, 100)):
+        assert content(address, 100 * MIB)[begin * MIB : end * MIB] == expected[begin * MIB : end * MIB]
+
+
+def test_host_memory_is_sized_exactly() -> None:
+    """B3: the pool pins what is needed, not the next power of two."""
+    saver = make()
+    size = 300 * MIB + 4 * PAGE
+    fill(saver.allocate(0, "t", "host", size), size, 1)
+    release(saver)
+    assert saver.status()["pool_capacity_bytes"] == size
+
+
+def test_prepared_memory_is_used() -> None:
+    saver = make()
+    fill(saver.allocate(0, "t", "host", 40 * MIB), 40 * MIB, 1)
+    assert not saver.status()["prepared"]
+    saver.prepare_backup()
+    saver.wait_until_prepared()
+    status = saver.status()
+    assert (status["prepared"], status["pool_capacity_bytes"], status["pool_used_bytes"]) == (True, 40 * MIB, 0)
+    release(saver)
+    assert saver.status()["pool_capacity_bytes"] == 40 * MIB
+
+
+@pytest.mark.parametrize(("retention", "capacity"), [("keep", 40 * MIB), ("trim", 40 * MIB), ("free", 0)])
+def test_retention(retention: str, capacity: int) -> None:
+    """B2: what stays pinned after a resume is a policy."""
+    saver = make(retention=retention)
+    address = saver.allocate(0, "t", "host", 40 * MIB)
+    expected = fill(address, 40 * MIB, 1)
+    release(saver)
+    resume(saver)
+    await_that(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # what is freed is freed after the resume
+    release(saver)
+    resume(saver)
+    assert content(address, 40 * MIB) == expected
+
+
+def test_backup_larger_than_the_bound_is_refused_first() -> None:
+    """B5: refused with figures before anything is unmapped."""
+    saver = make(host_backup_limit=10 * MIB)
+    address = saver.allocate(0, "t", "host", 20 * MIB)
+    expected = fill(address, 20 * MIB, 1)
+    with pytest.raises(OutOfHostMemoryError) as caught:
+        release(saver)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (20 * MIB, 10 * MIB)
+    assert tag_status(saver, "t")["state"] == "resident"
+    assert content(address, 20 * MIB) == expected
+    assert release(saver, t="discard")["t"]["released_bytes"] == 20 * MIB
+
+
+def test_policy_override_holds_for_one_release() -> None:
+    saver = make()
+    address = saver.allocate(0, "t", "host", 2 * MIB)
+    fill(address, 2 * MIB, 1)
+    assert release(saver, t="discard")["t"]["backed_up_bytes"] == 0
+    resume(saver)
+    expected = fill(address, 2 * MIB, 2)
+    assert release(saver)["t"]["backed_up_bytes"] == 2 * MIB
+    resume(saver)
+    assert content(address, 2 * MIB) == expected
+    assert release(saver, t="zero")["t"]["backed_up_bytes"] == 0
+    resume(saver)
+    assert not view(address, 2 * MIB).any()
+
+
+def test_override_keeps_what_was_kept_before() -> None:
+    """Content that a first release kept is not lost to an override of a second one on the same tag."""
+    saver = make()
+    kept = saver.allocate(0, "t", "host", MIB)
+    expected = fill(kept, MIB, 1)
+    release(saver)
+    late = saver.allocate(0, "t", "host", MIB)
+    fill(late, MIB, 2)
+    release(saver, t="discard")
+    resume(saver)
+    assert content(kept, MIB) == expected
+
+
+def test_resume_without_memory_is_undone() -> None:
+    """R3: out of memory on resume is an error with figures; all stays released, and the retry works."""
+    saver = make(host_capacity=64 * MIB)
+    address = saver.allocate(0, "t", "host", 48 * MIB)
+    expected = fill(address, 48 * MIB, 1)
+    release(saver)
+    tenant = saver.allocate(0, "other", "discard", 32 * MIB)
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        resume(saver, "t")
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (48 * MIB, 32 * MIB)
+    assert (used(saver), tag_status(saver, "t")["state"]) == (32 * MIB, "released")
+    saver.free(tenant)
+    resume(saver, "t")
+    assert content(address, 48 * MIB) == expected
+
+
+def test_allocation_without_memory() -> None:
+    saver = make(host_capacity=8 * MIB)
+    with pytest.raises(OutOfDeviceMemoryError) as caught:
+        saver.allocate(0, "t", "discard", 9 * MIB)
+    assert (caught.value.needed_bytes, caught.value.free_bytes) == (9 * MIB, 8 * MIB)
+    assert used(saver) == 0
+    saver.free(saver.allocate(0, "t", "discard", 8 * MIB))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["out_of_memory", "invalid_value"])
+def test_every_driver_call_may_fail(policy: str, kind: str) -> None:
+    """After any failed call each chunk is mapped with its content or released with its backup, and the retry works."""
+    failures: list[tuple[str, str]] = []
+    for call, operation in [
+        ("synchronize", "release"),
+        ("digest", "release"),
+        ("copy_to_host", "release"),
+        ("record", "release"),
+        ("wait", "release"),
+        ("unmap", "release"),
+        ("release", "release"),
+        ("memory_info", "resume"),
+        ("create", "resume"),
+        ("map", "resume"),
+        ("allow_access", "resume"),
+        ("copy_to_device", "resume"),
+        ("fill_zero", "resume"),
+        ("record", "resume"),
+        ("digest", "resume"),
+        ("wait", "resume"),
+    ]:
+        for nth in range(1, 20):
+            saver = make(faulty=True)
+            sizes = [34 * MIB, MIB, MIB]  # three blocks and more, two arenas
+            tags = ["t", "t", "u"]
+            blocks = [(saver.allocate(0, tag, policy, size), size) for tag, size in zip(tags, sizes, strict=True)]
+            written = [fill(address, size, nth) for address, size in blocks]
+            if operation == "resume":
+                release(saver)
+            saver.fail(call, nth, kind)
+            run = release if operation == "release" else resume
+            try:
+                run(saver)
+                break
+            except (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError) as error:
+                failures.append((call, str(error)))
+            saver.heal()
+            if operation == "resume":
+                assert tag_status(saver, "t")["state"] == "released"
+                assert used(saver) == 0
+            run(saver)
+            if operation == "release":
+                assert used(saver) == 0
+                resume(saver)
+            assert used(saver) == sum(sizes)
+            if policy in ("host", "file"):
+                assert [content(address, size) for address, size in blocks] == written
+            if policy == "zero":
+                assert not any(view(address, size).any() for address, size in blocks)
+        else:
+            pytest.fail(f"{call} still failed the {operation} at call {nth}")
+    assert len(failures) >= 7
+    assert all(call in message for call, message in failures)
+
+
+def test_failed_release_can_be_resumed() -> None:
+    """Invariant 4: what a failed release had given back comes back with its content."""
+    saver = make(faulty=True)
+    address = saver.allocate(0, "t", "host", 300 * MIB)
+    expected = fill(address, 300 * MIB, 1)
+    release(saver)
+    resume(saver)  # now in chunks of 64, 128 and 108 MiB
+    saver.fail("unmap", 2)
+    with pytest.raises(DriverError, match=r"unmap.*tag 't'.*bytes"):
+        release(saver)
+    status = tag_status(saver, "t")
+    assert (status["state"], status["released_bytes"]) == ("released", 64 * MIB)
+    resume(saver)
+    assert content(address, 300 * MIB) == expected
+
+
+def test_discarded_tags_go_last() -> None:
+    """A release that cannot keep what it must keep has discarded nothing yet."""
+    saver = make(faulty=True)
+    scratch = saver.allocate(0, "a-scratch", "discard", MIB)
+    fill(saver.allocate(0, "z-weights", "host", MIB), MIB, 1)
+    expected = fill(scratch, MIB, 2)
+    saver.fail("copy_to_host")
+    with pytest.raises(DriverError):
+        release(saver)
+    assert content(scratch, MIB) == expected
+
+
+def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
+    """A damaged backup file is an error that names tag and range, never wrong content."""
+    saver = make(file_folder=str(tmp_path))
+    address = saver.allocate(0, "t", "file", 2 * MIB)
+    expected = fill(address, 2 * MIB, 1)
+    release(saver)
+    assert list(tmp_path.iterdir()) == []  # unlinked while open: nothing is left behind
+    paths = [path for path in glob.glob("/proc/self/fd/*") if os.path.realpath(path).startswith(str(tmp_path))]
+    assert len(paths) == 1
+    with open(paths[0], "r+b") as file:
+        file.seek(MIB)
+        original = file.read(1)
+        file.seek(MIB)
+        file.write(bytes([original[0] ^ 0x10]))
+    with pytest.raises(BackupError, match="differs from the digest") as caught:
+        resume(saver)
+    assert (caught.value.tag, caught.value.address) == ("t", address)
+    assert tag_status(saver, "t")["state"] == "released"
+    with open(paths[0], "r+b") as file:
+        file.seek(MIB)
+        file.write(original)
+    resume(saver)
+    assert content(address, 2 * MIB) == expected
+    release(saver)
+    os.truncate(paths[0], MIB)
+    with pytest.raises(BackupError, match="shorter"):
+        resume(saver)
+
+
+def test_lost_context_is_final() -> None:
+    saver = make(faulty=True)
+    saver.allocate(0, "t", "discard", MIB)
+    saver.fail("unmap", 1, "context_lost")
+    with pytest.raises(ContextLostError):
+        release(saver)
+    saver.heal()
+    assert saver.status()["state"] == "failed"
+    with pytest.raises(ContextLostError, match="restart"):
+        resume(saver)
+
+
+def test_every_device_is_synchronized() -> None:
+    """T6: a release waits for every device that it touches, and restores all of them."""
+    saver = make(host_devices=["", ""], faulty=True)
+    addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
+    written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
+    before = saver.counts().get("synchronize", 0)
+    release(saver)
+    assert saver.counts()["synchronize"] - before == 2
+    assert (used(saver, 0), used(saver, 1)) == (0, 0)
+    resume(saver)
+    assert [content(address, 2 * MIB) for address in addresses] == written
+
+
+def test_one_device_that_fails_undoes_all() -> None:
+    saver = make(host_devices=["", ""], faulty=True)
+    addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
+    written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
+    release(saver)
+    saver.fail("create", 2)
+    with pytest.raises(DriverError):
+        resume(saver)
+    assert (used(saver, 0), used(saver, 1)) == (0, 0)
+    resume(saver)
+    assert [content(address, 2 * MIB) for address in addresses] == written
+
+
+def test_allocations_do_not_wait_for_a_release() -> None:
+    """Invariant 6: while one tag is copied, another allocates and frees, and status answers."""
+    saver = make(faulty=True)
+    fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
+    busy = saver.allocate(0, "t", "host", PAGE)
+    saver.delay("copy_to_host", 0.3)
+    thread = threading.Thread(target=release, args=(saver,))
+    thread.start()
+    await_that(lambda: saver.status()["operation"] == "release")
+    other = saver.allocate(0, "other", "discard", MIB)
+    view(other, MIB)[:] = 1
+    saver.free(other)
+    late = saver.allocate(0, "t", "host", PAGE)  # lives: it is not part of the release
+    view(late, PAGE)[:] = 5
+    saver.free(busy)  # takes effect when the release has ended
+    assert saver.status()["state"] == "releasing"
+    thread.join()
+    assert bytes(content(late, 4)) == b"\x05\x05\x05\x05"
+    assert tag_status(saver, "t")["allocations"] == 2
+
+
+def test_unknown_address_is_an_error() -> None:
+    saver = make()
+    with pytest.raises(ConfigurationError, match="not a live allocation"):
+        saver.free(0x1234)
+
+
+def test_forked_child_is_refused() -> None:
+    """T4: a forked child gets a clear error and leaves its parent's memory alone."""
+    saver = make()
+    address = saver.allocate(0, "t", "host", MIB)
+    expected = fill(address, MIB, 1)
+
+    def child(results: Any) -> None:
+        try:
+            release(saver)
+        except ForkedProcessError as error:
+            results.put(str(error))
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    assert "spawn" in results.get(timeout=30)
+    process.join()
+    assert used(saver) == MIB
+    assert content(address, MIB) == expected
