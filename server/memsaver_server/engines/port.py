@@ -100,7 +100,7 @@ class UpdatableEngine(Engine, Protocol):
         """Overwrite the weights by those of a checkpoint folder of the same shape. Returns the tensors written.
 
         Raises:
-            ValueError: the folder does not fit, and why; nothing was written.
+            ValueError, OSError: the folder does not fit or cannot be read, and why; nothing was written.
         """
 
     def update_weights_from_tensor(

@@ -67,6 +67,7 @@ async def update_weights_from_tensor(
 async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
     try:
         written = await asyncio.to_thread(service.occupation.update_weights, write)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        # What cannot be read fits as little as what has other shapes.
         raise BadRequestError(str(error)) from None
     return {"success": True, "message": f"{written} tensors written.", "status": "ok"}
