@@ -1,7 +1,7 @@
-"""The whole footprint of an engine, as nvidia-smi counts it: after load, after release, after resume, phase by phase.
+"""The footprint of an engine, as nvidia-smi counts it: after load, after release, after resume, phase by phase.
 
-Starts `memsaver serve` with CUDA graphs on, talks to it over HTTP, and compares what a release leaves on the device with
-a bare process: one that ran the same kernels and then gave up every tensor and graph, so that it holds a CUDA context
+Starts `memsaver serve` with CUDA graphs on, talks to it over HTTP, and compares what a release leaves with
+a bare process: one that ran the same kernels and then gave every tensor and graph up, so that it holds a CUDA context
 and its modules alone.
 
     python benchmarks/footprint.py                        # Qwen2-1.5B's shape, about 40,800 MiB

@@ -53,7 +53,7 @@ def run(engine: Client, model: Path, work: Path, steps: int) -> list[float]:
     return rewards
 
 
-def roll_out(engine: Client, answers: int = 16, tokens: int = 16) -> list[Rollout]:
+def roll_out(engine: Client, answers: int = 32, tokens: int = 16) -> list[Rollout]:
     """Sample some answers, all at once: the engine batches them."""
 
     def one(number: int) -> Rollout:
@@ -65,34 +65,33 @@ def roll_out(engine: Client, answers: int = 16, tokens: int = 16) -> list[Rollou
         return list(pool.map(one, range(answers)))
 
 
-def reward(answer: list[int]) -> float:
-    return sum(token % 2 == 0 for token in answer) / len(answer)
-
-
 def mean_reward(rollouts: list[Rollout]) -> float:
-    return sum(reward(answer) for _, answer in rollouts) / len(rollouts)
+    tokens = [token for _, answer in rollouts for token in answer]
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)
 
 
 def train(model_dir: Path, rollouts: list[Rollout], checkpoint: Path) -> int:
-    """Take one policy-gradient step from ``model_dir`` to ``checkpoint``; returns the device memory that it took."""
-    import memsaver_core as ms
+    """Take some policy-gradient steps from ``model_dir`` to ``checkpoint``; returns the device memory that it took."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import memsaver_core as ms
 
     device = ms.torch_device()
     model = AutoModelForCausalLM.from_pretrained(model_dir).to(device)
     # On the host driver this is what makes the trainer a tenant of the shared device; on a GPU it is one anyway.
     ms.adopt(model, "trainer")
     with ms.region("trainer"):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
-        advantages = torch.tensor([reward(answer) for _, answer in rollouts], device=device)
-        advantages = advantages - advantages.mean()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, foreach=False)
         start = len(rollouts[0][0])
         ids = torch.tensor([prompt + answer for prompt, answer in rollouts], device=device)
-        logits = model(ids).logits[:, start - 1 : -1]
-        chosen = logits.log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2).sum(1)
-        (-(advantages * chosen).mean()).backward()
-        optimizer.step()
+        rewards = (ids[:, start:] % 2 == 0).float()
+        for _ in range(4):
+            optimizer.zero_grad()
+            logits = model(ids).logits[:, start - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2)
+            (-(rewards - rewards.mean()) * chosen).mean().backward()
+            optimizer.step()
     taken = sum(tag.bytes for tag in ms.status().tags)
     model.save_pretrained(checkpoint)
     if (model_dir / "tokenizer.json").exists():
@@ -155,7 +154,7 @@ def main() -> None:
             return
         # Without a GPU: one host device for both processes, too small to hold both at once.
         os.environ.setdefault("MEMSAVER_HOST_DEVICE", f"rl-{os.getpid()}")
-        os.environ.setdefault("MEMSAVER_HOST_CAPACITY", "160MiB")
+        os.environ.setdefault("MEMSAVER_HOST_CAPACITY", "128MiB")
         model = make_model(work / "model")
         with serving(model) as url, Client(url) as engine:
             run(engine, model, work, options.steps)

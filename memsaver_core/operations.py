@@ -80,6 +80,7 @@ def release(
         before = read_devices()
         result = saver.release(names, _dead_ranges(saver), overrides)
         _note_work(details, result, "backed_up_bytes")
+        details["first_64_mib_seconds"] = result["first_memory_seconds"]
         _after_release(saver, [tag["tag"] for tag in result["tags"]])
     with log.phase("empty_cache"):
         _empty_cache(saver)

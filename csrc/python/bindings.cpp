@@ -70,6 +70,7 @@ py::dict to_dict(const OperationResult& result) {
   dict["devices"] = result.devices;
   dict["seconds"] = result.seconds;
   dict["work"] = to_dict(result.work);
+  dict["first_memory_seconds"] = result.first_memory_seconds;
   return dict;
 }
 

@@ -18,6 +18,7 @@ namespace {
 // A dead range smaller than this is copied along with its neighbours: copying 64 KiB takes about a microsecond, a
 // further copy several.
 constexpr std::size_t kSmallestGap = std::size_t{64} << 10;
+constexpr std::size_t kFirstMemory = std::size_t{64} << 20;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -89,6 +90,8 @@ struct Saver::DeviceWork {
   std::vector<Owned> kept;           // chunks under content, in address order
   std::vector<Owned> others;         // chunks whose content is not kept
   std::map<std::string, std::size_t> done_bytes;  // given back or mapped, by tag
+  std::size_t freed_bytes = 0;
+  double first_memory_seconds = 0;
   std::vector<Owned> acquired;
   Transaction transaction;
   PipelineSeconds seconds;
@@ -452,27 +455,30 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
         std::sort(device.blocks.begin(), device.blocks.end(),
                   [](const auto& a, const auto& b) { return a.begin() < b.begin(); });
       }
-      on_each_device(work, [this](DeviceWork& device) {
+      const auto give_up = [this, start](DeviceWork& device, const DeviceWork::Owned& owned) {
+        drop(*owned.arena, owned.chunk);
+        device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
+        if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds_since(start);
+        device.freed_bytes += owned.chunk.bytes;
+      };
+      on_each_device(work, [this, &give_up](DeviceWork& device) {
         if (device.kept.empty()) return;
         std::vector<ChunkRange> ranges;
         for (const auto& owned : device.kept) ranges.push_back({owned.chunk.address, owned.chunk.bytes});
         device.seconds = pipeline_of(device.device).save(device.blocks, ranges, [&](std::size_t i) {
-          drop(*device.kept[i].arena, device.kept[i].chunk);
-          device.done_bytes[device.kept[i].arena->key().tag] += device.kept[i].chunk.bytes;
+          give_up(device, device.kept[i]);
         });
       });
-      on_each_device(work, [this](DeviceWork& device) {
+      on_each_device(work, [&give_up](DeviceWork& device) {
         const auto begin = std::chrono::steady_clock::now();
-        for (const auto& owned : device.others) {
-          drop(*owned.arena, owned.chunk);
-          device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
-        }
+        for (const auto& owned : device.others) give_up(device, owned);
         device.seconds.driver += seconds_since(begin);
       });
     }
     result.tags = outcomes(arenas, work, true);
-    for (const auto& [index, device] : work) result.devices.push_back(index);
     for (const auto& [index, device] : work) {
+      result.devices.push_back(index);
+      result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
       result.work.host_memory = std::max(result.work.host_memory, device.seconds.host_memory);
       result.work.digest = std::max(result.work.digest, device.seconds.digest);
       result.work.copy = std::max(result.work.copy, device.seconds.copy);

@@ -55,6 +55,8 @@ struct OperationResult {
   std::vector<int> devices;  // that were worked on
   double seconds = 0;
   PipelineSeconds work;  // the slowest device's
+  // Release: until the first 64 MiB (or all there was) were back with the driver, on the slowest device.
+  double first_memory_seconds = 0;
 };
 
 struct TagSnapshot {

@@ -156,7 +156,8 @@ class Occupation:
         self._check_usable()
         away = released_tags(ms.status())
         tags = self._with_unnamed(request.tags, away)
-        self._close_admission("memory is being resumed")
+        if away or self._to_repair:
+            self._close_admission("memory is being resumed")
         try:
             report = self._restore(tags, request.wait_for_memory_s, log)
             self._note_resumed(away)
@@ -214,14 +215,13 @@ class Occupation:
         with self._lock:
             before = self._paused
             self._paused = "asleep" if asleep else before or "paused"
-            if not self._quiescing:
-                self._engine.close_admission(self._closed_because(), hold=self._hold())
+            self._settle_admission()
         try:
             self._engine.drain(timeout_s, mode)
         except BaseException:
             with self._lock:
                 self._paused = before
-            self._reopen()
+                self._settle_admission()
             raise
 
     def continue_generation(self) -> str:
@@ -232,8 +232,8 @@ class Occupation:
         """
         with self._lock:
             self._paused = ""
-        self._reopen()
-        return self.closed_because()
+            self._settle_admission()
+            return self._closed_because()
 
     def flush_cache(self) -> None:
         """Forget the engine's cached prefixes, whatever state the memory is in."""
@@ -285,14 +285,18 @@ class Occupation:
             self._engine.close_admission(reason, hold=self._hold())
 
     def _reopen(self) -> None:
-        """Leave admission as the state demands: open where nothing the engine needs is away, closed else."""
+        """End what ``_close_admission`` began, and leave admission as the state demands."""
         with self._lock:
             self._quiescing = ""
-            reason = self._closed_because()
-            if reason:
-                self._engine.close_admission(reason, hold=self._hold())
-            else:
-                self._engine.open_admission()
+            self._settle_admission()
+
+    def _settle_admission(self) -> None:
+        """Open admission where nothing stands in the way, and give the reason where something does. Needs the lock."""
+        reason = self._closed_because()
+        if reason:
+            self._engine.close_admission(reason, hold=self._hold())
+        else:
+            self._engine.open_admission()
 
     def _closed_because(self) -> str:
         status = ms.status()

@@ -121,6 +121,7 @@ class Operation:
     Attributes:
         client: who asked first.
         phase: what it does now, or an empty string.
+        phase_starts: when each of its phases began, in their order.
         report: what it did, where it succeeded.
         error: why it failed, where it did.
         state: the process's state when it ended.
@@ -136,6 +137,7 @@ class Operation:
     finished_at: float | None = None
     seconds: float = 0.0
     phase: str = ""
+    phase_starts: list[float] = field(default_factory=list)
     log: ms.PhaseLog | None = None
     report: OperationReport | None = None
     error: BaseException | None = None
@@ -164,6 +166,7 @@ class Operation:
 
     def enter_phase(self, name: str) -> None:
         self.phase = name
+        self.phase_starts.append(time.time())
         self._moved = time.monotonic()
 
     def seconds_without_progress(self) -> float:

@@ -8,7 +8,7 @@ import threading
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from memsaver_server import audit
+from memsaver_server import audit, tracing
 from memsaver_server.answers import accepted_answer, operation_answer
 from memsaver_server.engines.port import Engine
 from memsaver_server.metrics import Metrics
@@ -103,6 +103,7 @@ class Service:
         outcome = "success" if operation.error is None else problem_of(operation.error).kind
         self.metrics.record(operation, outcome)
         audit.record(operation, outcome)
+        tracing.record(operation, outcome)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

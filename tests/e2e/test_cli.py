@@ -7,9 +7,12 @@ import os
 import pty
 import subprocess
 import threading
+from contextlib import suppress
 
 import pytest
+from memsaver_server import attach
 from memsaver_server.client import Client
+from memsaver_server.engines.gate import Gate
 
 from .serving import MEMSAVER, Server, environment, memsaver
 
@@ -128,18 +131,55 @@ def test_a_terminal_gets_colours_and_no_color_takes_them_away(server: Server) ->
     assert "\x1b[3" not in _on_a_terminal("status", "--url", server.url, NO_COLOR="1")
 
 
+def test_a_long_operation_shows_on_a_terminal_where_it_is() -> None:
+    gate = Gate()
+    with attach(gate) as attachment, Terminal("release", "--url", attachment.url) as terminal:
+        # The command begins after the request, which keeps its drain from ending until the bar was seen.
+        with gate.request():
+            terminal.start()
+            terminal.read_until("drain")
+        assert terminal.end() == 0
+        assert "nothing to release" in terminal.shown
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, **changes: str) -> None:
+        self._command = [*MEMSAVER, *arguments]
+        self._environment = environment({"TERM": "xterm-256color", "COLUMNS": "120", **changes})
+        self._master, self._slave = pty.openpty()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.shown = ""
+
+    def start(self) -> None:
+        self._child = subprocess.Popen(self._command, stdout=self._slave, stderr=self._slave, env=self._environment)
+        os.close(self._slave)
+
+    def read_until(self, text: str) -> None:
+        while text not in self.shown:
+            self.shown += os.read(self._master, 65536).decode(errors="replace")
+
+    def end(self) -> int:
+        """Read to the end; returns the exit code."""
+        assert self._child is not None
+        with suppress(OSError):  # how a terminal says that its last program has gone
+            while chunk := os.read(self._master, 65536):
+                self.shown += chunk.decode(errors="replace")
+        return self._child.wait(60)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        os.close(self._master)
+
+
 def _on_a_terminal(*arguments: str, **changes: str) -> str:
-    master, slave = pty.openpty()
-    shown = {"TERM": "xterm-256color", "COLUMNS": "120", **changes}
-    child = subprocess.Popen([*MEMSAVER, *arguments], stdout=slave, stderr=slave, env=environment(shown))
-    os.close(slave)
-    output = b""
-    try:
-        while chunk := os.read(master, 65536):
-            output += chunk
-    except OSError:
-        pass  # the terminal closes with its last program
-    finally:
-        os.close(master)
-    assert child.wait(60) == 0, output
-    return output.decode()
+    with Terminal(*arguments, **changes) as terminal:
+        terminal.start()
+        assert terminal.end() == 0, terminal.shown
+        return terminal.shown

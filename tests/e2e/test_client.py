@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+import safetensors.torch
+import torch
 from memsaver_server.client import (
     AsyncClient,
     Client,
+    ConflictError,
     InvalidRequestError,
     UnauthorizedError,
     UnavailableError,
@@ -68,6 +71,21 @@ def test_errors_are_classes(client: Client) -> None:
     assert refused.value.retry_after_s is not None
     assert client.alive()
     assert not client.ready()
+
+
+def test_scheduling_and_weights_have_their_calls(client: Client) -> None:
+    client.flush_cache()
+    client.pause_generation("wait")
+    assert not client.ready()
+    client.continue_generation()
+    assert client.ready()
+    with pytest.raises(InvalidRequestError, match="no such weight"):
+        client.update_weights_from_tensor(safetensors.torch.save({"no such weight": torch.zeros(1)}))
+    with pytest.raises(InvalidRequestError, match="nowhere"):
+        client.update_weights_from_disk("/nowhere")
+    client.release(["weights"])
+    with pytest.raises(ConflictError, match="resume"):
+        client.update_weights_from_tensor(safetensors.torch.save({"lm_head.weight": torch.zeros(1)}))
 
 
 def test_a_key_is_sent() -> None:

@@ -142,6 +142,8 @@ class TensorEngine:
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
+        if len(serialized_named_tensors) != 1:
+            raise ValueError("one payload is needed: this engine has one rank")
         return self._write(base64.b64decode(serialized_named_tensors[0]))
 
     def _write(self, image: bytes) -> int:

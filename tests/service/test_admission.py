@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
+import safetensors.torch
 
 from .tensor_engine import ALL_TAGS, TensorEngine
 
@@ -58,6 +60,50 @@ def test_continue_before_the_kv_cache_is_back_is_remembered(http: httpx.Client) 
     assert generate(http).status_code == 503
     post(http, "/resume_memory_occupation", tags=["kv_cache"])
     assert generate(http).status_code == 200
+
+
+def test_nothing_opens_admission_while_a_release_runs(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
+) -> None:
+    """R2: neither ``continue_generation`` nor a pause that fails lets a request in before memory goes."""
+    with ThreadPoolExecutor(1) as pool:
+        releasing = pool.submit(post, http, "/release_memory_occupation")
+        engine.wait_until(lambda engine: engine.is_closed)
+        assert post(http, "/continue_generation").status_code == 200
+        assert post(http, "/pause_generation", mode="wait", timeout_s=0).status_code == 504
+        assert generate(http).status_code == 503
+        engine.unblock()
+        assert releasing.result().status_code == 200
+        assert in_flight.result().status_code == 200
+    assert generate(http).status_code == 503
+
+
+def test_a_resume_of_what_is_resident_disturbs_nobody(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    close = engine.close_admission
+
+    def watch(reason: str, *, hold: int = 0) -> None:
+        closed.append(reason)
+        close(reason, hold=hold)
+
+    monkeypatch.setattr(engine, "close_admission", watch)
+    assert post(http, "/resume_memory_occupation").status_code == 200
+    assert closed == []
+
+
+def test_weights_are_not_written_into_released_memory(http: httpx.Client, engine: TensorEngine) -> None:
+    payload = base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()})).decode()
+    body = {"serialized_named_tensors": [payload]}
+    post(http, "/release_memory_occupation", tags=["weights"])
+    response = post(http, "/update_weights_from_tensor", **body)
+    assert response.status_code == 409
+    assert "resume it first" in response.json()["message"]
+    post(http, "/resume_memory_occupation")
+    assert post(http, "/update_weights_from_tensor", **body).status_code == 200
+    assert post(http, "/update_weights_from_tensor", serialized_named_tensors=["AAAA"]).status_code == 400
+    assert post(http, "/update_weights_from_disk", model_path="/no/such/folder").status_code == 400
 
 
 def test_a_pause_outlives_a_release_and_a_resume(http: httpx.Client, engine: TensorEngine) -> None:

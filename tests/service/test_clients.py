@@ -45,10 +45,16 @@ def transformers_engine() -> Iterator[TransformersEngine]:
     engine.close()
 
 
-@pytest.fixture(params=["tensor engine", "transformers engine"])
-def engine(request: pytest.FixtureRequest, memory: Memory) -> Iterator[TensorEngine | TransformersEngine]:
-    """The small engine of these tests, and the one that ``memsaver serve`` runs."""
-    if request.param == "tensor engine":
+@pytest.fixture(scope="module", params=["tensor engine", "transformers engine"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which engine. One after the other: tags belong to the process, so each engine would lose what the other does."""
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(kind: str, request: pytest.FixtureRequest, memory: Memory) -> Iterator[TensorEngine | TransformersEngine]:
+    """The small engine of these tests, or the one that ``memsaver serve`` runs."""
+    if kind == "tensor engine":
         engine = TensorEngine(memory)
         yield engine
         engine.close()

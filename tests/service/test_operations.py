@@ -14,6 +14,7 @@ import pytest
 from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
 
 import memsaver_core as ms
+from memsaver_core._native import Saver as Driver
 
 from .tensor_engine import MIB, TensorEngine
 
@@ -157,6 +158,16 @@ def test_events_tell_the_phases_as_they_come(http: httpx.Client, engine: TensorE
     finished = [phase for name, phase in told if name == "phase_done"]
     assert finished == ["drain", "synchronize", "pause", "empty_cache", "ipc_collect", "settle"]
     assert told[-1][0] == "done"
+
+
+def test_events_tell_how_far_a_copy_is(http: httpx.Client, driver: Driver) -> None:
+    driver.delay("copy_to_host", 0.2)
+    operation_id = post(http, "/release_memory_occupation", **{"async": True}).json()["operation_id"]
+    progress = [data for name, data in events(http, operation_id) if name == "progress"]
+    assert progress
+    done = [entry["done_bytes"] for entry in progress]
+    assert done == sorted(done)
+    assert all(entry["done_bytes"] <= entry["total_bytes"] for entry in progress)
 
 
 def test_an_operation_that_is_not_remembered(http: httpx.Client) -> None:

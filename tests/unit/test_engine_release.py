@@ -36,7 +36,7 @@ def engine() -> Iterator[TransformersEngine]:
 def whole_again(engine: TransformersEngine) -> Iterator[None]:
     yield
     ms.resume()
-    engine.repair(TAGS, ())
+    engine.repair(TAGS, ("kv_cache", "workspace"))
     engine.open_admission()
 
 

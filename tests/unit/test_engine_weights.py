@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import safetensors.torch
 import torch
 from memsaver_server.engines import _checkpoint
 from memsaver_server.engines.transformers import TransformersEngine
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
 
@@ -155,6 +156,25 @@ def test_half_of_a_bad_update_is_not_written_either(engine: TransformersEngine, 
 def test_a_folder_of_another_model_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a checkpoint folder"):
         engine.update_weights_from_disk(tmp_path)
+
+
+def test_a_damaged_folder_is_refused(engine: TransformersEngine, trained: Trained, tmp_path: Path) -> None:
+    before = answer_of(engine)
+    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is damaged"):
+        engine.update_weights_from_disk(tmp_path)
+    assert answer_of(engine) == before
+
+
+def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
+    before = answer_of(engine)
+    config = AutoConfig.from_pretrained(_checkpoint.small_checkpoint())
+    config.vocab_size = 300
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="nothing was written"):
+        engine.update_weights_from_disk(tmp_path)
+    assert answer_of(engine) == before
 
 
 def test_released_weights_are_not_written(engine: TransformersEngine, trained: Trained) -> None:

@@ -21,7 +21,7 @@ Url = Annotated[
 ]
 Uds = Annotated[
     str | None,
-    typer.Option("--uds", envvar="MEMSAVER_UDS", help="Unix socket of the service, instead of --url.", metavar="PATH"),
+    typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH"),
 ]
 ApiKey = Annotated[
     str | None,
@@ -67,7 +67,7 @@ def escape(text: str) -> str:
 
 def _hint(error: ClientError) -> str:
     if isinstance(error, UnreachableError):
-        return "Is the service running there? Set --url (MEMSAVER_URL) or --uds (MEMSAVER_UDS)."
+        return "Is the service running there? Set --url (MEMSAVER_URL) or --uds."
     if exit_code_for(error) is ExitCode.UNAUTHORIZED:
         return "Set --api-key or MEMSAVER_API_KEY."
     return ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from memsaver_server.engines._attention import ATTENTION_NAME
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
@@ -55,9 +56,12 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
-    model = _Models.from_pretrained(
-        str(folder), dtype=dtype or "auto", local_files_only=True, attn_implementation=ATTENTION_NAME
-    )
+    try:
+        model = _Models.from_pretrained(
+            str(folder), dtype=dtype or "auto", local_files_only=True, attn_implementation=ATTENTION_NAME
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a file of {folder} is damaged: {error}") from None
     return _ready(model)
 
 
@@ -141,7 +145,7 @@ def check_in_region(model: nn.Module, tag: str, bytes_before: int) -> None:
     if not ms.enabled():
         return
     tensors = tensors_of(model)
-    astray = [name for name, tensor in tensors if not _in_private_pool(tensor)]
+    astray = _in_torchs_own_pool(tensors)
     held = next((t.bytes for t in ms.status().tags if t.tag == tag), 0) - bytes_before
     needed = storage_bytes(tensor for _, tensor in tensors)
     if astray or held < needed:
@@ -152,16 +156,16 @@ def check_in_region(model: nn.Module, tag: str, bytes_before: int) -> None:
         )
 
 
-def _in_private_pool(tensor: Tensor) -> bool:
-    if tensor.device.type != "cuda":
-        return True  # host memory has no pools; the byte count above tells
-    address = tensor.untyped_storage().data_ptr()
-    if address == 0:
-        return True
-    for segment in _cuda.memory_snapshot():
-        if segment["address"] <= address < segment["address"] + segment["total_size"]:
-            return tuple(segment["segment_pool_id"]) != (0, 0)
-    return False
+def _in_torchs_own_pool(tensors: list[tuple[str, Tensor]]) -> list[str]:
+    """The names of those in the pool that torch has for what no region asked for. Host memory has no pools."""
+    if all(tensor.device.type != "cuda" for _, tensor in tensors):
+        return []
+    own = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in _cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) == (0, 0)
+    ]
+    return [name for name, tensor in tensors if any(tensor.untyped_storage().data_ptr() in each for each in own)]
 
 
 def _ready(model: Any) -> Any:

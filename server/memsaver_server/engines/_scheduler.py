@@ -21,6 +21,9 @@ from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainT
 log = logging.getLogger("memsaver.engine")
 _Result = TypeVar("_Result")
 
+#: How long closing waits for a step, seconds. One takes milliseconds; a device that hangs takes for ever.
+_LAST_STEP_S = 30.0
+
 
 @dataclass(frozen=True)
 class Row:
@@ -175,7 +178,9 @@ class Scheduler:
             self._stopping = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_LAST_STEP_S)
+            if self._thread.is_alive():
+                log.error("a step has not ended for %g s; the process goes on without it", _LAST_STEP_S)
 
     # Under the lock.
 

@@ -21,11 +21,16 @@ Model = TypeVar("Model", bound=BaseModel)
 LARGE_BYTES = 1 << 20
 
 
-def service(request: Request) -> Service:
+def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.memsaver)
 
 
-ServiceOf = Annotated[Service, Depends(service)]
+# Dependencies are coroutines although they wait for nothing: others are run in a thread each.
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
 
 
 async def body_of(request: Request, limit: int | None = None) -> bytes:
@@ -35,7 +40,7 @@ async def body_of(request: Request, limit: int | None = None) -> bytes:
         BodyTooLargeError: it is larger; what is over the limit is not read.
     """
     if not hasattr(request.state, "memsaver_body"):
-        limit = service(request).settings.max_body_bytes if limit is None else limit
+        limit = service_of(request).settings.max_body_bytes if limit is None else limit
         announced = request.headers.get("content-length", "0")
         body = bytearray()
         if not announced.isdecimal() or int(announced) <= limit:
@@ -76,7 +81,7 @@ def fields_of(model: type[Model], limit: Callable[[Settings], int] | None = None
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
-        body = await json_of(request, limit(service(request).settings) if limit else None)
+        body = await json_of(request, limit(service_of(request).settings) if limit else None)
         given = {key: value for key, value in {**query, **body}.items() if value is not None}
         try:
             return model.model_validate(given)
@@ -87,16 +92,16 @@ def fields_of(model: type[Model], limit: Callable[[Settings], int] | None = None
     return read
 
 
-def guard(request: Request) -> None:
+async def guard(request: Request) -> None:
     """Let only callers with the key pass, and no other site's pages."""
     check_origin(request)
-    check_key(request, service(request).settings)
+    check_key(request, service_of(request).settings)
 
 
-def guard_probes(request: Request) -> None:
+async def guard_probes(request: Request) -> None:
     """Let everybody look at probes and metrics, unless the operator wants otherwise."""
-    if service(request).settings.protect_probes:
-        check_key(request, service(request).settings)
+    if service_of(request).settings.protect_probes:
+        check_key(request, service_of(request).settings)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:

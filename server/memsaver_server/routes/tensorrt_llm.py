@@ -12,7 +12,7 @@ from starlette.requests import Request
 import memsaver_core as ms
 from memsaver_server.occupation import released_tags
 from memsaver_server.operations import Operation
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, body_of, fields_of, service, takes
+from memsaver_server.routes.requests import PROBLEMS, ServiceOf, body_of, fields_of, service_of, takes
 from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, ReleaseFields, ResumeFields
 from memsaver_server.service import answer
 from memsaver_server.signatures import signature_is_right
@@ -26,7 +26,7 @@ STATES = {"resident": "running", "releasing": "parking", "released": "parked", "
 async def guard_signed(request: Request) -> None:
     """Let callers pass whose request carries the key, or is signed with it."""
     check_origin(request)
-    asked = service(request)
+    asked = service_of(request)
     key = asked.settings.api_key
     if key is not None and signature_is_right(
         key.get_secret_value(), request.method, request.url.path, request.headers, await body_of(request), asked.nonces

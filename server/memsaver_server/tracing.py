@@ -1,0 +1,49 @@
+"""OpenTelemetry spans, one for each operation and phase, where the ``otel`` extra is installed and an SDK is set up."""
+
+from __future__ import annotations
+
+from memsaver_server.operations import Operation
+
+try:
+    from opentelemetry import trace
+except ImportError:  # the extra is not installed
+    trace = None  # type: ignore[assignment]
+
+
+def record(operation: Operation, outcome: str) -> None:
+    """Write the spans of ``operation``, which is done. They carry the times that it had, not those of this call."""
+    if trace is None or operation.started_at is None or operation.finished_at is None:
+        return
+    tracer = trace.get_tracer("memsaver")
+    name = operation.request.operation
+    report = operation.report
+    span = tracer.start_span(
+        f"memsaver.{name}",
+        start_time=_nanoseconds(operation.started_at),
+        attributes={
+            "memsaver.operation_id": operation.id,
+            "memsaver.tags": list(operation.request.tags or ()),
+            "memsaver.outcome": outcome,
+            "memsaver.released_bytes": report.released_bytes if report else 0,
+            "memsaver.resumed_bytes": report.resumed_bytes if report else 0,
+        },
+    )
+    inside = trace.set_span_in_context(span)
+    for phase, began in zip(operation.phases, operation.phase_starts, strict=False):
+        part = tracer.start_span(
+            f"memsaver.{name}.{phase.name}",
+            context=inside,
+            start_time=_nanoseconds(began),
+            attributes={
+                **{f"memsaver.{key}": value for key, value in phase.details.items()},
+                "memsaver.delta_bytes": sum(device.delta_bytes for device in phase.devices),
+            },
+        )
+        part.end(_nanoseconds(began + phase.seconds))
+    if operation.error is not None:
+        span.set_status(trace.StatusCode.ERROR, str(operation.error))
+    span.end(_nanoseconds(operation.finished_at))
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,32 @@
+"""The scripts under examples/ run to their end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .serving import environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEP = re.compile(r"step \d+: released (\d+) MiB, trained with (\d+) MiB, reward")
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_take_turns_on_a_device_that_has_not_room_for_both() -> None:
+    capacity_mib = 128
+    ran = subprocess.run(
+        [sys.executable, EXAMPLES / "rl_loop.py", "--steps", "2"],
+        capture_output=True,
+        text=True,
+        env=environment({"MEMSAVER_HOST_CAPACITY": f"{capacity_mib}MiB"}),
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    steps = STEP.findall(ran.stdout)
+    assert len(steps) == 2
+    for released, trained in steps:
+        assert int(released) + int(trained) > capacity_mib
