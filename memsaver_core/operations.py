@@ -78,7 +78,7 @@ def release(
         saver.synchronize()
     with log.phase("pause") as details:
         before = read_devices()
-        result = saver.release(names, _dead_ranges(saver), overrides)
+        result = saver.release(names, _dead_ranges(saver, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
         _after_release(saver, [tag["tag"] for tag in result["tags"]])
@@ -181,8 +181,14 @@ def _nothing(operation: str) -> OperationReport:
     return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
 
 
-def _dead_ranges(saver: _native.Saver) -> list[tuple[int, int]]:
-    if saver.driver_name() != "cuda":
+def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str, str]) -> list[tuple[int, int]]:
+    """What torch holds free in the tags whose content is to be kept."""
+    kept = [
+        tag["tag"]
+        for tag in saver.status()["tags"]
+        if (not names or tag["tag"] in names) and overrides.get(tag["tag"], tag["restore"]) in ("host", "file", "mixed")
+    ]
+    if saver.driver_name() != "cuda" or not kept:
         return []
     from memsaver_core._cuda_region import dead_ranges
 

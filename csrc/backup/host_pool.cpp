@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <future>
 #include <utility>
 
 #include "support/error.hpp"
@@ -18,11 +17,10 @@ namespace memsaver {
 
 namespace {
 
-// Small enough for the first copies to start soon and for the last slice to waste nothing, large enough that the cost
-// of a registration (about 0.1 ms beside 17 ms/GiB) does not show.
-constexpr std::size_t kSliceBytes = std::size_t{256} << 20;
+// One thread touches about 5 GB/s, so twelve keep ahead of a 55 GB/s link; small slices let the first copies start soon.
+constexpr std::size_t kSliceBytes = std::size_t{64} << 20;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr unsigned kTouchThreads = 16;
+constexpr std::size_t kGrowers = 12;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -39,6 +37,7 @@ HostPool::HostPool(Driver& driver, std::size_t limit_bytes, int numa_node)
 
 HostPool::~HostPool() {
   stop_growth();
+  for (const auto& slice : touched_) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
   for (const auto& [address, slice] : slices_) {
     try {
       driver_.unregister_host(reinterpret_cast<void*>(address));
@@ -62,19 +61,20 @@ void HostPool::check(std::size_t bytes) {
 
 void HostPool::start_growth(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::size_t wanted = std::min(limit_, used_ + bytes);
-  if (wanted <= std::max(capacity_, target_)) return;
-  target_ = wanted;
+  target_ = std::max(target_, std::min(limit_, used_ + bytes));
+  if (growers_ > 0 || target_ <= capacity_) return;  // those at work see the new target
   growth_failure_ = nullptr;
-  if (growing_) return;
-  if (grower_.joinable()) grower_.join();
-  growing_ = true;
-  grower_ = std::thread([this] { grow(); });
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  const std::size_t slices = (target_ - capacity_ + kSliceBytes - 1) / kSliceBytes;
+  const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  growers_ = std::min({kGrowers, cores, slices});
+  for (std::size_t i = 0; i < growers_; ++i) threads_.emplace_back([this] { grow(); });
 }
 
 void HostPool::wait_for_growth() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return !growing_; });
+  changed_.wait(lock, [this] { return growers_ == 0 && !registering_; });
   if (growth_failure_) std::rethrow_exception(growth_failure_);
 }
 
@@ -83,74 +83,74 @@ void HostPool::stop_growth() {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
   }
-  if (grower_.joinable()) grower_.join();
+  for (auto& thread : threads_) thread.join();
 }
 
-// Touches slice i + 1 while slice i is registered: either alone runs at about 50 GB/s on 16 cores.
-void HostPool::grow() {
-  std::future<Mapping> next;
-  std::size_t under_way = 0;
-  const auto begin_next = [&]() -> bool {
-    std::size_t missing;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      missing = target_ > capacity_ + under_way ? target_ - capacity_ - under_way : 0;
-      if (stop_ || missing == 0) return false;
-    }
-    const std::size_t bytes = std::min(kSliceBytes, round_up(missing, page_bytes()));
-    next = std::async(std::launch::async, [this, bytes] { return map_touched(bytes); });
-    under_way += bytes;
-    return true;
-  };
-  std::exception_ptr failure;
-  try {
-    begin_next();
-    for (;;) {
-      while (next.valid()) {
-        const Mapping mapping = next.get();
-        begin_next();
-        try {
-          driver_.register_host(reinterpret_cast<void*>(mapping.address), mapping.bytes);
-        } catch (...) {
-          munmap(reinterpret_cast<void*>(mapping.address), mapping.bytes);
-          throw;
-        }
-        under_way -= mapping.bytes;
-        const std::lock_guard<std::mutex> lock(mutex_);
-        slices_.emplace(mapping.address, Slice{mapping.bytes});
-        free_[mapping.address].add(mapping.address, mapping.bytes);
-        capacity_ += mapping.bytes;
-        changed_.notify_all();
-      }
-      // The target may have moved since the last slice was begun.
-      if (begin_next()) continue;
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (stop_ || target_ <= capacity_) {
-        growing_ = false;
-        changed_.notify_all();
-        return;
-      }
-    }
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  if (next.valid()) {
-    try {
-      const Mapping mapping = next.get();
-      munmap(reinterpret_cast<void*>(mapping.address), mapping.bytes);
-    } catch (const std::exception&) {
-      // The first failure is the one to report.
-    }
-  }
+void HostPool::set_urgent(int change) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  growing_ = false;
-  target_ = capacity_;
-  growth_failure_ = failure;
+  urgent_ += change;
   changed_.notify_all();
 }
 
-HostPool::Mapping HostPool::map_touched(std::size_t bytes) const {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+// One of several threads that make slices until the target is reached or one of them fails. Where no operation is in a
+// hurry they also register them.
+void HostPool::grow() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_ && !growth_failure_) {
+    if (urgent_ == 0 && register_one(lock)) continue;
+    if (target_ <= capacity_ + under_way_) {
+      if (urgent_ > 0 || touched_.empty()) break;
+      changed_.wait(lock);  // another thread is registering, and touched ones are left
+      continue;
+    }
+    const std::size_t bytes = std::min(kSliceBytes, round_up(target_ - capacity_ - under_way_, page_bytes()));
+    under_way_ += bytes;
+    lock.unlock();
+    try {
+      const Touched slice = make_slice(bytes);
+      lock.lock();
+      touched_.push_back(slice);
+    } catch (...) {
+      lock.lock();
+      under_way_ -= bytes;
+      growth_failure_ = std::current_exception();
+    }
+    changed_.notify_all();
+  }
+  --growers_;
+  changed_.notify_all();
+}
+
+// Registers one touched slice, unless another thread is at it; whether it did. Lets go of the lock meanwhile.
+bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
+  if (registering_ || touched_.empty()) return false;
+  const Touched slice = touched_.front();
+  touched_.erase(touched_.begin());
+  registering_ = true;
+  lock.unlock();
+  std::exception_ptr failure;
+  try {
+    driver_.register_host(reinterpret_cast<void*>(slice.address), slice.bytes);
+  } catch (...) {
+    failure = std::current_exception();
+    munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
+  }
+  lock.lock();
+  registering_ = false;
+  under_way_ -= slice.bytes;
+  if (failure) {
+    growth_failure_ = failure;
+  } else {
+    slices_.emplace(slice.address, Slice{slice.bytes});
+    free_[slice.address].add(slice.address, slice.bytes);
+    capacity_ += slice.bytes;
+  }
+  changed_.notify_all();
+  return true;
+}
+
+HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
         .with_bytes(bytes);
@@ -164,18 +164,8 @@ HostPool::Mapping HostPool::map_touched(std::size_t bytes) const {
     syscall(SYS_mbind, memory, bytes, kPreferred, &nodes, 64, 0);
   }
 #endif
-  const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-  const std::size_t parts = std::min<std::size_t>({kTouchThreads, cores, (bytes + kHugePage - 1) / kHugePage});
-  const std::size_t part = round_up((bytes + parts - 1) / parts, kHugePage);
-  const auto touch = [memory, bytes, part](std::size_t index) {
-    auto* const data = static_cast<volatile char*>(memory);
-    const std::size_t end = std::min(bytes, (index + 1) * part);
-    for (std::size_t at = index * part; at < end; at += page_bytes()) data[at] = 0;
-  };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < parts; ++i) threads.emplace_back(touch, i);
-  touch(0);
-  for (auto& thread : threads) thread.join();
+  auto* const data = static_cast<volatile char*>(memory);
+  for (std::size_t at = 0; at < bytes; at += page_bytes()) data[at] = 0;
   return {reinterpret_cast<std::uintptr_t>(memory), bytes};
 }
 
@@ -183,7 +173,8 @@ std::vector<HostRange> HostPool::take(std::size_t bytes) {
   bytes = round_up(bytes, page_bytes());
   std::unique_lock<std::mutex> lock(mutex_);
   while (capacity_ - used_ < bytes) {
-    if (growing_) {
+    if (register_one(lock)) continue;
+    if (!growth_failure_ && (growers_ > 0 || registering_)) {
       changed_.wait(lock);
       continue;
     }
@@ -231,7 +222,7 @@ void HostPool::give(const std::vector<HostRange>& ranges) {
 
 std::size_t HostPool::trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (growing_) return 0;
+  if (growers_ > 0 || registering_) return 0;
   std::size_t freed = 0;
   for (auto at = slices_.begin(); at != slices_.end();) {
     if (at->second.used_bytes != 0) {
@@ -249,6 +240,10 @@ std::size_t HostPool::trim() {
     freed += at->second.bytes;
     free_.erase(at->first);
     at = slices_.erase(at);
+  }
+  for (const auto& slice : std::exchange(touched_, {})) {
+    munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
+    under_way_ -= slice.bytes;
   }
   capacity_ -= freed;
   target_ = capacity_;

@@ -446,7 +446,11 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
       const AtEnd at_end{*this, arenas};
       for (auto& [pool, bytes] : host_bytes) pool->check(bytes);
       if (file_bytes > 0) files_.check(file_bytes);
-      for (auto& [pool, bytes] : host_bytes) pool->start_growth(bytes);
+      std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
+      for (auto& [pool, bytes] : host_bytes) {
+        urgent.push_back(std::make_unique<HostPool::Urgent>(*pool));
+        pool->start_growth(bytes);
+      }
       progress_.begin(Progress::Operation::release, content_bytes);
       for (auto& [index, device] : work) {
         driver_->synchronize(index);

@@ -165,10 +165,13 @@ def _occupied(device: DeviceMemory, status: Status | None) -> dict[str, Any]:
 
 def _sources(device: DeviceMemory, status: Status) -> list[dict[str, Any]]:
     """Split what is used into what the tags hold, the rest of this process, and everybody else."""
-    sources = [{"name": tag.tag, "bytes": tag.resident_bytes} for tag in status.tags]
-    sources.append({"name": "retained", "bytes": sum(tag.retained_bytes for tag in status.tags)})
-    ours = sum(source["bytes"] for source in sources if isinstance(source["bytes"], int))
-    if device.process_bytes is not None:
-        sources.append({"name": "context and caches", "bytes": max(0, device.process_bytes - ours)})
-        sources.append({"name": "other processes", "bytes": max(0, device.used_bytes - device.process_bytes)})
-    return sources
+    held = {tag.tag: tag.resident_bytes for tag in status.tags}
+    held["retained"] = sum(tag.retained_bytes for tag in status.tags)
+    ours = sum(held.values())
+    # On the host driver a process's bytes are all its resident pages: the rest of them is not the device's.
+    if status.driver == "cuda" and device.process_bytes is not None:
+        held["context and caches"] = max(0, device.process_bytes - ours)
+        ours = device.process_bytes
+    if status.driver == "host" or device.process_bytes is not None:
+        held["other processes"] = max(0, device.used_bytes - ours)
+    return [{"name": name, "bytes": size} for name, size in held.items()]

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import httpx
 
+from .tensor_engine import ALL_TAGS
+
 CLIENTS = 64
 CALLS = 25
-TAGS = ("kv_cache", "weights")
+COMMON = {"kv_cache", "weights"}
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
 
 
@@ -44,11 +46,18 @@ class Model:
 
     def __init__(self, operations: list[dict[str, object]]) -> None:
         self.steps: list[Step] = []
-        released: frozenset[str] = frozenset()
+        released, unnamed = frozenset[str](), frozenset[str]()
         for operation in sorted(operations, key=lambda operation: operation["started_at"]):
             assert operation["status"] == "succeeded", operation
-            tags = frozenset(operation["tags"] or TAGS)
-            after = released | tags if operation["operation"] == "release" else released - tags
+            tags = frozenset(operation["tags"] or ALL_TAGS)
+            if operation["operation"] == "release":
+                after = released | tags
+                unnamed = unnamed - tags if operation["tags"] else after
+            else:
+                after = released - tags
+                # What was released without being named comes back with the last of what clients name.
+                after = frozenset() if after <= unnamed and not after & COMMON else after
+                unnamed &= after
             began, ended = operation["started_at"], operation["finished_at"]
             assert not self.steps or self.steps[-1].ended <= began, "two operations ran at once"
             self.steps.append(Step(operation["operation_id"], operation["operation"], began, ended, released, after))

@@ -202,6 +202,7 @@ def test_occupation_shows_what_is_held(http: httpx.Client) -> None:
     assert tags["weights"]["resident_bytes"] >= 8 * MIB
     device = answer["devices"][0]
     assert device["free_bytes"] == device["total_bytes"] - device["used_bytes"]
+    assert sum(source["bytes"] for source in device["sources"]) == device["used_bytes"]
     assert {"bytes", "capacity_bytes"} <= set(answer["host_backup"])
     assert answer["admission"] == {"open": False, "reason": "memory of kv_cache is released"}
 
