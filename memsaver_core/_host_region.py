@@ -132,8 +132,16 @@ def _storages_with_memory(arguments: Any) -> set[int]:
 
 
 def _live_modules() -> list[torch.nn.Module]:
-    # type() rather than isinstance(): a lazy object's __class__ may run code.
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and hasattr(each, "_buffers")]
+    # By exact type rather than isinstance(): that is fast, and a lazy object's __class__ may run code.
+    types = _subclasses(torch.nn.Module)
+    return [each for each in gc.get_objects() if type(each) in types and hasattr(each, "_buffers")]
+
+
+def _subclasses(base: type) -> set[type]:
+    found = {base}
+    for child in type.__subclasses__(base):
+        found |= _subclasses(child)
+    return found
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -136,6 +136,7 @@ class TagStatus:
         backed_up_bytes: live content with a backup in host memory or on disk.
         allocations: number of live allocations (torch's segments).
         chunks: number of physical handles.
+        mapped_by_device: mapped bytes, retained ones included, by index of the device.
     """
 
     tag: str
@@ -148,6 +149,7 @@ class TagStatus:
     backed_up_bytes: int
     allocations: int
     chunks: int
+    mapped_by_device: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ void FileStore::open() {
 void FileStore::check(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   open();
-  struct statvfs status {};
+  struct statvfs status{};
   if (fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
   const std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
   if (bytes > free) {
@@ -88,7 +88,8 @@ void FileStore::write(const FileRange& range, const std::vector<HostRange>& memo
   for (const auto& part : memory) {
     std::size_t done = 0;
     while (done < part.bytes) {
-      const ssize_t count = pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
+      const ssize_t count =
+          pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
       if (count < 0 && errno == EINTR) continue;
       if (count <= 0) throw file_failure("pwrite", count < 0 ? errno : ENOSPC, folder_, range.bytes);
       done += static_cast<std::size_t>(count);

@@ -17,7 +17,8 @@ namespace memsaver {
 
 namespace {
 
-// One thread touches about 5 GB/s, so twelve keep ahead of a 55 GB/s link; small slices let the first copies start soon.
+// One thread touches about 5 GB/s, so twelve keep ahead of a 55 GB/s link; small slices let the first copies start
+// soon.
 constexpr std::size_t kSliceBytes = std::size_t{64} << 20;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kGrowers = 12;

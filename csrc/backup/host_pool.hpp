@@ -98,7 +98,7 @@ class HostPool {
   std::size_t under_way_ = 0;     // bytes of slices that are being made, touched or being registered
   bool registering_ = false;
   int urgent_ = 0;
-  std::size_t growers_ = 0;       // threads at work
+  std::size_t growers_ = 0;  // threads at work
   bool stop_ = false;
   std::exception_ptr growth_failure_;
   std::vector<std::thread> threads_;

@@ -269,8 +269,8 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
   } catch (Error& error) {
     throw error.with_tag(content.tag).with_bytes(bytes);
   }
-  pending.copied.push_back({index, content.to_file ? Kept::file : Kept::host, digest != nullptr,
-                            digest != nullptr ? *digest : Digest{}});
+  pending.copied.push_back(
+      {index, content.to_file ? Kept::file : Kept::host, digest != nullptr, digest != nullptr ? *digest : Digest{}});
 }
 
 bool Pipeline::ready(Pending& pending) {
@@ -348,8 +348,9 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
           .with_tag(content.tag)
           .with_address(content.begin())
           .with_bytes(content.block->bytes)
-          .with_advice("the backup is kept and the memory stays released; reload this content, or release and resume "
-                       "the tag with restore 'discard'");
+          .with_advice(
+              "the backup is kept and the memory stays released; reload this content, or release and resume "
+              "the tag with restore 'discard'");
     }
   };
   std::vector<std::size_t> window;
@@ -429,7 +430,9 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
         try {
           restore_block(index);
         } catch (Error& error) {
-          throw error.with_tag(blocks[index].tag).with_address(blocks[index].begin()).with_bytes(blocks[index].block->bytes);
+          throw error.with_tag(blocks[index].tag)
+              .with_address(blocks[index].begin())
+              .with_bytes(blocks[index].block->bytes);
         }
       }
     };
@@ -441,8 +444,8 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       }
       if (chunks[i].zero) driver_.fill_zero(device_, chunks[i].address, chunks[i].bytes, kernels_);
       // Chunks under content come first and in address order: all below the next of them is mapped.
-      const bool more_below = i + 1 < chunks.size() && next_block < blocks.size() &&
-                              chunks[i + 1].address > chunks[i].address;
+      const bool more_below =
+          i + 1 < chunks.size() && next_block < blocks.size() && chunks[i + 1].address > chunks[i].address;
       restore_below(more_below ? chunks[i + 1].address : chunks[i].address + chunks[i].bytes);
     }
     restore_below(std::numeric_limits<Address>::max());

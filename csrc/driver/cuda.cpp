@@ -153,8 +153,7 @@ class CudaDriver final : public Driver {
     const InContext in(*this, index);
     cuda::DevicePointer device_items = 0;
     cuda::DevicePointer device_results = 0;
-    check("cuMemHostGetDevicePointer",
-          api_->host_get_device_pointer(&device_items, const_cast<DigestItem*>(items), 0));
+    check("cuMemHostGetDevicePointer", api_->host_get_device_pointer(&device_items, const_cast<DigestItem*>(items), 0));
     check("cuMemHostGetDevicePointer", api_->host_get_device_pointer(&device_results, results, 0));
     DigestKey by_value = key;
     void* arguments[] = {&by_value, &device_items, &device_results};

@@ -29,11 +29,11 @@ bool load(Api& api, std::string& why) {
                                             : 1;
     return result == kSuccess ? function : nullptr;
   };
-#define MEMSAVER_LOAD(name, symbol, version, arguments)                                                       \
-  api.name = reinterpret_cast<decltype(api.name)>(find(symbol, version));                                     \
-  if (api.name == nullptr) {                                                                                  \
+#define MEMSAVER_LOAD(name, symbol, version, arguments)                                                          \
+  api.name = reinterpret_cast<decltype(api.name)>(find(symbol, version));                                        \
+  if (api.name == nullptr) {                                                                                     \
     why = std::string("the NVIDIA driver has no ") + (symbol) + ": it is too old, CUDA 11.4 or later is needed"; \
-    return false;                                                                                             \
+    return false;                                                                                                \
   }
   MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_LOAD)
 #undef MEMSAVER_LOAD

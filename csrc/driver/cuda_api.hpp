@@ -55,18 +55,15 @@ inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNotReady = 600;
 
-inline constexpr int kAllocationPinned = 1;      // CU_MEM_ALLOCATION_TYPE_PINNED
-inline constexpr int kLocationDevice = 1;        // CU_MEM_LOCATION_TYPE_DEVICE
-inline constexpr int kAccessReadWrite = 3;       // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-inline constexpr int kGranularityMinimum = 0;    // CU_MEM_ALLOC_GRANULARITY_MINIMUM
-inline constexpr unsigned kStreamNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
-inline constexpr unsigned kEventDisableTiming = 2;   // CU_EVENT_DISABLE_TIMING
+inline constexpr int kAllocationPinned = 1;            // CU_MEM_ALLOCATION_TYPE_PINNED
+inline constexpr int kLocationDevice = 1;              // CU_MEM_LOCATION_TYPE_DEVICE
+inline constexpr int kAccessReadWrite = 3;             // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+inline constexpr int kGranularityMinimum = 0;          // CU_MEM_ALLOC_GRANULARITY_MINIMUM
+inline constexpr unsigned kStreamNonBlocking = 1;      // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kEventDisableTiming = 2;     // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kHostRegisterPortable = 1;   // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kHostRegisterDeviceMap = 2;  // CU_MEMHOSTREGISTER_DEVICEMAP
 
-inline constexpr int kAttributePciBusId = 33;
-inline constexpr int kAttributePciDeviceId = 34;
-inline constexpr int kAttributePciDomainId = 50;
 inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
 inline constexpr int kAttributeVirtualMemory = 102;
@@ -74,48 +71,48 @@ inline constexpr int kAttributeRdmaWithVirtualMemory = 110;
 inline constexpr int kAttributeHostNumaId = 134;
 
 // name, symbol, cuda version whose variant of it we were written against, arguments
-#define MEMSAVER_CUDA_FUNCTIONS(X)                                                                                   \
-  X(init, "cuInit", 2000, (unsigned))                                                                                \
-  X(driver_get_version, "cuDriverGetVersion", 2020, (int*))                                                          \
-  X(get_error_name, "cuGetErrorName", 6000, (Result, const char**))                                                  \
-  X(get_error_string, "cuGetErrorString", 6000, (Result, const char**))                                              \
-  X(device_get_count, "cuDeviceGetCount", 2000, (int*))                                                              \
-  X(device_get, "cuDeviceGet", 2000, (Device*, int))                                                                 \
-  X(device_get_name, "cuDeviceGetName", 2000, (char*, int, Device))                                                  \
-  X(device_get_uuid, "cuDeviceGetUuid", 11040, (Uuid*, Device))                                                      \
-  X(device_get_attribute, "cuDeviceGetAttribute", 2000, (int*, int, Device))                                         \
-  X(device_total_mem, "cuDeviceTotalMem", 3020, (std::size_t*, Device))                                              \
-  X(primary_context_retain, "cuDevicePrimaryCtxRetain", 7000, (Context*, Device))                                    \
-  X(context_push, "cuCtxPushCurrent", 4000, (Context))                                                               \
-  X(context_pop, "cuCtxPopCurrent", 4000, (Context*))                                                                \
-  X(context_synchronize, "cuCtxSynchronize", 2000, ())                                                               \
-  X(mem_get_info, "cuMemGetInfo", 3020, (std::size_t*, std::size_t*))                                                \
-  X(mem_get_granularity, "cuMemGetAllocationGranularity", 10020, (std::size_t*, const AllocationProperties*, int))   \
-  X(mem_address_reserve, "cuMemAddressReserve", 10020,                                                               \
-    (DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long))                                   \
-  X(mem_address_free, "cuMemAddressFree", 10020, (DevicePointer, std::size_t))                                       \
-  X(mem_create, "cuMemCreate", 10020, (MemHandle*, std::size_t, const AllocationProperties*, unsigned long long))    \
-  X(mem_release, "cuMemRelease", 10020, (MemHandle))                                                                 \
-  X(mem_map, "cuMemMap", 10020, (DevicePointer, std::size_t, std::size_t, MemHandle, unsigned long long))            \
-  X(mem_unmap, "cuMemUnmap", 10020, (DevicePointer, std::size_t))                                                    \
-  X(mem_set_access, "cuMemSetAccess", 10020, (DevicePointer, std::size_t, const AccessDescriptor*, std::size_t))     \
-  X(copy_to_host_async, "cuMemcpyDtoHAsync", 3020, (void*, DevicePointer, std::size_t, StreamHandle))                \
-  X(copy_to_device_async, "cuMemcpyHtoDAsync", 3020, (DevicePointer, const void*, std::size_t, StreamHandle))        \
-  X(memset_async, "cuMemsetD8Async", 3020, (DevicePointer, unsigned char, std::size_t, StreamHandle))                \
-  X(stream_create, "cuStreamCreate", 2000, (StreamHandle*, unsigned))                                                \
-  X(stream_destroy, "cuStreamDestroy", 4000, (StreamHandle))                                                         \
-  X(stream_wait_event, "cuStreamWaitEvent", 3020, (StreamHandle, EventHandle, unsigned))                             \
-  X(event_create, "cuEventCreate", 2000, (EventHandle*, unsigned))                                                   \
-  X(event_record, "cuEventRecord", 2000, (EventHandle, StreamHandle))                                                \
-  X(event_query, "cuEventQuery", 2000, (EventHandle))                                                                \
-  X(event_synchronize, "cuEventSynchronize", 2000, (EventHandle))                                                    \
-  X(event_destroy, "cuEventDestroy", 4000, (EventHandle))                                                            \
-  X(host_register, "cuMemHostRegister", 6050, (void*, std::size_t, unsigned))                                        \
-  X(host_unregister, "cuMemHostUnregister", 4000, (void*))                                                           \
-  X(host_get_device_pointer, "cuMemHostGetDevicePointer", 3020, (DevicePointer*, void*, unsigned))                   \
-  X(module_load_data, "cuModuleLoadData", 2000, (Module*, const void*))                                              \
-  X(module_get_function, "cuModuleGetFunction", 2000, (Function*, Module, const char*))                              \
-  X(launch_kernel, "cuLaunchKernel", 4000,                                                                           \
+#define MEMSAVER_CUDA_FUNCTIONS(X)                                                                                 \
+  X(init, "cuInit", 2000, (unsigned))                                                                              \
+  X(driver_get_version, "cuDriverGetVersion", 2020, (int*))                                                        \
+  X(get_error_name, "cuGetErrorName", 6000, (Result, const char**))                                                \
+  X(get_error_string, "cuGetErrorString", 6000, (Result, const char**))                                            \
+  X(device_get_count, "cuDeviceGetCount", 2000, (int*))                                                            \
+  X(device_get, "cuDeviceGet", 2000, (Device*, int))                                                               \
+  X(device_get_name, "cuDeviceGetName", 2000, (char*, int, Device))                                                \
+  X(device_get_uuid, "cuDeviceGetUuid", 11040, (Uuid*, Device))                                                    \
+  X(device_get_attribute, "cuDeviceGetAttribute", 2000, (int*, int, Device))                                       \
+  X(device_total_mem, "cuDeviceTotalMem", 3020, (std::size_t*, Device))                                            \
+  X(primary_context_retain, "cuDevicePrimaryCtxRetain", 7000, (Context*, Device))                                  \
+  X(context_push, "cuCtxPushCurrent", 4000, (Context))                                                             \
+  X(context_pop, "cuCtxPopCurrent", 4000, (Context*))                                                              \
+  X(context_synchronize, "cuCtxSynchronize", 2000, ())                                                             \
+  X(mem_get_info, "cuMemGetInfo", 3020, (std::size_t*, std::size_t*))                                              \
+  X(mem_get_granularity, "cuMemGetAllocationGranularity", 10020, (std::size_t*, const AllocationProperties*, int)) \
+  X(mem_address_reserve, "cuMemAddressReserve", 10020,                                                             \
+    (DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long))                                 \
+  X(mem_address_free, "cuMemAddressFree", 10020, (DevicePointer, std::size_t))                                     \
+  X(mem_create, "cuMemCreate", 10020, (MemHandle*, std::size_t, const AllocationProperties*, unsigned long long))  \
+  X(mem_release, "cuMemRelease", 10020, (MemHandle))                                                               \
+  X(mem_map, "cuMemMap", 10020, (DevicePointer, std::size_t, std::size_t, MemHandle, unsigned long long))          \
+  X(mem_unmap, "cuMemUnmap", 10020, (DevicePointer, std::size_t))                                                  \
+  X(mem_set_access, "cuMemSetAccess", 10020, (DevicePointer, std::size_t, const AccessDescriptor*, std::size_t))   \
+  X(copy_to_host_async, "cuMemcpyDtoHAsync", 3020, (void*, DevicePointer, std::size_t, StreamHandle))              \
+  X(copy_to_device_async, "cuMemcpyHtoDAsync", 3020, (DevicePointer, const void*, std::size_t, StreamHandle))      \
+  X(memset_async, "cuMemsetD8Async", 3020, (DevicePointer, unsigned char, std::size_t, StreamHandle))              \
+  X(stream_create, "cuStreamCreate", 2000, (StreamHandle*, unsigned))                                              \
+  X(stream_destroy, "cuStreamDestroy", 4000, (StreamHandle))                                                       \
+  X(stream_wait_event, "cuStreamWaitEvent", 3020, (StreamHandle, EventHandle, unsigned))                           \
+  X(event_create, "cuEventCreate", 2000, (EventHandle*, unsigned))                                                 \
+  X(event_record, "cuEventRecord", 2000, (EventHandle, StreamHandle))                                              \
+  X(event_query, "cuEventQuery", 2000, (EventHandle))                                                              \
+  X(event_synchronize, "cuEventSynchronize", 2000, (EventHandle))                                                  \
+  X(event_destroy, "cuEventDestroy", 4000, (EventHandle))                                                          \
+  X(host_register, "cuMemHostRegister", 6050, (void*, std::size_t, unsigned))                                      \
+  X(host_unregister, "cuMemHostUnregister", 4000, (void*))                                                         \
+  X(host_get_device_pointer, "cuMemHostGetDevicePointer", 3020, (DevicePointer*, void*, unsigned))                 \
+  X(module_load_data, "cuModuleLoadData", 2000, (Module*, const void*))                                            \
+  X(module_get_function, "cuModuleGetFunction", 2000, (Function*, Module, const char*))                            \
+  X(launch_kernel, "cuLaunchKernel", 4000,                                                                         \
     (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
 
 // libcuda.so.1, opened at run time.

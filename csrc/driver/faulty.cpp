@@ -112,8 +112,8 @@ void FaultyDriver::fill_zero(int device, Address address, std::size_t bytes, Str
   enter("fill_zero");
   driver_->fill_zero(device, address, bytes, stream);
 }
-void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count,
-                          Digest* results, Stream stream) {
+void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
+                          Stream stream) {
   enter("digest");
   driver_->digest(device, key, items, count, results, stream);
 }

@@ -62,7 +62,8 @@ class HostDevice {
   void release(Handle handle, std::size_t bytes) {
     int result;
     do {
-      result = fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(handle), static_cast<off_t>(bytes));
+      result =
+          fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(handle), static_cast<off_t>(bytes));
     } while (result != 0 && errno == EINTR);
     if (result != 0) throw system_failure("fallocate", errno, bytes);
     account->give(bytes);

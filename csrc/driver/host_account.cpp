@@ -19,11 +19,12 @@ constexpr int kSlots = 256;
 constexpr off_t kLedgerLock = 0;  // the byte whose lock guards the ledger; slot i is guarded by byte 1 + i
 
 Error failure(const std::string& what, const std::string& path) {
-  return Error(ErrorKind::configuration, "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")");
+  return Error(ErrorKind::configuration,
+               "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")");
 }
 
 struct flock record(off_t byte, short type) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = byte;
@@ -33,7 +34,8 @@ struct flock record(off_t byte, short type) {
 
 std::string path_of(const std::string& name) {
   for (const char c : name) {
-    const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_' || c == '.';
+    const bool plain =
+        (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_' || c == '.';
     if (!plain) {
       throw Error(ErrorKind::configuration,
                   "MEMSAVER_HOST_DEVICE: the name '" + name + "' may hold letters, digits, '-', '_' and '.' only");
@@ -88,7 +90,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (file < 0) throw failure("cannot be opened", path);
     std::shared_ptr<HostAccount> account(new HostAccount(path, file, capacity_bytes));
-    struct stat status {};
+    struct stat status{};
     if (fstat(file, &status) == 0 && status.st_nlink > 0) {
       (*accounts)[name] = account;
       return account;

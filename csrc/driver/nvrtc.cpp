@@ -89,7 +89,7 @@ std::string cache_folder() {
 
 // Machine code is run as it is, so it is taken from a file of this user's own only.
 std::string read_own_file(const std::string& path) {
-  struct stat status {};
+  struct stat status{};
   if (lstat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != getuid() ||
       (status.st_mode & 022) != 0) {
     return "";

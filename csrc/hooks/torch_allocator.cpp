@@ -3,8 +3,8 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <utility>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "support/error.hpp"
@@ -38,8 +38,7 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
     }
     Saver* const active = active_saver();
     if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
-    return reinterpret_cast<void*>(
-        active->allocate({device, copy.tag, copy.restore}, static_cast<std::size_t>(bytes)));
+    return reinterpret_cast<void*>(active->allocate({device, copy.tag, copy.restore}, static_cast<std::size_t>(bytes)));
   } catch (const Error& error) {
     allocation_failure = error.what();
     if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
@@ -88,13 +87,14 @@ MEMSAVER_EXPORT void memsaver_torch_free(void* pointer, ssize_t, int, void*) {
   }
 }
 
-#define MEMSAVER_MALLOC(number)                                                                              \
-  MEMSAVER_EXPORT void* memsaver_torch_malloc_##number(ssize_t bytes, int device, void*) {                   \
-    return memsaver::allocate(number, bytes, device);                                                        \
+#define MEMSAVER_MALLOC(number)                                                            \
+  MEMSAVER_EXPORT void* memsaver_torch_malloc_##number(ssize_t bytes, int device, void*) { \
+    return memsaver::allocate(number, bytes, device);                                      \
   }
-#define MEMSAVER_MALLOC_8(a, b, c, d, e, f, g, h)                                                      \
-  MEMSAVER_MALLOC(a) MEMSAVER_MALLOC(b) MEMSAVER_MALLOC(c) MEMSAVER_MALLOC(d) MEMSAVER_MALLOC(e)             \
-  MEMSAVER_MALLOC(f) MEMSAVER_MALLOC(g) MEMSAVER_MALLOC(h)
+#define MEMSAVER_MALLOC_8(a, b, c, d, e, f, g, h)                                                                   \
+  MEMSAVER_MALLOC(a)                                                                                                \
+  MEMSAVER_MALLOC(b) MEMSAVER_MALLOC(c) MEMSAVER_MALLOC(d) MEMSAVER_MALLOC(e) MEMSAVER_MALLOC(f) MEMSAVER_MALLOC(g) \
+      MEMSAVER_MALLOC(h)
 MEMSAVER_MALLOC_8(0, 1, 2, 3, 4, 5, 6, 7)
 MEMSAVER_MALLOC_8(8, 9, 10, 11, 12, 13, 14, 15)
 MEMSAVER_MALLOC_8(16, 17, 18, 19, 20, 21, 22, 23)

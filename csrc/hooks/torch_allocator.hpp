@@ -6,7 +6,8 @@
 
 namespace memsaver {
 
-// The saver that the C functions below serve. It is never destroyed: torch frees memory until the very end of a process.
+// The saver that the C functions below serve. It is never destroyed: torch frees memory until the very end of a
+// process.
 [[nodiscard]] Saver* active_saver() noexcept;
 void set_active_saver(Saver* saver) noexcept;
 

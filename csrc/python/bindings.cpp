@@ -35,8 +35,9 @@ Enum parse(const std::string& text, const char* what, const std::vector<std::pai
 }
 
 Restore parse_restore(const std::string& text) {
-  return parse<Restore>(text, "restore policy",
-                        {{"discard", Restore::discard}, {"zero", Restore::zero}, {"host", Restore::host}, {"file", Restore::file}});
+  return parse<Restore>(
+      text, "restore policy",
+      {{"discard", Restore::discard}, {"zero", Restore::zero}, {"host", Restore::host}, {"file", Restore::file}});
 }
 
 py::dict to_dict(const PipelineSeconds& seconds) {
@@ -88,6 +89,7 @@ py::dict to_dict(const SaverStatus& status) {
     dict["backed_up_bytes"] = tag.backed_up_bytes;
     dict["allocations"] = tag.allocations;
     dict["chunks"] = tag.chunks;
+    dict["mapped_by_device"] = tag.mapped_by_device;
     tags.append(dict);
   }
   py::dict dict;
@@ -170,16 +172,15 @@ class HostBuffer {
 
 void raise_in_python(const Error& error) {
   const py::object errors = py::module_::import("memsaver_core.errors");
-  const auto raise = [](const py::object& type, const py::object& value) {
-    PyErr_SetObject(type.ptr(), value.ptr());
-  };
+  const auto raise = [](const py::object& type, const py::object& value) { PyErr_SetObject(type.ptr(), value.ptr()); };
   const auto make = [&](const char* name, auto&&... arguments) {
     const py::object type = errors.attr(name);
     raise(type, type(error.what(), std::forward<decltype(arguments)>(arguments)...));
   };
   switch (error.kind) {
     case ErrorKind::out_of_device_memory:
-      return make("OutOfDeviceMemoryError", error.needed_bytes != 0 ? error.needed_bytes : error.bytes, error.free_bytes, error.device);
+      return make("OutOfDeviceMemoryError", error.needed_bytes != 0 ? error.needed_bytes : error.bytes,
+                  error.free_bytes, error.device);
     case ErrorKind::out_of_host_memory:
       return make("OutOfHostMemoryError", error.needed_bytes != 0 ? error.needed_bytes : error.bytes, error.free_bytes);
     case ErrorKind::driver:
@@ -217,9 +218,9 @@ PYBIND11_MODULE(_native, module) {
              Settings settings;
              settings.host_backup_limit = host_backup_limit;
              settings.file_folder = file_folder;
-             settings.retention = parse<Retention>(
-                 retention, "retention policy",
-                 {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}});
+             settings.retention =
+                 parse<Retention>(retention, "retention policy",
+                                  {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}});
              settings.verify = parse<VerifyChoice>(verify, "verification",
                                                    {{"off", VerifyChoice::off},
                                                     {"sampled", VerifyChoice::sampled},
@@ -240,8 +241,9 @@ PYBIND11_MODULE(_native, module) {
             return saver->allocate({device, tag, policy}, bytes);
           },
           py::arg("device"), py::arg("tag"), py::arg("restore"), py::arg("bytes"))
-      .def("free", [](PySaver& saver, Address address) { saver->free(address); }, py::arg("address"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "free", [](PySaver& saver, Address address) { saver->free(address); }, py::arg("address"),
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "release",
           [](PySaver& saver, const std::vector<std::string>& tags,
@@ -280,13 +282,17 @@ PYBIND11_MODULE(_native, module) {
              }
              return to_dict(status);
            })
-      .def("prepare_backup", [](PySaver& saver) { saver->prepare_backup(); }, py::call_guard<py::gil_scoped_release>())
-      .def("wait_until_prepared", [](PySaver& saver) { saver->wait_until_prepared(); },
-           py::call_guard<py::gil_scoped_release>())
-      .def("synchronize", [](PySaver& saver) { saver->synchronize(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "prepare_backup", [](PySaver& saver) { saver->prepare_backup(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_until_prepared", [](PySaver& saver) { saver->wait_until_prepared(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "synchronize", [](PySaver& saver) { saver->synchronize(); }, py::call_guard<py::gil_scoped_release>())
       .def("known_tags", [](PySaver& saver) { return saver->known_tags(); })
       .def("devices", [](PySaver& saver) { return saver->devices(); })
-      .def("owns", [](PySaver& saver, Address address) { return saver->owns(address); }, py::arg("address"))
+      .def(
+          "owns", [](PySaver& saver, Address address) { return saver->owns(address); }, py::arg("address"))
       .def("close", [](PySaver& saver) { saver->close(); })
       .def("driver_name", [](PySaver& saver) { return std::string(saver->driver().name()); })
       .def("device_count", [](PySaver& saver) { return saver->driver().device_count(); })
@@ -341,8 +347,9 @@ PYBIND11_MODULE(_native, module) {
                                 times);
           },
           py::arg("call"), py::arg("nth") = 1, py::arg("kind") = "invalid_value", py::arg("times") = 1)
-      .def("delay", [](PySaver& saver, const std::string& call, double seconds) { saver.faulty().delay(call, seconds); },
-           py::arg("call"), py::arg("seconds"))
+      .def(
+          "delay", [](PySaver& saver, const std::string& call, double seconds) { saver.faulty().delay(call, seconds); },
+          py::arg("call"), py::arg("seconds"))
       .def("heal", [](PySaver& saver) { saver.faulty().heal(); })
       .def("counts", [](PySaver& saver) { return saver.faulty().counts(); });
 
@@ -361,14 +368,18 @@ PYBIND11_MODULE(_native, module) {
         set_active_saver(&**saver);
       },
       py::arg("saver"), "Make this the saver that torch's allocations go to.");
-  module.def("allocator_for", [](const std::string& tag, const std::string& restore) {
-    return allocator_for(tag, parse_restore(restore));
-  }, py::arg("tag"), py::arg("restore"));
+  module.def(
+      "allocator_for",
+      [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
+      py::arg("tag"), py::arg("restore"));
   module.def("take_allocation_failure", &take_allocation_failure);
-  module.def("cuda_missing", [] {
-    std::string why;
-    return cuda_available(&why) ? std::string() : why;
-  }, "Why CUDA cannot be used here; an empty string where it can.");
+  module.def(
+      "cuda_missing",
+      [] {
+        std::string why;
+        return cuda_available(&why) ? std::string() : why;
+      },
+      "Why CUDA cannot be used here; an empty string where it can.");
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, py::arg("path"));
   module.def("available_memory_bytes", &available_memory_bytes);
   module.def(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <tuple>
+#include <utility>
 
 namespace memsaver {
 
@@ -32,16 +33,35 @@ void Arena::add_span(Address address, std::size_t bytes) {
   unmapped_.add(address, bytes);
 }
 
-std::optional<Arena::Place> Arena::take(std::size_t bytes, bool fresh) {
-  if (!fresh) {
+std::optional<Arena::Place> Arena::take(std::size_t bytes) {
+  if (!busy_) {
     if (const auto address = mapped_.take(bytes)) return Place{*address, true};
   }
   if (const auto address = unmapped_.take(bytes)) return Place{*address, false};
   return std::nullopt;
 }
 
+void Arena::begin_operation() {
+  busy_ = true;
+  for (auto& [address, allocation] : allocations_) allocation.in_operation = true;
+}
+
+std::vector<Address> Arena::end_operation() {
+  busy_ = false;
+  for (auto& [address, allocation] : allocations_) allocation.in_operation = false;
+  return std::exchange(dying_, {});
+}
+
+bool Arena::defer_free(Address address) {
+  Allocation& allocation = allocations_.at(address);
+  if (!busy_ || !allocation.in_operation) return false;
+  if (!allocation.dying) dying_.push_back(address);
+  allocation.dying = true;
+  return true;
+}
+
 void Arena::add_allocation(Address address, std::size_t bytes) {
-  allocations_.emplace(address, Allocation{address, bytes, {}});
+  allocations_.emplace(address, Allocation{address, bytes, {}, false, false});
   live_ += bytes;
 }
 

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <map>
 #include <optional>
-#include <tuple>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "backup/block.hpp"
@@ -16,7 +16,9 @@ namespace memsaver {
 // What resume owes to content.
 enum class Restore { discard, zero, host, file };
 [[nodiscard]] const char* name_of(Restore restore) noexcept;
-[[nodiscard]] inline bool keeps_content(Restore restore) { return restore == Restore::host || restore == Restore::file; }
+[[nodiscard]] inline bool keeps_content(Restore restore) {
+  return restore == Restore::host || restore == Restore::file;
+}
 
 // One physical handle and the range that it backs. It may span allocations, and an allocation may span chunks.
 struct Chunk {
@@ -30,6 +32,8 @@ struct Allocation {
   Address address;
   std::size_t bytes;
   std::vector<Block> blocks;  // what is kept of it, in order; empty until something is to be kept
+  bool in_operation = false;  // the operation that its arena is busy with works on it
+  bool dying = false;         // it was freed meanwhile
 };
 
 // The address space of one device, tag and policy, and the account of what is where in it. It calls no driver and
@@ -57,9 +61,9 @@ class Arena {
   [[nodiscard]] bool owns(Address address) const;
   void add_span(Address address, std::size_t bytes);
 
-  // Takes a free range: one that has memory where there is one (unless `fresh`), else one without. Nothing where no
-  // free range is large enough.
-  [[nodiscard]] std::optional<Place> take(std::size_t bytes, bool fresh);
+  // Takes a free range: one that has memory where there is one (unless busy), else one without. Nothing where no free
+  // range is large enough.
+  [[nodiscard]] std::optional<Place> take(std::size_t bytes);
   // Gives a range without memory back.
   void reclaim(Address address, std::size_t bytes) { unmapped_.add(address, bytes); }
 
@@ -86,9 +90,15 @@ class Arena {
   // Mapped bytes that no live allocation uses.
   [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
 
-  // Set while an operation works on this arena: frees wait for its end, new allocations take fresh ranges.
-  bool busy = false;
-  std::vector<Address> dying;
+  // An operation works on this arena, on what is allocated in it now: from here to its end, frees of those allocations
+  // wait, and new ones take fresh ranges.
+  void begin_operation();
+  // Returns the allocations whose frees have waited.
+  [[nodiscard]] std::vector<Address> end_operation();
+  [[nodiscard]] bool busy() const { return busy_; }
+  // Whether a free of the allocation has to wait, and then shall.
+  [[nodiscard]] bool defer_free(Address address);
+
   // The policy under which it was last released: what a resume owes.
   Restore released_as;
 
@@ -96,6 +106,8 @@ class Arena {
   [[nodiscard]] bool needed(const Chunk& chunk) const;
 
   const Key key_;
+  bool busy_ = false;
+  std::vector<Address> dying_;
   std::map<Address, std::size_t> spans_;
   RangeSet mapped_;
   RangeSet unmapped_;

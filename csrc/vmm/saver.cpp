@@ -86,9 +86,9 @@ struct Saver::DeviceWork {
     Chunk chunk;
   };
   int device = -1;
-  std::vector<ContentBlock> blocks;  // content to keep or restore, in address order
-  std::vector<Owned> kept;           // chunks under content, in address order
-  std::vector<Owned> others;         // chunks whose content is not kept
+  std::vector<ContentBlock> blocks;               // content to keep or restore, in address order
+  std::vector<Owned> kept;                        // chunks under content, in address order
+  std::vector<Owned> others;                      // chunks whose content is not kept
   std::map<std::string, std::size_t> done_bytes;  // given back or mapped, by tag
   std::size_t freed_bytes = 0;
   double first_memory_seconds = 0;
@@ -216,12 +216,12 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
       arena = &arena_for(key);
       const DeviceInfo& info = infos_.at(key.device);
       bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
-      auto found = arena->take(bytes, arena->busy);
+      auto found = arena->take(bytes);
       if (!found) {
         // A span as large as the device: released allocations keep their addresses, so more may be needed later.
         const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
         arena->add_span(driver_->reserve(key.device, span), span);
-        found = arena->take(bytes, arena->busy);
+        found = arena->take(bytes);
       }
       place = *found;
       if (place.mapped) {
@@ -259,10 +259,7 @@ void Saver::free(Address address) {
   if (arena == nullptr || arena->allocations().find(address) == arena->allocations().end()) {
     throw Error(ErrorKind::configuration, "free of an address that is not a live allocation").with_address(address);
   }
-  if (arena->busy) {
-    arena->dying.push_back(address);
-    return;
-  }
+  if (arena->defer_free(address)) return;
   free_now(lock, *arena, address);
 }
 
@@ -346,8 +343,7 @@ void Saver::end_operation(const std::vector<Arena*>& arenas) {
   progress_.end();
   std::unique_lock<std::mutex> lock(mutex_);
   for (Arena* arena : arenas) {
-    arena->busy = false;
-    for (const Address address : std::exchange(arena->dying, {})) free_now(lock, *arena, address);
+    for (const Address address : arena->end_operation()) free_now(lock, *arena, address);
   }
 }
 
@@ -393,7 +389,7 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
       for (auto& [key, owned] : arenas_) {
         if (!selected(tags, key.tag)) continue;
         Arena& arena = *owned;
-        arena.busy = true;
+        arena.begin_operation();
         arenas.push_back(&arena);
         if (arena.chunks().empty()) continue;
         const auto override_ = overrides.find(key.tag);
@@ -508,7 +504,7 @@ OperationResult Saver::resume(const Tags& tags) {
       for (auto& [key, owned] : arenas_) {
         if (!selected(tags, key.tag)) continue;
         Arena& arena = *owned;
-        arena.busy = true;
+        arena.begin_operation();
         arenas.push_back(&arena);
         const auto runs = arena.released_runs();
         if (runs.empty()) continue;
@@ -577,15 +573,16 @@ OperationResult Saver::resume(const Tags& tags) {
         for (const auto& owned : plan) {
           ranges.push_back({owned.chunk.address, owned.chunk.bytes, owned.arena->released_as == Restore::zero});
         }
-        device.seconds = pipeline_of(device.device).restore(
-            device.blocks, ranges,
-            [&](std::size_t i) {
-              const auto& owned = plan[i];
-              const Chunk chunk =
-                  acquire(owned.arena->key(), owned.chunk.address, owned.chunk.bytes, device.transaction);
-              device.acquired.push_back({owned.arena, chunk});
-            },
-            verify());
+        device.seconds = pipeline_of(device.device)
+                             .restore(
+                                 device.blocks, ranges,
+                                 [&](std::size_t i) {
+                                   const auto& owned = plan[i];
+                                   const Chunk chunk = acquire(owned.arena->key(), owned.chunk.address,
+                                                               owned.chunk.bytes, device.transaction);
+                                   device.acquired.push_back({owned.arena, chunk});
+                                 },
+                                 verify());
       });
       {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -683,7 +680,7 @@ void Saver::prepare_backup() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::map<HostPool*, std::size_t> wanted;
     for (auto& [key, arena] : arenas_) {
-      if (key.restore == Restore::host && !arena->busy) wanted[&pool_of(key.device)] += unpinned_bytes(*arena);
+      if (key.restore == Restore::host && !arena->busy()) wanted[&pool_of(key.device)] += unpinned_bytes(*arena);
     }
     for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
     return 0;
@@ -758,10 +755,11 @@ SaverStatus Saver::status() const {
     tag.bytes += arena->live_bytes();
     tag.released_bytes += away;
     tag.resident_bytes += arena->live_bytes() - away;
+    tag.mapped_by_device[key.device] += arena->mapped_bytes();
     tag.retained_bytes += arena->retained_bytes();
     tag.allocations += arena->allocations().size();
     tag.chunks += arena->chunks().size();
-    if (arena->busy) {
+    if (arena->busy()) {
       busy = true;
       tag.state = releasing_ ? "releasing" : "resuming";
       continue;  // the operation is writing to its blocks
@@ -794,7 +792,10 @@ SaverStatus Saver::status() const {
   status.prepared = spare >= unprepared;
   status.file_bytes = files_.used_bytes();
   status.failure = failure_;
-  status.state = !failure_.empty() ? "failed" : busy ? (releasing_ ? "releasing" : "resuming") : released ? "released" : "resident";
+  status.state = !failure_.empty() ? "failed"
+                 : busy            ? (releasing_ ? "releasing" : "resuming")
+                 : released        ? "released"
+                                   : "resident";
   const auto operation = progress_.operation.load();
   status.operation = operation == Progress::Operation::none      ? ""
                      : operation == Progress::Operation::release ? "release"

@@ -70,6 +70,7 @@ struct TagSnapshot {
   std::size_t backed_up_bytes = 0;
   std::size_t allocations = 0;
   std::size_t chunks = 0;
+  std::map<int, std::size_t> mapped_by_device;  // retained bytes included
 };
 
 struct SaverStatus {

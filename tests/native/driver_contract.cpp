@@ -1,0 +1,214 @@
+// What every driver promises, checked on the one that is named: host, faulty or cuda.
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "driver/cuda.hpp"
+#include "driver/driver.hpp"
+#include "driver/faulty.hpp"
+#include "driver/host.hpp"
+#include "support/error.hpp"
+
+using namespace memsaver;
+
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+std::size_t used(Driver& driver) {
+  const MemoryInfo info = driver.memory_info(0);
+  return info.total_bytes - info.free_bytes;
+}
+
+// Host memory that the driver can copy from and to.
+struct HostMemory {
+  HostMemory(Driver& owner, std::size_t size) : driver(owner), bytes(size) {
+    data = static_cast<unsigned char*>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0));
+    CHECK(data != MAP_FAILED);
+    driver.register_host(data, bytes);
+  }
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+  ~HostMemory() {
+    driver.unregister_host(data);
+    munmap(data, bytes);
+  }
+  Driver& driver;
+  std::size_t bytes;
+  unsigned char* data;
+};
+
+void wait_for(Driver& driver, Stream stream) {
+  const Event event = driver.record(0, stream);
+  driver.wait(0, event);
+  CHECK(driver.done(0, event));
+  driver.recycle(0, event);
+}
+
+void device_is_described(Driver& driver) {
+  CHECK(driver.device_count() >= 1);
+  const DeviceInfo info = driver.device_info(0);
+  CHECK(!info.uuid.empty() && !info.name.empty());
+  CHECK(info.total_bytes > 0 && info.granularity > 0);
+  CHECK_THROWS(driver.device_info(driver.device_count()), ErrorKind::configuration);
+  CHECK_THROWS(driver.create(-1, info.granularity), ErrorKind::configuration);
+}
+
+void memory_goes_behind_an_address_and_away(Driver& driver) {
+  const std::size_t bytes = driver.device_info(0).granularity * 8;
+  const Address address = driver.reserve(0, 4 * bytes);
+  const Stream stream = driver.create_stream(0);
+  HostMemory host(driver, 2 * bytes);
+  const std::size_t before = used(driver);
+  for (int round = 0; round < 3; ++round) {
+    // Two handles side by side, used as one range; the second one first.
+    const Handle second = driver.create(0, bytes);
+    const Handle first = driver.create(0, bytes);
+    CHECK(used(driver) >= before + 2 * bytes);
+    driver.map(0, address + bytes, bytes, second);
+    driver.map(0, address, bytes, first);
+    driver.allow_access(0, address, bytes, {});
+    driver.allow_access(0, address + bytes, bytes, {});
+    for (std::size_t i = 0; i < 2 * bytes; ++i) host.data[i] = static_cast<unsigned char>(i * 31 + round);
+    driver.copy_to_device(0, address, host.data, 2 * bytes, stream);
+    wait_for(driver, stream);
+    std::memset(host.data, 0, 2 * bytes);
+    driver.copy_to_host(0, host.data, address, 2 * bytes, stream);
+    wait_for(driver, stream);
+    for (std::size_t i = 0; i < 2 * bytes; ++i) CHECK(host.data[i] == static_cast<unsigned char>(i * 31 + round));
+    driver.fill_zero(0, address + bytes / 2, bytes, stream);
+    driver.copy_to_host(0, host.data, address, 2 * bytes, stream);
+    wait_for(driver, stream);
+    CHECK(host.data[bytes / 2 - 1] == static_cast<unsigned char>((bytes / 2 - 1) * 31 + round));
+    CHECK(host.data[bytes / 2] == 0 && host.data[bytes + bytes / 2 - 1] == 0);
+    driver.synchronize(0);
+    driver.unmap(0, address, bytes);
+    driver.unmap(0, address + bytes, bytes);
+    driver.release(0, first, bytes);
+    driver.release(0, second, bytes);
+    CHECK(used(driver) <= before + kMiB * 4);
+  }
+  driver.destroy_stream(0, stream);
+  driver.unreserve(0, address, 4 * bytes);
+}
+
+void too_much_is_out_of_memory(Driver& driver) {
+  const std::size_t before = used(driver);
+  const DeviceInfo info = driver.device_info(0);
+  CHECK_THROWS(driver.create(0, (info.total_bytes / info.granularity + 1) * info.granularity),
+               ErrorKind::out_of_device_memory);
+  CHECK(used(driver) <= before + kMiB * 4);
+  const Handle handle = driver.create(0, info.granularity);  // the driver still works
+  driver.release(0, handle, info.granularity);
+}
+
+void streams_are_ordered_by_events(Driver& driver) {
+  const std::size_t bytes = driver.device_info(0).granularity;
+  const Address address = driver.reserve(0, bytes);
+  const Handle handle = driver.create(0, bytes);
+  driver.map(0, address, bytes, handle);
+  driver.allow_access(0, address, bytes, {});
+  const Stream one = driver.create_stream(0);
+  const Stream other = driver.create_stream(0);
+  HostMemory host(driver, bytes);
+  std::memset(host.data, 0x5a, bytes);
+  driver.fill_zero(0, address, bytes, one);
+  driver.copy_to_device(0, address, host.data, bytes, one);
+  const Event written = driver.record(0, one);
+  driver.stream_wait(0, other, written);
+  driver.fill_zero(0, address, bytes / 2, other);
+  wait_for(driver, other);
+  driver.recycle(0, written);
+  driver.copy_to_host(0, host.data, address, bytes, other);
+  wait_for(driver, other);
+  CHECK(host.data[0] == 0 && host.data[bytes / 2 - 1] == 0);
+  CHECK(host.data[bytes / 2] == 0x5a && host.data[bytes - 1] == 0x5a);
+  driver.destroy_stream(0, one);
+  driver.destroy_stream(0, other);
+  driver.unmap(0, address, bytes);
+  driver.release(0, handle, bytes);
+  driver.unreserve(0, address, bytes);
+}
+
+void digests_equal_the_reference(Driver& driver) {
+  if (!driver.has_digest(0)) return;
+  const std::size_t granularity = driver.device_info(0).granularity;
+  const std::size_t bytes = (3 * kMiB / granularity + 1) * granularity;
+  const Address address = driver.reserve(0, bytes);
+  const Handle handle = driver.create(0, bytes);
+  driver.map(0, address, bytes, handle);
+  driver.allow_access(0, address, bytes, {});
+  const Stream stream = driver.create_stream(0);
+  HostMemory host(driver, bytes);
+  for (std::size_t i = 0; i < bytes; ++i) host.data[i] = static_cast<unsigned char>((i * 2654435761u) >> 13);
+  driver.copy_to_device(0, address, host.data, bytes, stream);
+  HostMemory table(driver, 1 << 16);
+  auto* const items = reinterpret_cast<DigestItem*>(table.data);
+  auto* const results = reinterpret_cast<Digest*>(table.data + (1 << 15));
+  const std::vector<std::size_t> sizes{16, 4080, 4096, 65536, 262144, 512};
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    items[i] = {address + at, sizes[i], at / kDigestWord};
+    at += sizes[i];
+  }
+  const DigestKey key = random_digest_key();
+  driver.digest(0, key, items, sizes.size(), results, stream);
+  wait_for(driver, stream);
+  at = 0;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    const Digest expected =
+        digest_on_host(key, {reinterpret_cast<std::uint64_t>(host.data) + at, sizes[i], at / kDigestWord});
+    CHECK(results[i] == expected);
+    CHECK(results[i].any == expected.any);
+    at += sizes[i];
+  }
+  driver.destroy_stream(0, stream);
+  driver.unmap(0, address, bytes);
+  driver.release(0, handle, bytes);
+  driver.unreserve(0, address, bytes);
+}
+
+void failures_come_as_planned(FaultyDriver& driver) {
+  driver.fail("create", 2, ErrorKind::out_of_device_memory, 1);
+  const std::size_t bytes = driver.device_info(0).granularity;
+  const Handle first = driver.create(0, bytes);
+  CHECK_THROWS(driver.create(0, bytes), ErrorKind::out_of_device_memory);
+  const Handle third = driver.create(0, bytes);
+  driver.fail("release", 1, ErrorKind::driver, 2);
+  CHECK_THROWS(driver.release(0, first, bytes), ErrorKind::driver);
+  driver.heal();
+  driver.release(0, first, bytes);
+  driver.release(0, third, bytes);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const std::string name = count > 1 ? arguments[1] : "host";
+  std::unique_ptr<Driver> driver;
+  if (name == "cuda") {
+    driver = open_cuda_driver();
+  } else {
+    driver = open_host_driver({}, 64 * kMiB);
+  }
+  FaultyDriver* faulty = nullptr;
+  if (name == "faulty") {
+    auto wrapped = std::make_unique<FaultyDriver>(std::move(driver));
+    faulty = wrapped.get();
+    driver = std::move(wrapped);
+  }
+  device_is_described(*driver);
+  memory_goes_behind_an_address_and_away(*driver);
+  too_much_is_out_of_memory(*driver);
+  streams_are_ordered_by_events(*driver);
+  digests_equal_the_reference(*driver);
+  if (faulty != nullptr) failures_come_as_planned(*faulty);
+  std::printf("%s: the contract holds\n", name.c_str());
+  return 0;
+}

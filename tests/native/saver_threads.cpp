@@ -1,0 +1,90 @@
+// The saver under threads that allocate and free while others release and resume: for the sanitizers.
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "driver/host.hpp"
+#include "support/range_set.hpp"
+#include "vmm/saver.hpp"
+
+using namespace memsaver;
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+void ranges_merge_and_split() {
+  RangeSet set;
+  set.add(100, 50);
+  set.add(200, 50);
+  set.add(150, 50);
+  CHECK(set.ranges().size() == 1 && set.total_bytes() == 150);
+  set.remove(120, 20);
+  CHECK(set.ranges().size() == 2 && set.total_bytes() == 130);
+  CHECK(!set.contains(110, 20) && set.contains(140, 110));
+  CHECK(*set.take(20) == 100);  // the smallest range that holds them
+  CHECK(!set.take(111));
+  const auto part = set.take_from_largest(1000);
+  CHECK(part && part->begin == 140 && part->bytes == 110 && set.total_bytes() == 0);
+  CHECK(!set.take_from_largest(1));
+}
+
+void threads_do_not_disturb_each_other() {
+  Saver saver(open_host_driver({}, 256 * kMiB), Settings{});
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int id = 0; id < 3; ++id) {
+    threads.emplace_back([&, id] {
+      std::mt19937 random(static_cast<unsigned>(id));
+      std::vector<Address> mine;
+      const std::string tag = id == 0 ? "weights" : "scratch";
+      while (!stop) {
+        if (mine.size() < 16) {
+          mine.push_back(
+              saver.allocate({0, tag, id == 0 ? Restore::host : Restore::zero}, (1 + random() % 64) * kPage));
+        } else {
+          const std::size_t victim = random() % mine.size();
+          saver.free(mine[victim]);
+          mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(victim));
+        }
+      }
+      for (const Address address : mine) saver.free(address);
+    });
+  }
+  threads.emplace_back([&] {
+    while (!stop) {
+      const SaverStatus status = saver.status();
+      CHECK(status.failure.empty());
+      std::this_thread::yield();
+    }
+  });
+  const Address kept = saver.allocate({0, "kept", Restore::host}, 40 * kMiB);
+  std::memset(reinterpret_cast<void*>(kept), 7, 40 * kMiB);
+  for (int cycle = 0; cycle < 40; ++cycle) {
+    saver.release({}, {}, {});
+    saver.resume({});
+    auto* const data = reinterpret_cast<unsigned char*>(kept);
+    CHECK(data[0] == 7 + cycle && data[40 * kMiB - 1] == 7 + cycle);
+    std::memset(data, 8 + cycle, 40 * kMiB);
+    if (cycle == 20) saver.prepare_backup();
+  }
+  stop = true;
+  for (auto& thread : threads) thread.join();
+  saver.free(kept);
+  const MemoryInfo memory = saver.driver().memory_info(0);
+  CHECK(memory.free_bytes == memory.total_bytes);
+}
+
+}  // namespace
+
+int main() {
+  ranges_merge_and_split();
+  threads_do_not_disturb_each_other();
+  std::printf("threads: no disturbance\n");
+  return 0;
+}
