@@ -11,6 +11,7 @@ With the saver disabled (``MEMSAVER_ENABLED=0``) every call is a no-op and torch
 """
 
 from memsaver_core._process import configure, driver_name, enabled, torch_device
+from memsaver_core._process import settings as core_settings
 from memsaver_core.errors import (
     BackupError,
     ConfigurationError,
@@ -67,6 +68,7 @@ __all__ = [
     "adopt",
     "check_tags",
     "configure",
+    "core_settings",
     "driver_name",
     "enabled",
     "graph",

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +20,8 @@ from memsaver_core import _native
 from memsaver_core._storage import host_storage, is_plain, rebase
 
 _stack = threading.local()
+
+_REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
 
 # Operators whose result has undefined content: nothing to copy.
 _UNDEFINED = {
@@ -32,7 +38,7 @@ class HostRegion(TorchDispatchMode):
 
     Operators are seen through torch's dispatcher, which calls this mode in the thread that entered it. Parameters and
     buffers that reach a module past the dispatcher (from a file, or from a loader's worker threads) are moved when the
-    region ends, for modules that were made inside it.
+    region ends; torch tells of them as the module registers them.
     """
 
     def __init__(self, saver: _native.Saver, device: int, tag: str, restore: str) -> None:
@@ -41,10 +47,11 @@ class HostRegion(TorchDispatchMode):
         self._device = device
         self._tag = tag
         self._restore = restore
-        self._modules_before: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._filled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that got a tensor inside
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> HostRegion:
-        self._modules_before = weakref.WeakSet(_live_modules())
+        self._hooks = [register(self._note) for register in _REGISTRATION_HOOKS]
         super().__enter__()  # type: ignore[no-untyped-call]
         _regions().append(self)
         return self
@@ -52,6 +59,8 @@ class HostRegion(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         _regions().pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
         if exception[0] is None:
             self._sweep()
 
@@ -93,27 +102,27 @@ class HostRegion(TorchDispatchMode):
                 storages[storage._cdata] = moved
         rebase(tensors, storages)
 
+    def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
+        self._filled.add(module)
+
     def _sweep(self) -> None:
-        tensors: dict[int, torch.Tensor] = {}
+        tensors = {
+            id(tensor): tensor
+            for module in self._filled
+            for tensor in _own_tensors(module)
+            if is_plain(tensor) and tensor.device.type == "cpu" and self._is_foreign(tensor)
+        }
+        if not tensors:
+            return
         outside = {
             tensor.untyped_storage()._cdata
-            for module in self._modules_before
+            for module in _live_modules()
+            if module not in self._filled
             for tensor in _own_tensors(module)
             if is_plain(tensor)
         }
-        for module in _live_modules():
-            if module in self._modules_before:
-                continue
-            for tensor in _own_tensors(module):
-                if (
-                    is_plain(tensor)
-                    and tensor.device.type == "cpu"
-                    and tensor.untyped_storage()._cdata not in outside
-                    and self._is_foreign(tensor)
-                ):
-                    tensors[id(tensor)] = tensor
-        if tensors:
-            self._move(list(tensors.values()), copy=True)
+        fresh = [tensor for tensor in tensors.values() if tensor.untyped_storage()._cdata not in outside]
+        self._move(fresh, copy=True)
 
 
 def _regions() -> list[HostRegion]:
@@ -138,10 +147,8 @@ def _live_modules() -> list[torch.nn.Module]:
 
 
 def _subclasses(base: type) -> set[type]:
-    found = {base}
-    for child in type.__subclasses__(base):
-        found |= _subclasses(child)
-    return found
+    children: list[type] = type.__subclasses__(base)
+    return {base}.union(*map(_subclasses, children))
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

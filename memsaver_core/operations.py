@@ -166,6 +166,7 @@ def status() -> Status:
             limit_bytes=now["pool_limit_bytes"],
             file_bytes=now["file_bytes"],
             prepared=now["prepared"],
+            target_bytes=now["pool_target_bytes"],
         ),
         progress=Progress(
             operation=now["operation"],

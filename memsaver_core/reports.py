@@ -159,6 +159,7 @@ class HostBackupStatus:
     Attributes:
         bytes: content held now, in memory and in files.
         capacity_bytes: pinned memory that the pool has ready.
+        target_bytes: pinned memory that the growth under way leads to; ``capacity_bytes`` where none is.
         limit_bytes: the bound on that memory.
         file_bytes: content held in files.
         prepared: True once the pool is as large as a release of everything needs.
@@ -169,6 +170,7 @@ class HostBackupStatus:
     limit_bytes: int
     file_bytes: int = 0
     prepared: bool = True
+    target_bytes: int = 0
 
 
 @dataclass(frozen=True)

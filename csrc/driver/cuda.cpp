@@ -108,7 +108,9 @@ class CudaDriver final : public Driver {
     std::vector<cuda::AccessDescriptor> access;
     access.push_back({{cuda::kLocationDevice, at(index).ordinal}, cuda::kAccessReadWrite});
     for (const int peer : peers) {
-      if (peer != index) access.push_back({{cuda::kLocationDevice, at(peer).ordinal}, cuda::kAccessReadWrite});
+      int reachable = 0;
+      check("cuDeviceCanAccessPeer", api_->device_can_access_peer(&reachable, at(peer).ordinal, at(index).ordinal));
+      if (reachable != 0) access.push_back({{cuda::kLocationDevice, at(peer).ordinal}, cuda::kAccessReadWrite});
     }
     check("cuMemSetAccess", api_->mem_set_access(address, bytes, access.data(), access.size()));
   }

@@ -54,7 +54,7 @@ class Driver {
 
   // Puts a whole handle behind a reserved range. Readable only after allow_access.
   virtual void map(int device, Address address, std::size_t bytes, Handle handle) = 0;
-  // Lets `device` and `peers` read and write a mapped range.
+  // Lets `device`, and those of `peers` that can reach its memory, read and write a mapped range.
   virtual void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) = 0;
   // The range of a whole handle. Nothing may be using it: synchronize first.
   virtual void unmap(int device, Address address, std::size_t bytes) = 0;

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import uvicorn
 
+import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
 from memsaver_server.engines.port import Engine
@@ -75,7 +76,8 @@ def attach(
 ) -> Attachment:
     """Serve ``engine`` from a thread of this process, and return once requests are answered.
 
-    Nothing of the process is changed but that: no signal handler is installed, no logging set up.
+    Nothing of the process is changed but that: no signal handler is installed, no logging set up. Host memory for a
+    release of everything is pinned in the background, unless MEMSAVER_PREPARE_BACKUP is off.
 
     Args:
         host: the address to bind; anything but loopback needs a key.
@@ -109,6 +111,8 @@ def attach(
     if server.failure is not None:
         bound.close()
         raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
+    if ms.core_settings().prepare_backup:
+        ms.prepare_backup()  # the engine is loaded: the first release shall be as fast as the tenth
     return Attachment(server, bound, thread)
 
 

@@ -179,6 +179,7 @@ def test_memory_does_not_creep() -> None:
 
 
 def test_unchanged_content_is_not_copied() -> None:
+    """B1: what is copied and what is not, the content that comes back is right."""
     saver = make()
     address = saver.allocate(0, "t", "host", 200 * MIB)
     fill(address, 200 * MIB, 3)
@@ -406,7 +407,7 @@ def test_discarded_tags_go_last() -> None:
 
 
 def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
-    """A damaged backup file is an error that names tag and range, never wrong content."""
+    """B1 and B6: a damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
     saver = make(file_folder=str(tmp_path))
     address = saver.allocate(0, "t", "file", 2 * MIB)
     expected = fill(address, 2 * MIB, 1)
@@ -491,6 +492,33 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     thread.join()
     assert bytes(content(late, 4)) == b"\x05\x05\x05\x05"
     assert tag_status(saver, "t")["allocations"] == 2
+
+
+def test_thousand_cycles_are_flat() -> None:
+    """S4: nothing grows by the cycle, and every tenth is verified."""
+    saver = make()
+    blocks = [saver.allocate(0, "t", "host", 256 * 1024) for _ in range(8)]
+
+    def census() -> tuple[int, int, int, int]:
+        status = tag_status(saver, "t")
+        descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        return used(saver), saver.status()["pool_capacity_bytes"], status["chunks"], descriptors + threads
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+
+    steady = None
+    for cycle in range(1000):
+        expected = fill(blocks[cycle % 8], 256 * 1024, cycle)
+        release(saver)
+        resume(saver)
+        if cycle % 10 == 9:
+            assert content(blocks[cycle % 8], 256 * 1024) == expected
+        if cycle == 99:
+            steady, memory = census(), resident()
+    assert census() == steady
+    assert resident() - memory <= 8 * MIB
 
 
 def test_unknown_address_is_an_error() -> None:

@@ -1,0 +1,226 @@
+"""What HTTP costs: release and resume of an empty engine against the native calls, and a scrape while a copy runs.
+
+The engine is a process of its own and the client another one, on one kept-alive connection, as an orchestrator has it.
+Native calls and requests alternate in rounds, so that both see the same machine.
+
+    python benchmarks/overhead.py
+    python benchmarks/overhead.py --rounds 40 --copy 4GiB --out /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Pairs of release and resume in a round, and rounds that are not counted.
+PAIRS = 25
+WARM_UP_ROUNDS = 2
+
+
+def serve(copy_bytes: int) -> None:
+    """The engine's process: prints its address, then times native pairs for each line of standard input."""
+    import torch
+    from memsaver_server import attach
+    from memsaver_server.engines.gate import Gate
+
+    import memsaver_core as ms
+
+    kept = None
+    if copy_bytes:
+        with ms.region("weights"):
+            kept = torch.empty(copy_bytes // 4, dtype=torch.float32, device=ms.torch_device())
+        ms.prepare_backup(wait=True)
+    with attach(Gate("an engine without memory" if kept is None else "an engine with weights")) as server:
+        where = f"{ms.driver_name()}: {ms.read_devices()[0].name}"
+        print(json.dumps({"address": server.address, "device": where, "torch": torch.__version__}), flush=True)
+        for line in sys.stdin:
+            if line.strip() == "change":  # what is unchanged would not be copied
+                assert kept is not None
+                kept.uniform_()
+                print(json.dumps(True), flush=True)
+            else:
+                print(json.dumps([_native_pair(ms) for _ in range(PAIRS)]), flush=True)
+
+
+def _native_pair(ms: Any) -> float:
+    start = time.perf_counter()
+    ms.release()
+    ms.resume()
+    return time.perf_counter() - start
+
+
+class Engine:
+    """The client's end of an engine's process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        about = self.ask("")
+        self.device, self.torch = about["device"], about["torch"]
+        self.address: tuple[str, int] = tuple(about["address"])
+        self.http = self.connection()
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.address, timeout=120)
+
+    def ask(self, line: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if line:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        self.http.request(method, path, body)
+        answer = self.http.getresponse()
+        content = answer.read()
+        if answer.status not in (200, 202):
+            raise RuntimeError(f"{method} {path}: {answer.status} {content.decode()}")
+        return content
+
+
+@contextmanager
+def engine(copy_bytes: int = 0) -> Iterator[Engine]:
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(copy_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield Engine(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure_operations(rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Time pairs of release and resume, native and over HTTP, and the lightest of requests beside them."""
+    samples: dict[str, list[float]] = {"native pair": [], "HTTP pair": [], "/livez": [], "/metrics, idle": []}
+    with engine() as served:
+
+        def pair() -> None:
+            served.call("POST", "/release_memory_occupation", b"{}")
+            served.call("POST", "/resume_memory_occupation", b"{}")
+
+        for number in range(WARM_UP_ROUNDS + rounds):
+            taken = {
+                "native pair": served.ask("native"),
+                "HTTP pair": [seconds_of(pair) for _ in range(PAIRS)],
+                "/livez": [seconds_of(lambda: served.call("GET", "/livez")) for _ in range(PAIRS)],
+                "/metrics, idle": [seconds_of(lambda: served.call("GET", "/metrics")) for _ in range(PAIRS)],
+            }
+            if number >= WARM_UP_ROUNDS:
+                for name, values in taken.items():
+                    samples[name] += values
+        return samples, {"device": served.device, "torch": served.torch}
+
+
+def measure_scrapes(copy_bytes: int, copies: int) -> list[float]:
+    """Time scrapes, one after the other, while a release copies weights; only those that saw it at work count."""
+    samples = []
+    with engine(copy_bytes) as served:
+        for _ in range(copies):
+            served.ask("change")
+            location = json.loads(served.call("POST", "/release_memory_occupation", b'{"async": true}'))["location"]
+            while json.loads(served.call("GET", location))["status"] in ("queued", "running"):
+                start = time.perf_counter()
+                text = served.call("GET", "/metrics")
+                seconds = time.perf_counter() - start
+                if b'memsaver_state{state="releasing"} 1.0' in text:
+                    samples.append(seconds)
+            served.call("POST", "/resume_memory_occupation")
+    return samples
+
+
+def row(name: str, samples: list[float]) -> dict[str, Any]:
+    ordered = sorted(samples)
+    return {
+        "what": name,
+        "median_ms": statistics.median(ordered) * 1e3,
+        "p10_ms": ordered[len(ordered) // 10] * 1e3,
+        "p90_ms": ordered[len(ordered) * 9 // 10] * 1e3,
+        "min_ms": ordered[0] * 1e3,
+        "max_ms": ordered[-1] * 1e3,
+        "samples": len(ordered),
+    }
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    lines = [
+        f"# What HTTP costs: {result['device']}",
+        "",
+        f"{result['date']}, `{result['command']}`. {result['machine']}; Python {result['python']}, torch "
+        f"{result['torch']}. A pair is a release and a resume of an engine that holds no memory.",
+        "",
+        "| | median ms | 10 % | 90 % | min to max | n |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['what']} | {row['median_ms']:.2f} | {row['p10_ms']:.2f} | {row['p90_ms']:.2f} | "
+            f"{row['min_ms']:.2f} to {row['max_ms']:.2f} | {row['samples']} |"
+            for row in result["rows"]
+        ),
+        "",
+        f"**HTTP pair beyond the native pair: {result['overhead_ms']:.2f} ms** (difference of the medians).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    return f"{models[0] if models else platform.machine()}, {cores} cores, {memory:.0f} GiB"
+
+
+def main() -> None:
+    from memsaver_server.cli.units import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help=f"each of {PAIRS} pairs")
+    parser.add_argument("--copy", default="1GiB", help="bytes that a release copies while it is scraped")
+    parser.add_argument("--copies", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve)
+        return
+    samples, about = measure_operations(options.rounds)
+    samples["/metrics, while a release copies"] = measure_scrapes(parse_size(options.copy), options.copies)
+    rows = [row(name, values) for name, values in samples.items() if values]
+    medians = {row["what"]: row["median_ms"] for row in rows}
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "python": platform.python_version(),
+        **about,
+        "rows": rows,
+        "overhead_ms": medians["HTTP pair"] - medians["native pair"],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "overhead.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "overhead.md").write_text(to_markdown(result))
+    print(to_markdown(result))
+
+
+if __name__ == "__main__":
+    main()
