@@ -118,9 +118,14 @@ def memsaver(case: str, count: int, nbytes: int, repeats: int, rest: float) -> d
 
         post("release", tags=["workspace"])  # one round trip: connections, lazy imports
         if case == "discard":
-            for _ in range(repeats + 1):
-                measure("release", "release")
-                measure("resume", "resume")
+            clock = Clock(rest)
+            clock(ms.release), clock(ms.resume)  # the first pays for what is made once
+            for _ in range(repeats):
+                samples.setdefault("release", []).append(clock(ms.release))
+                samples.setdefault("resume", []).append(clock(ms.resume))
+            for _ in range(repeats):
+                measure("release, over HTTP", "release")
+                measure("resume, over HTTP", "resume")
         elif case == "host-first":
             measure("first release", "release")
             measure("resume", "resume")
@@ -148,12 +153,8 @@ def memsaver(case: str, count: int, nbytes: int, repeats: int, rest: float) -> d
             for _ in range(repeats):
                 measure("release, discarded", "release", restore={tag: "discard"})
                 measure("resume, after discarded", "resume")
-    for name in ("release", "resume"):
-        if case == "discard":
-            samples[name] = samples[name][1:]  # the first pays for what is made once
-    # The resume sample behind the first release only warmed the path up.
     if case == "host":
-        samples.pop("resume")
+        samples.pop("resume")  # the one behind the first release only warmed the path up
     return {"bytes": total, "samples": samples, "traffic": traffic, "last_answers": answers}
 
 
@@ -230,7 +231,7 @@ class Access(ctypes.Structure):
 
 
 def raw(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
-    """Driver calls alone, in handles of the sizes that memsaver uses; copies and digests of the whole size."""
+    """Driver calls alone, in handles of the sizes that memsaver uses and of 8 GiB; copies and digests."""
     import memsaver_core as ms
     from memsaver_core import _native, _process
 
@@ -243,37 +244,44 @@ def raw(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[s
 
     u64, size_t = ctypes.c_uint64, ctypes.c_size_t
     samples: Samples = {}
-    sizes, left = [], nbytes
-    step = 64 * MIB
+    ramp, left, step = [], nbytes, 64 * MIB
     while left:
-        sizes.append(min(step, left))
-        left -= sizes[-1]
+        ramp.append(min(step, left))
+        left -= ramp[-1]
         step = min(2 * step, GIB)
+    huge = [min(8 * GIB, nbytes - at) for at in range(0, nbytes, 8 * GIB)]
     base = u64()
     call("cuMemAddressReserve", ctypes.byref(base), size_t(nbytes), size_t(0), u64(0), u64(0))
     properties = Properties(1, 0, Location(1, 0))
+    properties.flags[1] = 1  # GPUDirect RDMA, as memsaver asks for
     access = Access(Location(1, 0), 3)
-    handles = [u64() for _ in sizes]
+    handles: list[Any] = []
 
-    def acquire() -> None:
+    def acquire(sizes: list[int]) -> None:
         at = base.value
-        for handle, size in zip(handles, sizes, strict=True):
+        for size in sizes:
+            handle = u64()
             call("cuMemCreate", ctypes.byref(handle), size_t(size), ctypes.byref(properties), u64(0))
             call("cuMemMap", u64(at), size_t(size), size_t(0), handle, u64(0))
             call("cuMemSetAccess", u64(at), size_t(size), ctypes.byref(access), size_t(1))
+            handles.append(handle)
             at += size
 
-    def give() -> None:
+    def give(sizes: list[int]) -> None:
         at = base.value
-        for handle, size in zip(handles, sizes, strict=True):
+        for size in sizes:
             call("cuMemUnmap", u64(at), size_t(size))
-            call("cuMemRelease", handle)
+            call("cuMemRelease", handles.pop(0))
             at += size
 
     clock = Clock(rest)
-    for _ in range(repeats):
-        samples.setdefault("driver calls, resume", []).append(clock(acquire))
-        samples.setdefault("driver calls, release", []).append(clock(give))
+    for name, sizes in (("", ramp), (" in handles of 8 GiB", huge)):
+        acquire(sizes), give(sizes)
+        for _ in range(repeats):
+            resume = clock(lambda sizes=sizes: acquire(sizes))
+            release = clock(lambda sizes=sizes: give(sizes))
+            samples.setdefault(f"driver calls, resume{name}", []).append(resume)
+            samples.setdefault(f"driver calls, release{name}", []).append(release)
 
     host = torch.empty(2 * GIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").random_(0, 256)
@@ -298,7 +306,7 @@ def raw(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[s
         whole = clock(lambda: saver.digest(0, data.data_ptr(), data.numel(), key))
         empty = clock(lambda: saver.digest(0, data.data_ptr(), 4096, key))
         samples.setdefault("digest, GB/s", []).append(data.numel() / 1e9 / (whole - empty))
-    return {"bytes": nbytes, "handles": len(sizes), "samples": samples}
+    return {"bytes": nbytes, "handles": len(ramp), "samples": samples}
 
 
 # Long runs

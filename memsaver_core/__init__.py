@@ -22,8 +22,10 @@ from memsaver_core.errors import (
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     UnknownTagError,
+    UnsupportedError,
 )
 from memsaver_core.graphs import GraphPool, graph
+from memsaver_core.hibernation import blockers as hibernation_blockers
 from memsaver_core.meter import read_devices
 from memsaver_core.operations import check_tags, prepare_backup, release, resume, status
 from memsaver_core.phases import PhaseLog
@@ -65,6 +67,7 @@ __all__ = [
     "TagReport",
     "TagStatus",
     "UnknownTagError",
+    "UnsupportedError",
     "adopt",
     "check_tags",
     "configure",
@@ -72,6 +75,7 @@ __all__ = [
     "driver_name",
     "enabled",
     "graph",
+    "hibernation_blockers",
     "prepare_backup",
     "read_devices",
     "region",

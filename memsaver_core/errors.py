@@ -100,5 +100,9 @@ class BackupError(MemsaverError):
         super().__init__(message)
 
 
+class UnsupportedError(MemsaverError):
+    """What was asked for cannot be done in this process as it is; the message says why. Nothing was changed."""
+
+
 class ForkedProcessError(MemsaverError):
     """The saver was used in a process forked after it had been initialized. Start such processes with ``spawn``."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from memsaver_core import _native, _process
-from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError
+from memsaver_core import _native, _process, hibernation
+from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.meter import read_devices
 from memsaver_core.phases import PhaseLog
 from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, parse_policy
@@ -50,6 +51,8 @@ def release(
     tags: Sequence[str] | None = None,
     *,
     restore: Mapping[str, PolicyLike] | None = None,
+    trim: bool | None = None,
+    hibernate: bool = False,
     log: PhaseLog | None = None,
 ) -> OperationReport:
     """Give the memory of ``tags`` back to the driver; content is kept as the policies say, addresses stay.
@@ -60,10 +63,15 @@ def release(
     Args:
         tags: which; None or empty for all.
         restore: another policy for this release, by tag.
+        trim: also give back what libraries keep for speed: cuBLAS workspaces (where no CUDA graph is alive that may use
+            them), the driver's cache for graphs, torch's cache of pinned host memory. By default where ``hibernate``.
+        hibernate: last of all, give back the CUDA context itself; every CUDA call of this process then waits for the
+            resume.
         log: a log to append the phases to; the report then covers all that it holds.
 
     Raises:
         UnknownTagError: before anything was done.
+        UnsupportedError: this process cannot be hibernated; before anything was done.
         OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
     """
@@ -74,6 +82,10 @@ def release(
         return _nothing("release")
     log = log or PhaseLog()
     saver = _process.saver()
+    if hibernation.is_hibernated():  # then all of this is done
+        return _report("release", names, {"tags": _tags_now(saver, names)}, log)
+    if hibernate and (reasons := hibernation.blockers()):
+        raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     with log.phase("synchronize"):
         saver.synchronize()
     with log.phase("pause") as details:
@@ -82,6 +94,9 @@ def release(
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
         _after_release(saver, [tag["tag"] for tag in result["tags"]])
+    if hibernate if trim is None else trim:
+        with log.phase("trim"):
+            _trim(saver)
     with log.phase("empty_cache"):
         _empty_cache(saver)
     with log.phase("ipc_collect"):
@@ -89,11 +104,16 @@ def release(
             torch.cuda.ipc_collect()
     with log.phase("settle"):
         _settle({reading.index: reading.used_bytes for reading in before}, _total(result, "released_bytes"))
+    if hibernate:
+        with log.phase("hibernate") as details:
+            details.update(hibernation.hibernate())
     return _report("release", names, result, log)
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
     """Bring back what is released under ``tags``, at the same addresses, content as owed. All or nothing.
+
+    A hibernated process wakes first, whatever the tags.
 
     Args:
         tags: which; None or empty for all. What is resident already is success.
@@ -111,6 +131,9 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         return _nothing("resume")
     log = log or PhaseLog()
     saver = _process.saver()
+    if hibernation.is_hibernated():
+        with log.phase("wake") as details:
+            details.update(hibernation.wake())
     with log.phase("restore") as details:
         try:
             result = saver.resume(names)
@@ -152,6 +175,7 @@ def status() -> Status:
             tags=(),
             host_backup=HostBackupStatus(0, 0, 0),
             progress=Progress("", 0, 0, 0, 0.0),
+            hibernated=False,
         )
     now = saver.status()
     return Status(
@@ -175,6 +199,7 @@ def status() -> Status:
             copied_bytes=now["copied_bytes"] if now["operation"] else 0,
             seconds=now["operation_seconds"],
         ),
+        hibernated=hibernation.is_hibernated(),
     )
 
 
@@ -194,6 +219,25 @@ def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str,
     from memsaver_core._cuda_region import dead_ranges
 
     return dead_ranges(saver)
+
+
+def _trim(saver: _native.Saver) -> None:
+    """Give back what libraries keep for speed and nothing needs while memory is released."""
+    saver.trim_graph_memory()
+    if not torch.cuda.is_initialized():
+        return
+    # A captured graph may use the workspace that its stream had at capture.
+    if not any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
+        torch._C._cuda_clearCublasWorkspaces()
+    torch._C._host_emptyCache()
+
+
+def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
+    return [
+        {"tag": tag["tag"], "restore": tag["restore"], "state": tag["state"], "bytes": tag["bytes"], "already": True}
+        for tag in saver.status()["tags"]
+        if not names or tag["tag"] in names
+    ]
 
 
 def _after_release(saver: _native.Saver, tags: list[str]) -> None:

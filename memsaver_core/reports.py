@@ -49,7 +49,8 @@ class PhaseReport:
     """One step of an operation.
 
     Attributes:
-        name: drain, synchronize, pause, empty_cache, ipc_collect, settle; restore, repair, reopen.
+        name: drain, synchronize, pause, trim, empty_cache, ipc_collect, settle, hibernate; wake, restore,
+            repair, reopen.
         seconds: how long it took.
         devices: the device-memory readings around it.
         details: what the phase has to say beyond that: seconds per kind of work (which overlap), bytes, GB/s.
@@ -201,6 +202,7 @@ class Status:
         driver: ``cuda``, ``host`` or ``none``.
         state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
         failure: why the state is ``failed``, else an empty string.
+        hibernated: the CUDA context is given back, too: CUDA calls of this process wait for the resume.
     """
 
     enabled: bool
@@ -210,3 +212,4 @@ class Status:
     tags: tuple[TagStatus, ...]
     host_backup: HostBackupStatus
     progress: Progress
+    hibernated: bool = False

@@ -5,12 +5,13 @@
 #include <vector>
 
 #include "support/digest.hpp"
+#include "support/sizes.hpp"
 
 namespace memsaver {
 
 // The unit of digest, backup and copy: a part of one allocation. A block ends with its allocation, so freeing an
 // allocation never leaves half a backup. 32 MiB is the smallest copy that runs at the link's full speed.
-inline constexpr std::size_t kBlockBytes = std::size_t{32} << 20;
+inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
 // A part of an allocation that holds content.
 struct Extent {

@@ -8,13 +8,14 @@
 
 #include "support/error.hpp"
 #include "support/log.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
 DigestQueue::DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
     : driver_(driver), device_(device), key_(key), stream_(stream) {
   constexpr std::size_t bytes = sizeof(Slot) * kSlots;
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  void* memory = sys::map_memory(bytes, MAP_POPULATE);
   if (memory == MAP_FAILED) {
     throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
         .with_bytes(bytes);

@@ -7,6 +7,7 @@
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
+#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -21,7 +22,7 @@ class DigestQueue {
  public:
   // One thread block digests 256 KiB: enough blocks to fill the device from a few dozen MiB on, few enough that the
   // table of items stays small (24 bytes each, read by the device from host memory).
-  static constexpr std::size_t kItemBytes = std::size_t{256} << 10;
+  static constexpr std::size_t kItemBytes = kSizeUnit / 4;
   static constexpr std::size_t kSlotItems = 8192;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
 

@@ -11,6 +11,7 @@
 
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -20,10 +21,13 @@ std::size_t to_pages(std::size_t bytes) { return (bytes + page_bytes() - 1) / pa
 
 Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
   const bool full = code == ENOSPC || code == EDQUOT;
+  const bool descriptors = code == EMFILE || code == ENFILE;
   return Error::from_driver(full ? ErrorKind::out_of_host_memory : ErrorKind::backup, call, strerrorname_np(code),
                             std::string(std::strerror(code)) + ", backup file in " + folder)
       .with_bytes(bytes)
-      .with_advice(full ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system" : "");
+      .with_advice(full          ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system"
+                   : descriptors ? "raise the limit of open files (ulimit -n) or close some, and repeat"
+                                 : "");
 }
 
 }  // namespace
@@ -37,14 +41,18 @@ FileStore::~FileStore() {
 void FileStore::open() {
   if (file_ >= 0) return;
   for (const int flags : {O_DIRECT, 0}) {
-    file_ = ::open(folder_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+    file_ = sys::open_unnamed(folder_.c_str(), flags);
     if (file_ >= 0) return;
   }
   // A file system without O_TMPFILE: make a file and take its name away.
   std::string path = folder_ + "/memsaver-XXXXXX";
-  file_ = mkostemp(path.data(), O_CLOEXEC);
+  file_ = sys::open_temporary(path.data(), O_CLOEXEC);
   if (file_ < 0) {
-    throw Error(ErrorKind::configuration, "no backup file can be made in " + folder_ + ": " + std::strerror(errno))
+    const int code = errno;
+    if (code == EMFILE || code == ENFILE || code == ENOSPC || code == EDQUOT) {
+      throw file_failure("open", code, folder_, 0);
+    }
+    throw Error(ErrorKind::configuration, "no backup file can be made in " + folder_ + ": " + std::strerror(code))
         .with_advice("set MEMSAVER_FILE_DIR to a folder that can be written");
   }
   unlink(path.c_str());
@@ -54,7 +62,7 @@ void FileStore::check(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   open();
   struct statvfs status{};
-  if (fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
+  if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
   const std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
   if (bytes > free) {
     throw Error(ErrorKind::out_of_host_memory, "the file system of " + folder_ + " has too little space for the backup")
@@ -77,7 +85,7 @@ FileRange FileStore::take(std::size_t bytes) {
 void FileStore::give(const FileRange& range) {
   if (range.bytes == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
+  (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
             static_cast<off_t>(range.bytes));
   free_.add(range.offset, range.bytes);
   used_ -= range.bytes;
@@ -89,7 +97,7 @@ void FileStore::write(const FileRange& range, const std::vector<HostRange>& memo
     std::size_t done = 0;
     while (done < part.bytes) {
       const ssize_t count =
-          pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
+          sys::pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
       if (count < 0 && errno == EINTR) continue;
       if (count <= 0) throw file_failure("pwrite", count < 0 ? errno : ENOSPC, folder_, range.bytes);
       done += static_cast<std::size_t>(count);
@@ -103,7 +111,7 @@ void FileStore::read(const FileRange& range, const std::vector<HostRange>& memor
   for (const auto& part : memory) {
     std::size_t done = 0;
     while (done < part.bytes) {
-      const ssize_t count = pread(file_, reinterpret_cast<char*>(part.address) + done, part.bytes - done, offset);
+      const ssize_t count = sys::pread(file_, reinterpret_cast<char*>(part.address) + done, part.bytes - done, offset);
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) throw file_failure("pread", errno, folder_, range.bytes);
       if (count == 0) {

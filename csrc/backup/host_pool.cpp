@@ -12,6 +12,8 @@
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
+#include "support/sizes.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -19,7 +21,7 @@ namespace {
 
 // One thread touches about 5 GB/s, so twelve keep ahead of a 55 GB/s link; small slices let the first copies start
 // soon.
-constexpr std::size_t kSliceBytes = std::size_t{64} << 20;
+constexpr std::size_t kSliceBytes = 64 * kSizeUnit;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kGrowers = 12;
 
@@ -69,8 +71,19 @@ void HostPool::start_growth(std::size_t bytes) {
   threads_.clear();
   const std::size_t slices = (target_ - capacity_ + kSliceBytes - 1) / kSliceBytes;
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
-  growers_ = std::min({kGrowers, cores, slices});
-  for (std::size_t i = 0; i < growers_; ++i) threads_.emplace_back([this] { grow(); });
+  const std::size_t wanted = std::min({kGrowers, cores, slices});
+  for (; growers_ < wanted; ++growers_) {
+    auto thread = sys::start_thread([this] { grow(); });
+    if (!thread) break;
+    threads_.push_back(std::move(*thread));
+  }
+  if (growers_ == 0) {
+    target_ = capacity_;
+    growth_failure_ = std::make_exception_ptr(
+        Error::from_driver(ErrorKind::out_of_host_memory, "thread", "EAGAIN", "no thread can be started to pin memory")
+            .with_bytes(bytes)
+            .with_advice("raise the limit of processes and threads (ulimit -u, pids.max), and repeat"));
+  }
 }
 
 void HostPool::wait_for_growth() {
@@ -118,7 +131,7 @@ void HostPool::grow() {
     }
     changed_.notify_all();
   }
-  --growers_;
+  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // what is not there is not promised
   changed_.notify_all();
 }
 
@@ -151,7 +164,7 @@ bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
 }
 
 HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory = sys::map_memory(bytes, 0);
   if (memory == MAP_FAILED) {
     throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
         .with_bytes(bytes);
@@ -173,6 +186,8 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
 std::vector<HostRange> HostPool::take(std::size_t bytes) {
   bytes = round_up(bytes, page_bytes());
   std::unique_lock<std::mutex> lock(mutex_);
+  // What stopped a growth that nobody waited for may be over: try again.
+  if (growers_ == 0 && !registering_) growth_failure_ = nullptr;
   while (capacity_ - used_ < bytes) {
     if (register_one(lock)) continue;
     if (!growth_failure_ && (growers_ > 0 || registering_)) {

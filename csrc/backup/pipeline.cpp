@@ -8,6 +8,8 @@
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
+#include "support/sizes.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -15,8 +17,8 @@ namespace {
 
 // Windows are what is digested and decided at once. They grow, so that the first memory is given back soon (64 MiB
 // cross a 55 GB/s link in 1.2 ms) and later ones keep every multiprocessor busy.
-constexpr std::size_t kFirstWindow = std::size_t{64} << 20;
-constexpr std::size_t kLargestWindow = std::size_t{1} << 30;
+constexpr std::size_t kFirstWindow = 64 * kSizeUnit;
+constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
 constexpr std::size_t kFileTransfers = 8;
 constexpr std::size_t kSampleEvery = 16;
 
@@ -246,13 +248,13 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
       try {
         copy(true, content.base, content.live, transfer.bounce);
         const Event copied = driver_.record(device_, copies_);
-        transfer.done = std::async(std::launch::async, [this, copied, range = block.file, memory = transfer.bounce] {
-                          const AtExit recycle([&] { driver_.recycle(device_, copied); });
-                          driver_.wait(device_, copied);
-                          files_.write(range, memory);
-                        }).share();
+        transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
+          const AtExit recycle([&] { driver_.recycle(device_, copied); });
+          driver_.wait(device_, copied);
+          files_.write(range, memory);
+        });
       } catch (...) {
-        driver_.synchronize(device_);
+        quiesce();
         pool_.give(transfer.bounce);
         throw;
       }
@@ -330,9 +332,8 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       if (block.kept != Kept::file) continue;
       FileTransfer transfer;
       transfer.bounce = pool_.take(block.file.bytes);
-      transfer.done = std::async(std::launch::async, [this, range = block.file, memory = transfer.bounce] {
-                        files_.read(range, memory);
-                      }).share();
+      transfer.done =
+          sys::run_beside([this, range = block.file, memory = transfer.bounce] { files_.read(range, memory); });
       transfers_.push_back(std::move(transfer));
     }
   };
@@ -399,7 +400,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
           copy(false, content.base, block.extents, transfer.bounce);
           landing.emplace_back(driver_.record(device_, copies_), transfer.bounce);
         } catch (...) {
-          driver_.synchronize(device_);
+          quiesce();
           pool_.give(transfer.bounce);
           throw;
         }
@@ -442,7 +443,12 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
         const Stopwatch watch(seconds_.driver);
         acquire(i);
       }
-      if (chunks[i].zero) driver_.fill_zero(device_, chunks[i].address, chunks[i].bytes, kernels_);
+      if (chunks[i].zero) {
+        // Content that lies in a range owed zeros (kept by an earlier release) has to be written after them.
+        const bool under_content =
+            next_block < blocks.size() && blocks[next_block].begin() < chunks[i].address + chunks[i].bytes;
+        driver_.fill_zero(device_, chunks[i].address, chunks[i].bytes, under_content ? copies_ : kernels_);
+      }
       // Chunks under content come first and in address order: all below the next of them is mapped.
       const bool more_below =
           i + 1 < chunks.size() && next_block < blocks.size() && chunks[i + 1].address > chunks[i].address;
@@ -506,9 +512,9 @@ void Pipeline::limit_transfers(std::size_t count) {
 
 // Nothing of ours runs on the device or in a thread after this, whatever happened before.
 void Pipeline::settle() noexcept {
+  limit_transfers(0);
+  if (digests_) digests_->abandon();
   try {
-    limit_transfers(0);
-    if (digests_) digests_->abandon();
     for (const Stream stream : {copies_, kernels_}) {
       const Event end = driver_.record(device_, stream);
       const AtExit recycle([&] { driver_.recycle(device_, end); });
@@ -516,6 +522,17 @@ void Pipeline::settle() noexcept {
     }
   } catch (const std::exception& error) {
     warn(std::string("while waiting for copies to end: ") + error.what());
+    quiesce();
+  }
+}
+
+// Waits for the whole device, where its streams cannot be waited for one by one. A device that cannot be synchronized
+// either has lost its context and runs nothing any more.
+void Pipeline::quiesce() noexcept {
+  try {
+    driver_.synchronize(device_);
+  } catch (const std::exception& error) {
+    warn(std::string("while waiting for the device: ") + error.what());
   }
 }
 

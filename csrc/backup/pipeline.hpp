@@ -87,6 +87,7 @@ class Pipeline {
   bool ready(Pending& pending);
   void limit_transfers(std::size_t count);
   void settle() noexcept;
+  void quiesce() noexcept;
   void release_memory(Block& block);
 
   Driver& driver_;

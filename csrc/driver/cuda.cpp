@@ -1,5 +1,7 @@
 #include "driver/cuda.hpp"
 
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <mutex>
 
@@ -122,6 +124,10 @@ class CudaDriver final : public Driver {
   void synchronize(int index) override {
     const InContext in(*this, index);
     check("cuCtxSynchronize", api_->context_synchronize());
+  }
+
+  void trim_graph_memory(int index) override {
+    check("cuDeviceGraphMemTrim", api_->device_graph_mem_trim(at(index).ordinal));
   }
 
   Stream create_stream(int index) override {
@@ -327,6 +333,11 @@ class CudaDriver final : public Driver {
 }  // namespace
 
 bool cuda_available(std::string* why) noexcept { return cuda::api(why) != nullptr; }
+
+bool cuda_can_checkpoint() noexcept {
+  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  return library != nullptr && dlsym(library, "cuCheckpointProcessCheckpoint") != nullptr;
+}
 
 std::unique_ptr<Driver> open_cuda_driver() { return std::make_unique<CudaDriver>(); }
 

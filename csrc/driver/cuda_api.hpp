@@ -82,6 +82,7 @@ inline constexpr int kAttributeHostNumaId = 134;
   X(device_get_uuid, "cuDeviceGetUuid", 11040, (Uuid*, Device))                                                    \
   X(device_get_attribute, "cuDeviceGetAttribute", 2000, (int*, int, Device))                                       \
   X(device_total_mem, "cuDeviceTotalMem", 3020, (std::size_t*, Device))                                            \
+  X(device_graph_mem_trim, "cuDeviceGraphMemTrim", 11040, (Device))                                                \
   X(device_can_access_peer, "cuDeviceCanAccessPeer", 4000, (int*, Device, Device))                                 \
   X(primary_context_retain, "cuDevicePrimaryCtxRetain", 7000, (Context*, Device))                                  \
   X(context_push, "cuCtxPushCurrent", 4000, (Context))                                                             \

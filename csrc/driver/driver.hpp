@@ -62,6 +62,9 @@ class Driver {
   // Waits for all work of this process on the device.
   virtual void synchronize(int device) = 0;
 
+  // Gives back what the driver caches for allocations inside of CUDA graphs and no graph uses now.
+  virtual void trim_graph_memory(int device) = 0;
+
   [[nodiscard]] virtual Stream create_stream(int device) = 0;
   virtual void destroy_stream(int device, Stream stream) = 0;
   // Copies are asynchronous; the host range must lie within one registered range to run at the link's speed.
@@ -92,5 +95,8 @@ class Driver {
 
 // Whether libcuda is here and finds a device; where not, `why` says what is missing.
 [[nodiscard]] bool cuda_available(std::string* why) noexcept;
+
+// Whether the NVIDIA driver can checkpoint processes.
+[[nodiscard]] bool cuda_can_checkpoint() noexcept;
 
 }  // namespace memsaver

@@ -95,6 +95,10 @@ void FaultyDriver::synchronize(int device) {
   enter("synchronize");
   driver_->synchronize(device);
 }
+void FaultyDriver::trim_graph_memory(int device) {
+  enter("trim_graph_memory");
+  driver_->trim_graph_memory(device);
+}
 Stream FaultyDriver::create_stream(int device) {
   enter("create_stream");
   return driver_->create_stream(device);

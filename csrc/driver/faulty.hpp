@@ -38,6 +38,7 @@ class FaultyDriver final : public Driver {
   void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) override;
   void unmap(int device, Address address, std::size_t bytes) override;
   void synchronize(int device) override;
+  void trim_graph_memory(int device) override;
   Stream create_stream(int device) override;
   void destroy_stream(int device, Stream stream) override;
   void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override;

@@ -289,6 +289,12 @@ PYBIND11_MODULE(_native, module) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "synchronize", [](PySaver& saver) { saver->synchronize(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "trim_graph_memory",
+          [](PySaver& saver) {
+            for (const int device : saver->devices()) saver->driver().trim_graph_memory(device);
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("known_tags", [](PySaver& saver) { return saver->known_tags(); })
       .def("devices", [](PySaver& saver) { return saver->devices(); })
       .def(
@@ -380,6 +386,7 @@ PYBIND11_MODULE(_native, module) {
         return cuda_available(&why) ? std::string() : why;
       },
       "Why CUDA cannot be used here; an empty string where it can.");
+  module.def("can_checkpoint", &cuda_can_checkpoint);
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, py::arg("path"));
   module.def("available_memory_bytes", &available_memory_bytes);
   module.def(

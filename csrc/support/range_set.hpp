@@ -25,6 +25,8 @@ class RangeSet {
   [[nodiscard]] std::optional<Range> take_from_largest(std::size_t bytes);
 
   [[nodiscard]] bool contains(std::uintptr_t begin, std::size_t bytes) const;
+  // Whether any of [begin, begin + bytes) is in the set.
+  [[nodiscard]] bool overlaps(std::uintptr_t begin, std::size_t bytes) const;
   [[nodiscard]] std::size_t total_bytes() const noexcept { return total_; }
   [[nodiscard]] const std::map<std::uintptr_t, std::size_t>& ranges() const noexcept { return ranges_; }
 

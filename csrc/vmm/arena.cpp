@@ -1,9 +1,13 @@
 #include "vmm/arena.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <iterator>
 #include <tuple>
 #include <utility>
+
+#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -19,6 +23,10 @@ const char* name_of(Restore restore) noexcept {
       return "file";
   }
   return "";
+}
+
+namespace {
+constexpr std::size_t kPage = 4096;  // no driver maps less at once
 }
 
 bool Arena::owns(Address address) const {
@@ -76,6 +84,7 @@ bool Arena::needed(const Chunk& chunk) const {
 std::vector<Chunk> Arena::remove_allocation(Address address) {
   const auto found = allocations_.find(address);
   const Address end = address + found->second.bytes;
+  settle_debts(address, found->second.bytes);
   allocations_.erase(found);
   live_ -= end - address;
 
@@ -105,10 +114,25 @@ std::vector<Chunk> Arena::remove_allocation(Address address) {
   return unneeded;
 }
 
-void Arena::drop_chunk(Address address) {
+void Arena::add_chunk(const Chunk& chunk) {
+  chunks_.emplace(chunk.address, chunk);
+  settle_debts(chunk.address, chunk.bytes);
+}
+
+void Arena::settle_debts(Address address, std::size_t bytes) {
+  for (auto& [restore, ranges] : owed_) ranges.remove(address, bytes);
+}
+
+bool Arena::owes(Restore restore, Address address, std::size_t bytes) const {
+  const auto ranges = owed_.find(restore);
+  return ranges != owed_.end() && ranges->second.overlaps(address, bytes);
+}
+
+void Arena::drop_chunk(Address address, Restore restore) {
   const auto found = chunks_.find(address);
   const Chunk chunk = found->second;
   chunks_.erase(found);
+  owed_[restore].add(chunk.address, chunk.bytes);
   std::vector<RangeSet::Range> holes;
   for (auto range = mapped_.ranges().lower_bound(chunk.address);
        range != mapped_.ranges().end() && range->first < chunk.address + chunk.bytes; ++range) {
@@ -122,6 +146,7 @@ void Arena::drop_chunk(Address address) {
   for (const auto& hole : holes) {
     mapped_.remove(hole.begin, hole.bytes);
     unmapped_.add(hole.begin, hole.bytes);
+    settle_debts(hole.begin, hole.bytes);
   }
 }
 
@@ -166,6 +191,81 @@ bool Arena::is_mapped(Address address, std::size_t bytes) const {
   return at >= address + bytes;
 }
 
+std::vector<std::string> Arena::audit() const {
+  std::vector<std::string> problems;
+  const auto problem = [&](const char* what, Address address, std::size_t bytes) {
+    char text[160];
+    std::snprintf(text, sizeof text, "tag '%s', %s: %s [0x%zx, +%zu]", key_.tag.c_str(), name_of(key_.restore), what,
+                  static_cast<std::size_t>(address), bytes);
+    problems.emplace_back(text);
+  };
+  // Live and free ranges tile the spans.
+  std::map<Address, std::size_t> tiles;
+  std::size_t live = 0;
+  for (const auto& [address, allocation] : allocations_) {
+    tiles.emplace(address, allocation.bytes);
+    live += allocation.bytes;
+  }
+  for (const RangeSet* set : {&mapped_, &unmapped_}) {
+    for (const auto& [address, bytes] : set->ranges()) {
+      if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
+    }
+  }
+  if (live != live_) problem("live bytes are miscounted", live_, live);
+  auto tile = tiles.begin();
+  for (const auto& [address, bytes] : spans_) {
+    Address at = address;
+    while (tile != tiles.end() && tile->first == at && at < address + bytes) {
+      at += tile->second;
+      ++tile;
+    }
+    if (at != address + bytes) problem("a span is not tiled by what is live and what is free", at, 0);
+  }
+  if (tile != tiles.end()) problem("a range is outside all spans", tile->first, tile->second);
+  // Chunks lie in spans, apart from each other; free ranges have memory exactly where they say so.
+  Address end = 0;
+  for (const auto& [address, chunk] : chunks_) {
+    if (address != chunk.address || address < end) problem("chunks overlap", address, chunk.bytes);
+    if (!owns(address) || !owns(address + chunk.bytes - 1)) problem("a chunk is outside", address, chunk.bytes);
+    end = address + chunk.bytes;
+    if (unmapped_.overlaps(address, chunk.bytes)) problem("a free range has memory unknown to it", address, chunk.bytes);
+    for (const auto& [restore, ranges] : owed_) {
+      if (ranges.overlaps(address, chunk.bytes)) problem("content is owed where memory is", address, chunk.bytes);
+    }
+  }
+  for (const auto& [address, bytes] : mapped_.ranges()) {
+    if (!is_mapped(address, bytes)) problem("a free range lacks its memory", address, bytes);
+  }
+  // Each live range without memory is owed what one policy says, and content that is owed is kept.
+  for (const auto& run : released_runs()) {
+    std::size_t owed = 0;
+    for (Address at = run.begin; at < run.begin + run.bytes; at += kPage) {
+      for (const auto& [restore, ranges] : owed_) owed += ranges.contains(at, kPage) ? kPage : 0;
+    }
+    if (owed != run.bytes) problem("a released range is not owed what one policy says", run.begin, run.bytes);
+  }
+  for (const auto& [address, allocation] : allocations_) {
+    if (allocation.in_operation || allocation.dying) problem("an operation never ended", address, allocation.bytes);
+    const auto kept_at = [&](Address at) {
+      for (const auto& block : allocation.blocks) {
+        if (at >= address + block.offset && at < address + block.offset + block.bytes) return block.kept;
+      }
+      return Kept::nothing;
+    };
+    for (Address at = address; at < address + allocation.bytes; at += kPage) {
+      const bool content = owes(Restore::host, at, kPage) || owes(Restore::file, at, kPage);
+      if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
+    }
+    for (const auto& block : allocation.blocks) {
+      std::size_t host = 0;
+      for (const auto& range : block.host) host += range.bytes;
+      const std::size_t room = block.kept == Kept::host ? host : block.kept == Kept::file ? block.file.bytes : SIZE_MAX;
+      if (room < block.content_bytes()) problem("a block keeps less than its content", address + block.offset, room);
+    }
+  }
+  return problems;
+}
+
 std::size_t Arena::mapped_bytes() const {
   std::size_t sum = 0;
   for (const auto& [address, chunk] : chunks_) sum += chunk.bytes;
@@ -173,8 +273,8 @@ std::size_t Arena::mapped_bytes() const {
 }
 
 std::vector<std::size_t> chunk_sizes(std::size_t bytes) {
-  constexpr std::size_t first = std::size_t{64} << 20;
-  constexpr std::size_t largest = std::size_t{1} << 30;
+  constexpr std::size_t first = 64 * kSizeUnit;
+  constexpr std::size_t largest = 1024 * kSizeUnit;
   std::vector<std::size_t> sizes;
   for (std::size_t size = first; bytes > 0; size = std::min(2 * size, largest)) {
     sizes.push_back(std::min(size, bytes));

@@ -55,7 +55,7 @@ class Arena {
     bool mapped;  // memory is behind it already
   };
 
-  explicit Arena(Key key) : released_as(key.restore), key_(std::move(key)) {}
+  explicit Arena(Key key) : key_(std::move(key)) {}
 
   [[nodiscard]] const Key& key() const { return key_; }
   [[nodiscard]] bool owns(Address address) const;
@@ -72,9 +72,9 @@ class Arena {
   // unmap them, then reclaim() each (or put it back by keep_chunk). Host and file space of its blocks is the caller's.
   std::vector<Chunk> remove_allocation(Address address);
 
-  void add_chunk(const Chunk& chunk) { chunks_.emplace(chunk.address, chunk); }
-  // A chunk lost its memory: free ranges inside it have none any more.
-  void drop_chunk(Address address);
+  void add_chunk(const Chunk& chunk);
+  // A chunk lost its memory: free ranges inside it have none any more, and live ones are owed what `restore` says.
+  void drop_chunk(Address address, Restore restore);
   // A chunk that no live allocation needs stays mapped after all; its range is free, with memory.
   void keep_chunk(const Chunk& chunk);
 
@@ -84,6 +84,8 @@ class Arena {
 
   // The longest runs of live addresses without memory, in address order.
   [[nodiscard]] std::vector<RangeSet::Range> released_runs() const;
+  // Whether some of the range was released under `restore` and has had no memory since.
+  [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
   [[nodiscard]] std::size_t mapped_bytes() const;
@@ -99,11 +101,15 @@ class Arena {
   // Whether a free of the allocation has to wait, and then shall.
   [[nodiscard]] bool defer_free(Address address);
 
-  // The policy under which it was last released: what a resume owes.
-  Restore released_as;
+  // What is wrong with this account, in words; empty where every address is in exactly one place, and every live one
+  // either has memory or is owed what one policy says. Only while nothing else uses the arena.
+  [[nodiscard]] std::vector<std::string> audit() const;
+  // The spans of addresses that it was given.
+  [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_; }
 
  private:
   [[nodiscard]] bool needed(const Chunk& chunk) const;
+  void settle_debts(Address address, std::size_t bytes);
 
   const Key key_;
   bool busy_ = false;
@@ -111,6 +117,7 @@ class Arena {
   std::map<Address, std::size_t> spans_;
   RangeSet mapped_;
   RangeSet unmapped_;
+  std::map<Restore, RangeSet> owed_;  // by the policy under which it was released; may hold free addresses too
   std::map<Address, Allocation> allocations_;
   std::map<Address, Chunk> chunks_;
   std::size_t live_ = 0;

@@ -9,6 +9,8 @@
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
+#include "support/sizes.hpp"
+#include "support/system.hpp"
 #include "support/transaction.hpp"
 
 namespace memsaver {
@@ -17,8 +19,8 @@ namespace {
 
 // A dead range smaller than this is copied along with its neighbours: copying 64 KiB takes about a microsecond, a
 // further copy several.
-constexpr std::size_t kSmallestGap = std::size_t{64} << 10;
-constexpr std::size_t kFirstMemory = std::size_t{64} << 20;
+constexpr std::size_t kSmallestGap = kSizeUnit / 16;
+constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -106,6 +108,14 @@ Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
       files_(settings_.file_folder) {}
 
 Saver::~Saver() {
+  if (getpid() != process_) {
+    // A forked child shares the device memory of its parent and has none of its threads: it must end nothing.
+    for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
+    for (auto& [node, pool] : pools_) (void)pool.release();
+    (void)driver_.release();
+    if (retainer_.joinable()) retainer_.detach();
+    return;
+  }
   if (retainer_.joinable()) retainer_.join();
   pipelines_.clear();  // they use the pools and the files
   for (auto& [key, arena] : arenas_) {
@@ -117,6 +127,16 @@ Saver::~Saver() {
         warn(std::string("while giving everything back: ") + error.what());
       }
     }
+  }
+  try {
+    release_orphans();
+    for (auto& [key, arena] : arenas_) {
+      for (const auto& [address, bytes] : arena->spans()) {
+        driver_->unreserve(key.device, address, bytes + guard_bytes(key.device));
+      }
+    }
+  } catch (const std::exception& error) {
+    warn(std::string("while giving addresses back: ") + error.what());
   }
 }
 
@@ -156,11 +176,9 @@ bool Saver::selected(const Tags& tags, const std::string& tag) const {
 
 // Only with mutex_ held.
 Arena& Saver::arena_for(const Arena::Key& key) {
+  if (infos_.find(key.device) == infos_.end()) infos_.emplace(key.device, driver_->device_info(key.device));
   auto& arena = arenas_[key];
-  if (!arena) {
-    if (infos_.find(key.device) == infos_.end()) infos_.emplace(key.device, driver_->device_info(key.device));
-    arena = std::make_unique<Arena>(key);
-  }
+  if (!arena) arena = std::make_unique<Arena>(key);
   return *arena;
 }
 
@@ -181,14 +199,17 @@ std::vector<int> Saver::peers_of(int device) {
   return peers;
 }
 
-// Memory behind a range, readable. Each step's undo is on the transaction.
-Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction) {
+// Memory behind a range, readable. The undo is on the transaction; where an undone range stays mapped because the driver
+// refuses, `reclaiming` gets it later.
+Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction,
+                     Arena* reclaiming) {
   const int device = key.device;
   try {
     const Handle handle = driver_->create(device, bytes);
-    transaction.on_rollback([this, device, handle, bytes] { give_back_handle(device, handle, bytes); });
+    const auto mapped = std::make_shared<bool>(false);
+    transaction.on_rollback([=] { give_back_handle({device, handle, bytes, *mapped ? address : 0, reclaiming}); });
     driver_->map(device, address, bytes, handle);
-    transaction.on_rollback([this, device, address, bytes] { driver_->unmap(device, address, bytes); });
+    *mapped = true;
     driver_->allow_access(device, address, bytes, peers_of(device));
     return {address, bytes, handle};
   } catch (Error& error) {
@@ -196,14 +217,25 @@ Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, 
   }
 }
 
-// Keeps a handle that the driver does not take back, to try again at the next operation.
-void Saver::give_back_handle(int device, Handle handle, std::size_t bytes) noexcept {
+// Unmaps a handle that is mapped and gives it back; whether that went well. What the driver refuses is kept, to try
+// again at the next operation.
+bool Saver::give_back_handle(const Orphan& orphan) noexcept {
+  Orphan rest = orphan;
   try {
-    driver_->release(device, handle, bytes);
-  } catch (const std::exception& error) {
+    if (rest.address != 0) driver_->unmap(rest.device, rest.address, rest.bytes);
+    const Address unmapped = std::exchange(rest.address, 0);
+    if (Arena* const arena = std::exchange(rest.arena, nullptr)) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      arena->reclaim(unmapped, rest.bytes);
+    }
+    driver_->release(rest.device, rest.handle, rest.bytes);
+    return true;
+  } catch (const Error& error) {
+    note_failure(error);
     warn(std::string("memory was not taken back, the next operation tries again: ") + error.what());
     const std::lock_guard<std::mutex> lock(mutex_);
-    orphans_.push_back({device, handle, bytes});
+    orphans_.push_back(rest);
+    return false;
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -138,6 +139,10 @@ class Saver {
   // Devices on which memory was ever allocated.
   [[nodiscard]] std::vector<int> devices() const;
   [[nodiscard]] bool owns(Address address) const;
+  // What is wrong with the saver's own account, in words: empty where every invariant of Arena holds, what the pools and
+  // the file handed out is what blocks own, and each device has given out what chunks and orphans hold (`others`: what
+  // other processes hold of it). For tests, and only while no other call is under way.
+  [[nodiscard]] std::vector<std::string> audit(const std::map<int, std::size_t>& others);
   [[nodiscard]] Driver& driver() { return *driver_; }
 
   // The process is ending: from now on free() leaves everything to the driver and the kernel.
@@ -149,6 +154,8 @@ class Saver {
     int device;
     Handle handle;
     std::size_t bytes;
+    Address address;  // where it is still mapped, else 0
+    Arena* arena;     // gets the range back once nothing is mapped there, where not null
   };
 
   void check_process() const;
@@ -161,13 +168,15 @@ class Saver {
   Arena* arena_of(Address address);
   [[nodiscard]] bool selected(const Tags& tags, const std::string& tag) const;
   std::vector<int> peers_of(int device);
-  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction);
-  void give_back_handle(int device, Handle handle, std::size_t bytes) noexcept;
-  void drop(Arena& arena, const Chunk& chunk);
+  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction,
+                Arena* reclaiming);
+  bool give_back_handle(const Orphan& orphan) noexcept;
+  void drop(Arena& arena, const Chunk& chunk, Restore restore);
   void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);
   void give_backup_back(Block& block, int device);
   void end_operation(const std::vector<Arena*>& arenas);
   void release_orphans();
+  std::size_t guard_bytes(int device) const { return infos_.at(device).granularity; }
   void retain();
 
   HostPool& pool_of(int device);
@@ -185,6 +194,7 @@ class Saver {
 
   std::mutex operation_mutex_;  // one release or resume at a time; taken before mutex_
   std::thread retainer_;
+  std::atomic<bool> retainer_waits_{false};
   std::map<int, std::unique_ptr<Pipeline>> pipelines_;  // by device; of the operation
 
   mutable std::mutex mutex_;  // guards all below; never held across a wait for a device, a copy or a file
@@ -192,10 +202,10 @@ class Saver {
   std::map<int, DeviceInfo> infos_;
   std::map<int, std::unique_ptr<HostPool>> pools_;  // by NUMA node
   FileStore files_;
-  std::vector<Orphan> orphans_;  // handles that are unmapped, but that the driver did not take back
+  std::vector<Orphan> orphans_;  // handles that the driver did not unmap or take back
   std::string failure_;
   bool releasing_ = false;  // what a busy arena is busy with
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};
 };
 
 }  // namespace memsaver

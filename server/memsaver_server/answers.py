@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import memsaver_core as ms
-from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport, Status
+from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport, TagStatus
 from memsaver_server.occupation import Occupation
 from memsaver_server.operations import Operation
 from memsaver_server.problems import problem_of
+from memsaver_server.readings import Reading
+from memsaver_server.sources import sources
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
@@ -88,7 +89,8 @@ def progress(operation: Operation) -> dict[str, Any] | None:
     }
 
 
-def occupation_answer(occupation: Occupation, engine: str, readings: Sequence[DeviceMemory]) -> dict[str, Any]:
+def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> dict[str, Any]:
+    """Return what the process holds now; of the devices, what ``reading`` says."""
     status = ms.status()
     reason = occupation.closed_because()
     running = occupation.operations.running
@@ -99,8 +101,8 @@ def occupation_answer(occupation: Occupation, engine: str, readings: Sequence[De
         "engine": engine,
         "admission": {"open": not reason, "reason": reason},
         "operation_id": running.id if running else None,
-        "tags": [asdict(tag) for tag in status.tags],
-        "devices": [_occupied(device, status if len(readings) == 1 else None) for device in readings],
+        "tags": [_tag_status(tag) for tag in status.tags],
+        "devices": [_occupied(device, reading) for device in reading.devices],
         "host_backup": asdict(status.host_backup),
     }
 
@@ -155,23 +157,15 @@ def _metered(device: DeviceDelta) -> dict[str, Any]:
     }
 
 
-def _occupied(device: DeviceMemory, status: Status | None) -> dict[str, Any]:
+def _tag_status(tag: TagStatus) -> dict[str, Any]:
+    answer = asdict(tag)
+    del answer["mapped_by_device"]  # each device's sources say it
+    return answer
+
+
+def _occupied(device: DeviceMemory, reading: Reading) -> dict[str, Any]:
     return {
         **asdict(device),
         "free_bytes": device.total_bytes - device.used_bytes,
-        "sources": [] if status is None else _sources(device, status),
+        "sources": [asdict(source) for source in sources(device, reading)],
     }
-
-
-def _sources(device: DeviceMemory, status: Status) -> list[dict[str, Any]]:
-    """Split what is used into what the tags hold, the rest of this process, and everybody else."""
-    held = {tag.tag: tag.resident_bytes for tag in status.tags}
-    held["retained"] = sum(tag.retained_bytes for tag in status.tags)
-    ours = sum(held.values())
-    # On the host driver a process's bytes are all its resident pages: the rest of them is not the device's.
-    if status.driver == "cuda" and device.process_bytes is not None:
-        held["context and caches"] = max(0, device.process_bytes - ours)
-        ours = device.process_bytes
-    if status.driver == "host" or device.process_bytes is not None:
-        held["other processes"] = max(0, device.used_bytes - ours)
-    return [{"name": name, "bytes": size} for name, size in held.items()]

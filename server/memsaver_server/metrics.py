@@ -131,7 +131,7 @@ class Metrics(Collector):
         backups.add_metric(["limit"], backup.limit_bytes)
         used = GaugeMetricFamily("memsaver_device_used_bytes", "Device memory in use by everybody.", labels=["device"])
         total = GaugeMetricFamily("memsaver_device_total_bytes", "Memory of the device.", labels=["device"])
-        for device in self._readings.latest():
+        for device in self._readings.latest().devices:
             used.add_metric([str(device.index)], device.used_bytes)
             total.add_metric([str(device.index)], device.total_bytes)
         yield from (tags, backups, used, total)

@@ -208,14 +208,15 @@ class OperationsAnswer(BaseModel):
 
 
 class SourceAnswer(BaseModel):
-    """Who holds how much of a device."""
+    """Who holds how much of a device. ``kind`` says what the name is: a tag may have any."""
 
+    kind: Literal["tag", "torch", "process", "others", "unexplained"]
     name: str
     bytes: int
 
 
 class OccupiedDeviceAnswer(BaseModel):
-    """A device now. ``sources`` says what holds its memory, where this process uses one device and the driver tells."""
+    """A device now. ``sources`` says what holds its memory: their sum is ``used_bytes``."""
 
     index: int
     uuid: str

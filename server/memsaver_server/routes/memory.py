@@ -17,5 +17,5 @@ router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 @router.get("/memory_occupation", response_model=OccupationAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
 async def memory_occupation(service: ServiceOf) -> dict[str, Any]:
     """States, tags, devices and backups. Waits for no operation; a device that does not answer is as last read."""
-    readings = await asyncio.to_thread(service.readings.fresh)
-    return occupation_answer(service.occupation, service.engine.name, readings)
+    reading = await asyncio.to_thread(service.readings.fresh)
+    return occupation_answer(service.occupation, service.engine.name, reading)

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cstddef>
+
+// The unit of every size that cuts content into pieces: slices, blocks, windows, chunks. Tests that run thousands of
+// cases build the core with a smaller one, so that a few pages of content are many pieces.
+#ifndef MEMSAVER_UNIT_BYTES
+#define MEMSAVER_UNIT_BYTES (1 << 20)
+#endif
+
+namespace memsaver {
+
+inline constexpr std::size_t kSizeUnit = MEMSAVER_UNIT_BYTES;
+
+}  // namespace memsaver

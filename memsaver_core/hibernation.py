@@ -1,0 +1,177 @@
+"""Hibernation: give back what remains of the process on the device, its CUDA context included.
+
+The driver checkpoints a process on behalf of another one only, so the calls come from a small helper process, started
+at the first use. While hibernated, every CUDA call of this process waits; ``wake`` brings the context back as it was:
+addresses, streams, modules and captured graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from memsaver_core import _native, _process
+from memsaver_core.errors import DriverError, MemsaverError, UnsupportedError
+
+#: The first driver that can checkpoint (CUDA 12.8).
+OLDEST_DRIVER = "570"
+
+#: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
+LOCK_TIMEOUT_MS = 10_000
+
+_lock = threading.Lock()
+_helper: _Helper | None = None
+_hibernated = False
+
+
+class _Helper:
+    """The helper process and the socket to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [_helper_path(), str(os.getpid())], stdin=theirs.fileno(), stdout=theirs.fileno()
+            )
+        except OSError as error:
+            ours.close()
+            raise MemsaverError(f"the hibernation helper cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._answers = ours.makefile("r")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: str) -> list[str]:
+        """The words of the answer. Raises MemsaverError where the helper is gone."""
+        try:
+            self._socket.sendall(f"{request}\n".encode())
+            answer = self._answers.readline()
+        except OSError as error:
+            answer = ""
+            self._process.kill()
+            reason: OSError | None = error
+        else:
+            reason = None
+        if not answer:
+            self._process.wait()
+            raise MemsaverError(
+                f"the hibernation helper (process {self.pid}) ended during {request.split()[0]!r}; repeat the call"
+            ) from reason
+        return answer.split()
+
+
+def blockers() -> list[str]:
+    """Why this process cannot be hibernated now, each with what to do; empty where nothing seems to stand in the way.
+
+    Looks at what can be seen from here: the driver, MPS, NCCL, memory shared with other processes, peer access. It does
+    not see managed memory, or what libraries do behind torch's back; the driver refuses what it cannot checkpoint.
+    """
+    if not _process.enabled():
+        return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
+    if _process.driver_name() != "cuda":
+        return ["the host driver has no device context to hibernate"]
+    found = []
+    if not _native.can_checkpoint():
+        found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists():
+        found.append("the process runs under CUDA MPS, which cannot be checkpointed; run it without MPS")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        backend = torch.distributed.get_backend()
+        if "nccl" in backend:
+            found.append("NCCL communicators are alive; destroy the process group first")
+    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    if reductions is not None and len(reductions.shared_cache):
+        found.append("tensors are shared with other processes by CUDA IPC; drop them first")
+    if _process.settings().peer_access and len(_process.saver().devices()) > 1:
+        found.append("devices reach each other's memory (MEMSAVER_PEER_ACCESS); turn that off")
+    return found
+
+
+def is_hibernated() -> bool:
+    """Whether the context is checkpointed, so that CUDA calls of this process wait."""
+    return _hibernated
+
+
+def helper_pid() -> int | None:
+    """Process id of the helper, or None where none runs."""
+    helper = _helper
+    return helper.pid if helper is not None and helper.alive else None
+
+
+def hibernate() -> dict[str, float]:
+    """Checkpoint this process's CUDA state; its memory on every device is given back. Does nothing while hibernated.
+
+    Release tags first: what is still resident is copied by the driver, at a fraction of the link's speed. Nothing may
+    call CUDA from now on until ``wake``; such a call would wait.
+
+    Returns:
+        Seconds of the steps.
+
+    Raises:
+        UnsupportedError: something stands in the way; nothing was changed.
+        DriverError: the driver refused; the process runs on as before.
+    """
+    global _hibernated
+    reasons = [] if _hibernated else blockers()
+    if reasons:
+        raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons))
+    with _lock:
+        if _hibernated:
+            return {}
+        answer = _ask(f"hibernate {LOCK_TIMEOUT_MS}")
+        _hibernated = True
+        return {"lock_seconds": float(answer[1]), "checkpoint_seconds": float(answer[2])}
+
+
+def wake() -> dict[str, float]:
+    """Bring the CUDA state back, at the same addresses. Does nothing where the process is not hibernated.
+
+    Returns:
+        Seconds of the steps.
+
+    Raises:
+        DriverError: the driver refused (the devices lack memory for the context, say); still hibernated, repeat it.
+    """
+    global _hibernated
+    with _lock:
+        if not _hibernated:
+            return {}
+        answer = _ask("wake")
+        _hibernated = False
+        return {"restore_seconds": float(answer[1]), "unlock_seconds": float(answer[2])}
+
+
+def _ask(request: str) -> list[str]:
+    """Ask the helper, starting one if need be: what is checkpointed is the driver's, so any helper will do."""
+    global _helper
+    if _helper is None or not _helper.alive:
+        _helper = _Helper()
+    answer = _helper.ask(request)
+    if answer[0] == "ok":
+        return answer
+    _, call, code, state = answer
+    consequence = {
+        "running": "the process runs on as before",
+        "checkpointed": "the process is still hibernated; free device memory and repeat the call",
+        "locked": "the process is locked; repeat the call",
+        "failed": "the process cannot be restored: restart it",
+    }.get(state, "the driver does not tell what state the process is in")
+    raise DriverError(f"{call} failed: {code}; {consequence}", call=call, code=code)
+
+
+def _helper_path() -> str:
+    return str(Path(_native.__file__).with_name("memsaver-hibernate"))
