@@ -25,9 +25,13 @@ OLDEST_DRIVER = "570"
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # one request to the helper at a time
 _helper: _Helper | None = None
 _hibernated = False
+
+#: Held by whoever calls NVML in this process: such a call must not be in flight when the process is checkpointed.
+device_lock = threading.Lock()
+_away = False
 
 
 class _Helper:
@@ -112,6 +116,26 @@ def helper_pid() -> int | None:
     return helper.pid if helper is not None and helper.alive else None
 
 
+def is_away() -> bool:
+    """Whether CUDA and NVML calls of this process would wait. Ask with ``device_lock`` held."""
+    return _away
+
+
+def read_memory(uuid: str) -> tuple[int, int, int] | None:
+    """Total, used and this process's bytes of a device, told by the helper; None while that is busy or not there."""
+    if not _lock.acquire(blocking=False):
+        return None
+    try:
+        if _helper is None or not _helper.alive:
+            return None
+        answer = _helper.ask(f"memory {uuid}")
+    except MemsaverError:
+        return None
+    finally:
+        _lock.release()
+    return (int(answer[1]), int(answer[2]), int(answer[3])) if answer[0] == "ok" else None
+
+
 def hibernate() -> dict[str, float]:
     """Checkpoint this process's CUDA state; its memory on every device is given back. Does nothing while hibernated.
 
@@ -124,16 +148,22 @@ def hibernate() -> dict[str, float]:
     Raises:
         UnsupportedError: something stands in the way; nothing was changed.
         DriverError: the driver refused; the process runs on as before.
+        MemsaverError: the helper ended; the process runs on as before, or is hibernated: ``is_hibernated`` tells.
     """
-    global _hibernated
     reasons = [] if _hibernated else blockers()
     if reasons:
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons))
     with _lock:
         if _hibernated:
             return {}
-        answer = _ask(f"hibernate {LOCK_TIMEOUT_MS}")
-        _hibernated = True
+        with device_lock:
+            _set(away=True, hibernated=False)
+        try:
+            answer = _ask(f"hibernate {LOCK_TIMEOUT_MS}")
+        except MemsaverError:
+            _find_out()
+            raise
+        _set(away=True, hibernated=True)
         return {"lock_seconds": float(answer[1]), "checkpoint_seconds": float(answer[2])}
 
 
@@ -146,13 +176,34 @@ def wake() -> dict[str, float]:
     Raises:
         DriverError: the driver refused (the devices lack memory for the context, say); still hibernated, repeat it.
     """
-    global _hibernated
     with _lock:
         if not _hibernated:
             return {}
-        answer = _ask("wake")
-        _hibernated = False
+        try:
+            answer = _ask("wake")
+        except MemsaverError:
+            _find_out()
+            raise
+        _set(away=False, hibernated=False)
         return {"restore_seconds": float(answer[1]), "unlock_seconds": float(answer[2])}
+
+
+def _set(*, away: bool, hibernated: bool) -> None:
+    global _away, _hibernated
+    _away, _hibernated = away, hibernated
+
+
+def _find_out() -> None:
+    """Learn from the driver what a failed step has left, and undo half of one: a process is never left locked."""
+    try:
+        state = _ask("state")[1]
+        if state == "locked":
+            _ask("wake")
+            state = "running"
+    except MemsaverError:
+        state = "unknown"  # as it was
+    if state != "unknown":
+        _set(away=state != "running", hibernated=state != "running")
 
 
 def _ask(request: str) -> list[str]:

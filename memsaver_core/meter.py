@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from memsaver_core import _native, _process
+from memsaver_core import _native, _process, hibernation
 from memsaver_core.reports import DeviceMemory
+
+_last: dict[int, DeviceMemory] = {}  # by device
 
 
 def read_devices() -> tuple[DeviceMemory, ...]:
@@ -37,6 +40,20 @@ def _resident_bytes() -> int:
 
 
 def _read_cuda(saver: _native.Saver, index: int) -> DeviceMemory:
+    with hibernation.device_lock:
+        if not hibernation.is_away():
+            _last[index] = reading = _read_nvml(saver, index)
+            return reading
+    # Here NVML would wait until the process wakes. While the helper is busy hibernating it, the last reading stands.
+    last = _last[index]
+    told = hibernation.read_memory(last.uuid)
+    if told is not None:
+        total, used, own = told
+        _last[index] = last = replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
+    return last
+
+
+def _read_nvml(saver: _native.Saver, index: int) -> DeviceMemory:
     info = _device_info(saver, index)
     uuid, name = info["uuid"], info["name"]
     handle = _nvml_handle(uuid)

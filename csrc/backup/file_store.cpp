@@ -58,6 +58,18 @@ void FileStore::open() {
   unlink(path.c_str());
 }
 
+bool FileStore::move_to(const std::string& folder) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (folder == folder_) return true;
+  if (used_ > 0) return false;
+  if (file_ >= 0) close(file_);
+  file_ = -1;
+  end_ = 0;
+  free_ = {};
+  folder_ = folder;
+  return true;
+}
+
 void FileStore::check(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   open();
@@ -86,7 +98,7 @@ void FileStore::give(const FileRange& range) {
   if (range.bytes == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
-            static_cast<off_t>(range.bytes));
+                       static_cast<off_t>(range.bytes));
   free_.add(range.offset, range.bytes);
   used_ -= range.bytes;
 }

@@ -23,6 +23,9 @@ class FileStore {
   // Throws ErrorKind::out_of_host_memory where the file system has less than `bytes` for us,
   // ErrorKind::configuration where no file can be made in the folder.
   void check(std::size_t bytes);
+
+  // New backups go to another folder. False, with nothing done, where space in the present one is taken.
+  [[nodiscard]] bool move_to(const std::string& folder);
   [[nodiscard]] FileRange take(std::size_t bytes);
   // Gives the space back to the file system.
   void give(const FileRange& range);
@@ -37,7 +40,7 @@ class FileStore {
  private:
   void open();
 
-  const std::string folder_;
+  std::string folder_;
   mutable std::mutex mutex_;
   int file_ = -1;
   RangeSet free_;  // holes below end_

@@ -22,6 +22,13 @@ void FaultyDriver::heal() {
   const std::lock_guard<std::mutex> lock(mutex_);
   faults_.clear();
   delays_.clear();
+  failures_ = 0;
+  lost_ = false;
+}
+
+std::size_t FaultyDriver::failures() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failures_;
 }
 
 std::map<std::string, std::size_t> FaultyDriver::counts() const {
@@ -36,8 +43,11 @@ void FaultyDriver::enter(const std::string& call) {
     const std::size_t count = ++counts_[call];
     const auto delay = delays_.find(call);
     if (delay != delays_.end()) seconds = delay->second;
+    if (lost_) throw Error::from_driver(ErrorKind::context_lost, call, "ILLEGAL_ADDRESS", "injected");
     for (const auto& fault : faults_) {
       if (fault.call != call || count < fault.nth || count >= fault.nth + fault.times) continue;
+      ++failures_;
+      lost_ = fault.kind == ErrorKind::context_lost;
       switch (fault.kind) {
         case ErrorKind::out_of_device_memory:
         case ErrorKind::out_of_host_memory:

@@ -17,12 +17,15 @@ class FaultyDriver final : public Driver {
   explicit FaultyDriver(std::unique_ptr<Driver> driver);
 
   // The `nth` call from now (1: the next) of the function `call` ("create", "map", ...) fails with `kind`, without
-  // reaching the driver; `times` calls in a row. Several failures may be planned.
+  // reaching the driver; `times` calls in a row. Several failures may be planned. A lost context is lost to every call
+  // from then on.
   void fail(const std::string& call, std::size_t nth, ErrorKind kind, std::size_t times);
   // Every call of `call` takes `seconds` longer; 0 ends that.
   void delay(const std::string& call, double seconds);
   // Forgets all planned failures and delays.
   void heal();
+  // Calls that were made to fail since the last heal().
+  [[nodiscard]] std::size_t failures() const;
   // Calls so far, by function.
   [[nodiscard]] std::map<std::string, std::size_t> counts() const;
 
@@ -70,6 +73,8 @@ class FaultyDriver final : public Driver {
   std::vector<Fault> faults_;
   std::map<std::string, double> delays_;
   std::map<std::string, std::size_t> counts_;
+  std::size_t failures_ = 0;
+  bool lost_ = false;
 };
 
 }  // namespace memsaver

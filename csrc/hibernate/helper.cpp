@@ -7,6 +7,9 @@
 //     hibernate <timeout in ms>  -> ok <lock s> <checkpoint s>     all device memory of the process is given back
 //     wake                       -> ok <restore s> <unlock s>      it is there again, and CUDA calls go on
 //     state                      -> ok <running | locked | checkpointed | failed>
+//     memory <uuid of a device>  -> ok <total> <used> <used by the process>, bytes, as nvidia-smi shows them: NVML
+//     waits
+//                                   in a process that is checkpointed, like all of CUDA
 //
 // or "error <call> <code> <state of the process now>". A step that fails is undone as far as the driver lets it.
 // It ends when the socket is closed or its parent dies, and holds no device memory of its own. (Not by
@@ -66,6 +69,60 @@ bool load(Api& api) {
   return complete;
 }
 
+// The part of NVML that we call; layouts of its versions 2 and 3, which it keeps.
+class Nvml {
+ public:
+  // "ok ..." or "error ..."
+  std::string memory_of(const std::string& uuid, int process) {
+    if (!load()) return "error libnvidia-ml NVML_ERROR_LIBRARY_NOT_FOUND unknown";
+    void* device = nullptr;
+    if (handle_by_uuid_(uuid.c_str(), &device) != 0) return "error nvmlDeviceGetHandleByUUID NVML_ERROR unknown";
+    Memory memory{sizeof(Memory) | 2u << 24, 0, 0, 0, 0};
+    if (memory_(device, &memory) != 0) return "error nvmlDeviceGetMemoryInfo_v2 NVML_ERROR unknown";
+    unsigned count = kProcesses;
+    unsigned long long mine = 0;
+    if (processes_(device, &count, list_) == 0) {
+      for (unsigned i = 0; i < count; ++i) {
+        if (list_[i].pid == static_cast<unsigned>(process) && list_[i].used != ~0ull) mine += list_[i].used;
+      }
+    }
+    return "ok " + std::to_string(memory.total) + " " + std::to_string(memory.used) + " " + std::to_string(mine);
+  }
+
+ private:
+  struct Memory {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+  };
+  struct Process {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+  };
+  static constexpr unsigned kProcesses = 256;
+
+  bool load() {
+    if (processes_ != nullptr) return true;
+    void* const library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return false;
+    const auto init = reinterpret_cast<int (*)()>(dlsym(library, "nvmlInit_v2"));
+    handle_by_uuid_ = reinterpret_cast<int (*)(const char*, void**)>(dlsym(library, "nvmlDeviceGetHandleByUUID"));
+    memory_ = reinterpret_cast<int (*)(void*, Memory*)>(dlsym(library, "nvmlDeviceGetMemoryInfo_v2"));
+    const auto processes = reinterpret_cast<int (*)(void*, unsigned*, Process*)>(
+        dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
+    if (init == nullptr || handle_by_uuid_ == nullptr || memory_ == nullptr || processes == nullptr || init() != 0) {
+      return false;
+    }
+    processes_ = processes;
+    return true;
+  }
+
+  int (*handle_by_uuid_)(const char*, void**) = nullptr;
+  int (*memory_)(void*, Memory*) = nullptr;
+  int (*processes_)(void*, unsigned*, Process*) = nullptr;
+  Process list_[kProcesses] = {};
+};
+
 class Helper {
  public:
   Helper(const Api& api, int process) : api_(api), process_(process) {}
@@ -74,6 +131,7 @@ class Helper {
     if (request.rfind("hibernate ", 0) == 0) return hibernate(std::strtoul(request.c_str() + 10, nullptr, 10));
     if (request == "wake") return wake();
     if (request == "state") return std::string("ok ") + state();
+    if (request.rfind("memory ", 0) == 0) return nvml_.memory_of(request.substr(7), process_);
     return "error request UNKNOWN " + std::string(state());
   }
 
@@ -138,6 +196,7 @@ class Helper {
 
   const Api& api_;
   const int process_;
+  Nvml nvml_;
 };
 
 }  // namespace

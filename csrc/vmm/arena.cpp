@@ -228,7 +228,8 @@ std::vector<std::string> Arena::audit() const {
     if (address != chunk.address || address < end) problem("chunks overlap", address, chunk.bytes);
     if (!owns(address) || !owns(address + chunk.bytes - 1)) problem("a chunk is outside", address, chunk.bytes);
     end = address + chunk.bytes;
-    if (unmapped_.overlaps(address, chunk.bytes)) problem("a free range has memory unknown to it", address, chunk.bytes);
+    if (unmapped_.overlaps(address, chunk.bytes))
+      problem("a free range has memory unknown to it", address, chunk.bytes);
     for (const auto& [restore, ranges] : owed_) {
       if (ranges.overlaps(address, chunk.bytes)) problem("content is owed where memory is", address, chunk.bytes);
     }

@@ -86,6 +86,7 @@ struct Saver::DeviceWork {
   struct Owned {
     Arena* arena;
     Chunk chunk;
+    Restore restore = Restore::discard;  // what its live ranges are owed: releasing, from then on; resuming, now
   };
   int device = -1;
   std::vector<ContentBlock> blocks;               // content to keep or restore, in address order
@@ -97,6 +98,24 @@ struct Saver::DeviceWork {
   std::vector<Owned> acquired;
   Transaction transaction;
   PipelineSeconds seconds;
+
+  // What an error names where no single tag is in work.
+  [[nodiscard]] std::string tags() const {
+    std::set<std::string> names;
+    for (const auto* list : {&kept, &others}) {
+      for (const auto& owned : *list) names.insert(owned.arena->key().tag);
+    }
+    std::string text;
+    for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+    return text;
+  }
+  [[nodiscard]] std::size_t bytes() const {
+    std::size_t sum = 0;
+    for (const auto* list : {&kept, &others}) {
+      for (const auto& owned : *list) sum += owned.chunk.bytes;
+    }
+    return sum;
+  }
 };
 
 Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
@@ -199,17 +218,15 @@ std::vector<int> Saver::peers_of(int device) {
   return peers;
 }
 
-// Memory behind a range, readable. The undo is on the transaction; where an undone range stays mapped because the driver
-// refuses, `reclaiming` gets it later.
-Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction,
-                     Arena* reclaiming) {
+// Memory behind a range, readable. The undo is on the transaction.
+Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction) {
   const int device = key.device;
   try {
     const Handle handle = driver_->create(device, bytes);
-    const auto mapped = std::make_shared<bool>(false);
-    transaction.on_rollback([=] { give_back_handle({device, handle, bytes, *mapped ? address : 0, reclaiming}); });
+    const auto mapped_at = std::make_shared<Address>(0);
+    transaction.on_rollback([=] { give_back_handle({device, handle, bytes, *mapped_at}); });
     driver_->map(device, address, bytes, handle);
-    *mapped = true;
+    *mapped_at = address;
     driver_->allow_access(device, address, bytes, peers_of(device));
     return {address, bytes, handle};
   } catch (Error& error) {
@@ -217,25 +234,22 @@ Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, 
   }
 }
 
-// Unmaps a handle that is mapped and gives it back; whether that went well. What the driver refuses is kept, to try
-// again at the next operation.
-bool Saver::give_back_handle(const Orphan& orphan) noexcept {
-  Orphan rest = orphan;
+// Unmaps a handle where it is still mapped, and gives it back. What the driver refuses is kept, to try again at the
+// next operation.
+void Saver::give_back_handle(Orphan orphan) noexcept {
   try {
-    if (rest.address != 0) driver_->unmap(rest.device, rest.address, rest.bytes);
-    const Address unmapped = std::exchange(rest.address, 0);
-    if (Arena* const arena = std::exchange(rest.arena, nullptr)) {
+    if (orphan.mapped_at != 0) driver_->unmap(orphan.device, orphan.mapped_at, orphan.bytes);
+    const Address unmapped = std::exchange(orphan.mapped_at, 0);
+    if (Arena* const arena = std::exchange(orphan.arena, nullptr)) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      arena->reclaim(unmapped, rest.bytes);
+      arena->reclaim(unmapped, orphan.bytes);
     }
-    driver_->release(rest.device, rest.handle, rest.bytes);
-    return true;
+    driver_->release(orphan.device, orphan.handle, orphan.bytes);
   } catch (const Error& error) {
     note_failure(error);
     warn(std::string("memory was not taken back, the next operation tries again: ") + error.what());
     const std::lock_guard<std::mutex> lock(mutex_);
-    orphans_.push_back(rest);
-    return false;
+    orphans_.push_back(orphan);
   }
 }
 
@@ -243,7 +257,8 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   return guarded([&] {
     Arena* arena = nullptr;
     Arena::Place place{};
-    {
+    try {
+      release_orphans();
       const std::lock_guard<std::mutex> lock(mutex_);
       arena = &arena_for(key);
       const DeviceInfo& info = infos_.at(key.device);
@@ -251,8 +266,9 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
       auto found = arena->take(bytes);
       if (!found) {
         // A span as large as the device: released allocations keep their addresses, so more may be needed later.
+        // The unused end keeps neighbouring spans apart: nothing may lie in two reservations.
         const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
-        arena->add_span(driver_->reserve(key.device, span), span);
+        arena->add_span(driver_->reserve(key.device, span + guard_bytes(key.device)), span);
         found = arena->take(bytes);
       }
       place = *found;
@@ -260,9 +276,12 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
         arena->add_allocation(place.address, bytes);
         return place.address;
       }
+    } catch (Error& error) {
+      throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
     }
     std::vector<Chunk> chunks;
     try {
+      check_margin(key, bytes);
       Transaction transaction;
       Address at = place.address;
       const auto sizes = keeps_content(key.restore) ? chunk_sizes(bytes) : std::vector<std::size_t>{bytes};
@@ -273,7 +292,14 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
       transaction.commit();
     } catch (...) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      arena->reclaim(place.address, bytes);
+      RangeSet unused;
+      unused.add(place.address, bytes);
+      for (auto& orphan : orphans_) {
+        if (orphan.mapped_at < place.address || orphan.mapped_at >= place.address + bytes) continue;
+        orphan.arena = arena;
+        unused.remove(orphan.mapped_at, orphan.bytes);
+      }
+      for (const auto& [begin, size] : unused.ranges()) arena->reclaim(begin, size);
       throw;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -281,6 +307,17 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
     for (const auto& chunk : chunks) arena->add_chunk(chunk);
     return place.address;
   });
+}
+
+void Saver::check_margin(const Arena::Key& key, std::size_t bytes) {
+  const std::size_t margin = memory_margin_;
+  if (margin == 0) return;
+  const MemoryInfo memory = driver_->memory_info(key.device);
+  if (margin <= memory.free_bytes && bytes <= memory.free_bytes - margin) return;
+  throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
+      .with_tag(key.tag)
+      .with_device(key.device)
+      .with_memory(bytes + margin, memory.free_bytes);
 }
 
 void Saver::free(Address address) {
@@ -322,7 +359,7 @@ void Saver::free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address a
       note_failure(error);
       warn(std::string("memory that was freed stays mapped until the next release: ") + error.what());
     }
-    if (unmapped) give_back_handle(device, chunk.handle, chunk.bytes);
+    if (unmapped) give_back_handle({device, chunk.handle, chunk.bytes});
     lock.lock();
     if (unmapped) {
       arena.reclaim(chunk.address, chunk.bytes);
@@ -342,13 +379,13 @@ void Saver::give_backup_back(Block& block, int device) {
   block.has_digest = false;
 }
 
-void Saver::drop(Arena& arena, const Chunk& chunk) {
+void Saver::drop(Arena& arena, const Chunk& chunk, Restore restore) {
   const int device = arena.key().device;
   try {
     driver_->unmap(device, chunk.address, chunk.bytes);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      arena.drop_chunk(chunk.address);
+      arena.drop_chunk(chunk.address, restore);
     }
     try {
       driver_->release(device, chunk.handle, chunk.bytes);
@@ -366,9 +403,19 @@ void Saver::release_orphans() {
   std::vector<Orphan> orphans;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (orphans_.empty()) return;
     orphans = std::exchange(orphans_, {});
   }
-  for (const auto& orphan : orphans) give_back_handle(orphan.device, orphan.handle, orphan.bytes);
+  for (const auto& orphan : orphans) give_back_handle(orphan);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& orphan : orphans_) {
+    if (orphan.mapped_at == 0) continue;
+    // Nothing can be mapped where something is; so nothing may begin until the driver lets go of it.
+    throw Error::from_driver(ErrorKind::driver, "unmap", "REFUSED", "an earlier failure left a range mapped")
+        .with_device(orphan.device)
+        .with_bytes(orphan.bytes)
+        .with_address(orphan.mapped_at);
+  }
 }
 
 void Saver::end_operation(const std::vector<Arena*>& arenas) {
@@ -381,25 +428,57 @@ void Saver::end_operation(const std::vector<Arena*>& arenas) {
 
 void Saver::on_each_device(std::map<int, DeviceWork>& work, const std::function<void(DeviceWork&)>& run) {
   std::vector<std::exception_ptr> failures(work.size());
+  std::vector<std::function<void()>> unstarted;
   std::vector<std::thread> threads;
   std::size_t index = 0;
   for (auto& [device, each] : work) {
     const auto task = [&run, &each = each, &failure = failures[index++]] {
       try {
         run(each);
+      } catch (Error& error) {
+        error.with_tag(each.tags()).with_device(each.device).with_bytes(each.bytes());
+        failure = std::current_exception();
       } catch (...) {
         failure = std::current_exception();
       }
     };
     if (index == work.size()) {
       task();  // the last on this thread: with one device there is no other
+    } else if (auto thread = sys::start_thread(task)) {
+      threads.push_back(std::move(*thread));
     } else {
-      threads.emplace_back(task);
+      unstarted.emplace_back(task);
     }
   }
+  for (const auto& task : unstarted) task();
   for (auto& thread : threads) thread.join();
   for (const auto& failure : failures) {
     if (failure) std::rethrow_exception(failure);
+  }
+}
+
+// Runs one operation: whatever happens in it, the arenas that it has begun to work on are free for others again, and an
+// error names the tags and bytes that were in work.
+void Saver::on_arenas(const Tags& tags, const std::map<int, DeviceWork>& work,
+                      const std::function<void(std::vector<Arena*>&)>& run) {
+  struct AtEnd {
+    Saver& saver;
+    std::vector<Arena*> arenas;
+    ~AtEnd() { saver.end_operation(arenas); }
+  };
+  AtEnd operation{*this, {}};
+  try {
+    run(operation.arenas);
+  } catch (Error& error) {
+    std::string names;
+    for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
+    std::size_t bytes = 0;
+    for (const auto& [index, device] : work) {
+      if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
+      bytes += device.bytes();
+    }
+    error.with_tag(names).with_bytes(bytes);
+    throw;
   }
 }
 
@@ -409,69 +488,63 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
   const std::lock_guard<std::mutex> operation(operation_mutex_);
   return guarded([&] {
     const auto start = std::chrono::steady_clock::now();
-    release_orphans();
+    OperationResult result;
     std::map<int, DeviceWork> work;
-    std::vector<Arena*> arenas;
-    std::map<HostPool*, std::size_t> host_bytes;
-    std::size_t file_bytes = 0;
-    std::size_t content_bytes = 0;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      releasing_ = true;
-      for (auto& [key, owned] : arenas_) {
-        if (!selected(tags, key.tag)) continue;
-        Arena& arena = *owned;
-        arena.begin_operation();
-        arenas.push_back(&arena);
-        if (arena.chunks().empty()) continue;
-        const auto override_ = overrides.find(key.tag);
-        arena.released_as = override_ != overrides.end() ? override_->second : key.restore;
-        const bool keeping = keeps_content(arena.released_as);
-        DeviceWork& device = work[key.device];
-        device.device = key.device;
-        for (const auto& [address, chunk] : arena.chunks()) {
-          (keeping ? device.kept : device.others).push_back({&arena, chunk});
-        }
-        for (auto& [address, allocation] : arena.allocations()) {
-          if (!keeping) {
-            if (arena.is_mapped(address, allocation.bytes)) {
-              for (auto& block : allocation.blocks) give_backup_back(block, key.device);
-            }
-            continue;
+    on_arenas(tags, work, [&](std::vector<Arena*>& arenas) {
+      release_orphans();
+      std::map<HostPool*, std::size_t> host_bytes;
+      std::size_t file_bytes = 0;
+      std::size_t content_bytes = 0;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        releasing_ = true;
+        for (auto& [key, owned] : arenas_) {
+          if (!selected(tags, key.tag)) continue;
+          Arena& arena = *owned;
+          arenas.push_back(&arena);
+          arena.begin_operation();
+          if (arena.chunks().empty()) continue;
+          const auto override_ = overrides.find(key.tag);
+          const Restore restore = override_ != overrides.end() ? override_->second : key.restore;
+          const bool keeping = keeps_content(restore);
+          DeviceWork& device = work[key.device];
+          device.device = key.device;
+          for (const auto& [address, chunk] : arena.chunks()) {
+            (keeping ? device.kept : device.others).push_back({&arena, chunk, restore});
           }
-          make_blocks(allocation);
-          for (auto& block : allocation.blocks) {
-            // A block that lost a chunk to a release that failed later was kept before that.
-            if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
-            ContentBlock content;
-            content.tag = key.tag;
-            content.base = address;
-            content.block = &block;
-            content.live = live_extents(allocation, block, dead);
-            content.to_file = arena.released_as == Restore::file;
-            const std::size_t live = sum_of(content.live);
-            const std::size_t room = round_up(live, page_bytes());
-            content_bytes += live;
-            if (content.to_file) {
-              if (block.file.bytes != room) file_bytes += room;
-            } else {
-              std::size_t owned_bytes = 0;
-              for (const auto& range : block.host) owned_bytes += range.bytes;
-              if (owned_bytes != room) host_bytes[&pool_of(key.device)] += room;
+          for (auto& [address, allocation] : arena.allocations()) {
+            if (!keeping) {
+              // What was kept of content that is here again says nothing about what is discarded now.
+              for (auto& block : allocation.blocks) {
+                if (arena.is_mapped(address + block.offset, block.bytes)) give_backup_back(block, key.device);
+              }
+              continue;
             }
-            device.blocks.push_back(std::move(content));
+            make_blocks(allocation);
+            for (auto& block : allocation.blocks) {
+              // A block that lost a chunk to a release that failed later was kept before that.
+              if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
+              ContentBlock content;
+              content.tag = key.tag;
+              content.base = address;
+              content.block = &block;
+              content.live = live_extents(allocation, block, dead);
+              content.to_file = restore == Restore::file;
+              const std::size_t live = sum_of(content.live);
+              const std::size_t room = round_up(live, page_bytes());
+              content_bytes += live;
+              if (content.to_file) {
+                if (block.file.bytes != room) file_bytes += room;
+              } else {
+                std::size_t owned_bytes = 0;
+                for (const auto& range : block.host) owned_bytes += range.bytes;
+                if (owned_bytes != room) host_bytes[&pool_of(key.device)] += room;
+              }
+              device.blocks.push_back(std::move(content));
+            }
           }
         }
       }
-    }
-    struct AtEnd {
-      Saver& saver;
-      const std::vector<Arena*>& arenas;
-      ~AtEnd() { saver.end_operation(arenas); }
-    };
-    OperationResult result;
-    {
-      const AtEnd at_end{*this, arenas};
       for (auto& [pool, bytes] : host_bytes) pool->check(bytes);
       if (file_bytes > 0) files_.check(file_bytes);
       std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
@@ -488,7 +561,7 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
                   [](const auto& a, const auto& b) { return a.begin() < b.begin(); });
       }
       const auto give_up = [this, start](DeviceWork& device, const DeviceWork::Owned& owned) {
-        drop(*owned.arena, owned.chunk);
+        drop(*owned.arena, owned.chunk, owned.restore);
         device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
         if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds_since(start);
         device.freed_bytes += owned.chunk.bytes;
@@ -506,8 +579,8 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
         for (const auto& owned : device.others) give_up(device, owned);
         device.seconds.driver += seconds_since(begin);
       });
-    }
-    result.tags = outcomes(arenas, work, true);
+      result.tags = outcomes(arenas, work, true);
+    });
     for (const auto& [index, device] : work) {
       result.devices.push_back(index);
       result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
@@ -526,52 +599,46 @@ OperationResult Saver::resume(const Tags& tags) {
   const std::lock_guard<std::mutex> operation(operation_mutex_);
   return guarded([&] {
     const auto start = std::chrono::steady_clock::now();
-    release_orphans();
+    OperationResult result;
     std::map<int, DeviceWork> work;
-    std::vector<Arena*> arenas;
-    std::size_t content_bytes = 0;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      releasing_ = false;
-      for (auto& [key, owned] : arenas_) {
-        if (!selected(tags, key.tag)) continue;
-        Arena& arena = *owned;
-        arena.begin_operation();
-        arenas.push_back(&arena);
-        const auto runs = arena.released_runs();
-        if (runs.empty()) continue;
-        DeviceWork& device = work[key.device];
-        device.device = key.device;
-        bool kept = false;
-        for (auto& [address, allocation] : arena.allocations()) {
-          for (auto& block : allocation.blocks) {
-            if (block.kept == Kept::nothing || arena.is_mapped(address + block.offset, block.bytes)) continue;
-            kept = true;
-            ContentBlock content;
-            content.tag = key.tag;
-            content.base = address;
-            content.block = &block;
-            content_bytes += block.content_bytes();
-            device.blocks.push_back(std::move(content));
+    on_arenas(tags, work, [&](std::vector<Arena*>& arenas) {
+      release_orphans();
+      std::size_t content_bytes = 0;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        releasing_ = false;
+        for (auto& [key, owned] : arenas_) {
+          if (!selected(tags, key.tag)) continue;
+          Arena& arena = *owned;
+          arenas.push_back(&arena);
+          arena.begin_operation();
+          const auto runs = arena.released_runs();
+          if (runs.empty()) continue;
+          DeviceWork& device = work[key.device];
+          device.device = key.device;
+          bool kept = false;
+          for (auto& [address, allocation] : arena.allocations()) {
+            for (auto& block : allocation.blocks) {
+              if (block.kept == Kept::nothing || arena.is_mapped(address + block.offset, block.bytes)) continue;
+              kept = true;
+              ContentBlock content;
+              content.tag = key.tag;
+              content.base = address;
+              content.block = &block;
+              content_bytes += block.content_bytes();
+              device.blocks.push_back(std::move(content));
+            }
           }
-        }
-        for (const auto& run : runs) {
-          Address at = run.begin;
-          for (const std::size_t size : chunk_sizes(run.bytes)) {
-            (kept ? device.kept : device.others).push_back({&arena, {at, size, Handle{}}});
-            at += size;
+          for (const auto& run : runs) {
+            Address at = run.begin;
+            for (const std::size_t size : chunk_sizes(run.bytes)) {
+              const Restore owed = arena.owes(Restore::zero, at, size) ? Restore::zero : Restore::discard;
+              (kept ? device.kept : device.others).push_back({&arena, {at, size, Handle{}}, owed});
+              at += size;
+            }
           }
         }
       }
-    }
-    struct AtEnd {
-      Saver& saver;
-      const std::vector<Arena*>& arenas;
-      ~AtEnd() { saver.end_operation(arenas); }
-    };
-    OperationResult result;
-    {
-      const AtEnd at_end{*this, arenas};
       for (auto& [index, device] : work) {
         std::size_t needed = 0;
         for (const auto* list : {&device.kept, &device.others}) {
@@ -603,7 +670,7 @@ OperationResult Saver::resume(const Tags& tags) {
         plan.insert(plan.end(), device.others.begin(), device.others.end());
         std::vector<ChunkRange> ranges;
         for (const auto& owned : plan) {
-          ranges.push_back({owned.chunk.address, owned.chunk.bytes, owned.arena->released_as == Restore::zero});
+          ranges.push_back({owned.chunk.address, owned.chunk.bytes, owned.restore == Restore::zero});
         }
         device.seconds = pipeline_of(device.device)
                              .restore(
@@ -612,7 +679,7 @@ OperationResult Saver::resume(const Tags& tags) {
                                    const auto& owned = plan[i];
                                    const Chunk chunk = acquire(owned.arena->key(), owned.chunk.address,
                                                                owned.chunk.bytes, device.transaction);
-                                   device.acquired.push_back({owned.arena, chunk});
+                                   device.acquired.push_back({owned.arena, chunk, owned.restore});
                                  },
                                  verify());
       });
@@ -626,8 +693,8 @@ OperationResult Saver::resume(const Tags& tags) {
         }
       }
       for (auto& [index, device] : work) device.transaction.commit();
-    }
-    result.tags = outcomes(arenas, work, false);
+      result.tags = outcomes(arenas, work, false);
+    });
     for (const auto& [index, device] : work) {
       result.devices.push_back(index);
       result.work.host_memory = std::max(result.work.host_memory, device.seconds.host_memory);
@@ -684,27 +751,34 @@ std::vector<TagOutcome> Saver::outcomes(const std::vector<Arena*>& arenas, const
   return list;
 }
 
-// What the retention policy says, off the path of the resume that called for it.
+// What the retention policy says, off the path of the resume that called for it: with operation_mutex_ held, so one
+// that has not begun yet waits for this resume, and does its work too.
 void Saver::retain() {
-  if (settings_.retention == Retention::keep) return;
+  if (settings_.retention != Retention::keep) trim_later(settings_.retention == Retention::free);
+}
+
+// Only with operation_mutex_ held.
+void Saver::trim_later(bool drop_backups) {
+  if (retainer_waits_) return;
   if (retainer_.joinable()) retainer_.join();
-  retainer_ = std::thread([this] {
+  retainer_waits_ = true;
+  auto retainer = sys::start_thread([this, drop_backups] {
     const std::lock_guard<std::mutex> operation(operation_mutex_);
+    retainer_waits_ = false;
+    if (drop_backups) drop_backups_now({});
     std::vector<HostPool*> pools;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (settings_.retention == Retention::free) {
-        for (auto& [key, arena] : arenas_) {
-          for (auto& [address, allocation] : arena->allocations()) {
-            if (!arena->is_mapped(address, allocation.bytes)) continue;
-            for (auto& block : allocation.blocks) give_backup_back(block, key.device);
-          }
-        }
-      }
       for (auto& [node, pool] : pools_) pools.push_back(pool.get());
     }
     for (HostPool* pool : pools) pool->trim();
   });
+  if (retainer) {
+    retainer_ = std::move(*retainer);
+  } else {
+    retainer_waits_ = false;
+    warn("no thread can be started to unpin backup memory; the next resume tries again");
+  }
 }
 
 void Saver::prepare_backup() {
@@ -771,6 +845,7 @@ Verify Saver::verify() const {
 }
 
 SaverStatus Saver::status() const {
+  check_process();
   SaverStatus status;
   const std::lock_guard<std::mutex> lock(mutex_);
   std::map<std::string, TagSnapshot> tags;
@@ -840,6 +915,7 @@ SaverStatus Saver::status() const {
 }
 
 std::vector<std::string> Saver::known_tags() const {
+  check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
   std::set<std::string> tags;
   for (const auto& [key, arena] : arenas_) tags.insert(key.tag);
@@ -847,6 +923,7 @@ std::vector<std::string> Saver::known_tags() const {
 }
 
 std::vector<int> Saver::devices() const {
+  check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int> devices;
   for (const auto& [device, info] : infos_) devices.push_back(device);
@@ -854,8 +931,47 @@ std::vector<int> Saver::devices() const {
 }
 
 bool Saver::owns(Address address) const {
+  check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::any_of(arenas_.begin(), arenas_.end(), [&](const auto& each) { return each.second->owns(address); });
+}
+
+std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) {
+  std::vector<std::string> problems;
+  std::map<int, std::size_t> device_bytes;
+  std::size_t host_bytes = 0;
+  std::size_t file_bytes = 0;
+  std::size_t pool_bytes = 0;
+  const std::lock_guard<std::mutex> operation(operation_mutex_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [device, info] : infos_) device_bytes[device] = 0;
+  for (const auto& [key, arena] : arenas_) {
+    if (arena->busy()) problems.push_back("tag '" + key.tag + "': an operation never ended");
+    for (auto& problem : arena->audit()) problems.push_back(std::move(problem));
+    device_bytes[key.device] += arena->mapped_bytes();
+    for (const auto& [address, allocation] : arena->allocations()) {
+      for (const auto& block : allocation.blocks) {
+        for (const auto& range : block.host) host_bytes += range.bytes;
+        file_bytes += block.file.bytes;
+      }
+    }
+  }
+  for (const auto& orphan : orphans_) device_bytes[orphan.device] += orphan.bytes;
+  for (const auto& [node, pool] : pools_) pool_bytes += pool->status().used_bytes;
+  const auto compare = [&](const std::string& what, std::size_t counted, std::size_t expected) {
+    if (counted == expected) return;
+    problems.push_back(what + ": " + std::to_string(counted) + " bytes are out, and " + std::to_string(expected) +
+                       " are accounted for");
+  };
+  compare("host memory", pool_bytes, host_bytes);
+  compare("backup file", files_.used_bytes(), file_bytes);
+  for (const auto& [device, bytes] : device_bytes) {
+    const MemoryInfo memory = driver_->memory_info(device);
+    const auto other = others.find(device);
+    compare("device " + std::to_string(device), memory.total_bytes - memory.free_bytes,
+            bytes + (other == others.end() ? 0 : other->second));
+  }
+  return problems;
 }
 
 }  // namespace memsaver

@@ -89,6 +89,13 @@ struct SaverStatus {
   double operation_seconds = 0;
 };
 
+// What is kept of a range of memory, seen from outside.
+struct BackupView {
+  bool released = false;        // some of the range has no memory now
+  Kept kept = Kept::nothing;    // host: all of it is in host memory (zeros included); file: some of it is on disk
+  const void* memory = nullptr; // where it lies in one piece of host memory
+};
+
 // Memory under tags that can be given back to the driver and brought back at the same addresses.
 //
 // Promises: the address of a live allocation never changes. After every call, failed ones included, each chunk is
@@ -133,15 +140,27 @@ class Saver {
 
   void synchronize();
 
+  // What is kept of [address, address + bytes), copied to `to` where that is not null and all of it is kept in host
+  // memory. It is the content of the last release; after a resume it stays until it is dropped or the next release.
+  // Waits for an operation under way. A range that is not within a live allocation is ErrorKind::configuration.
+  [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
+  // Drops the backups of what is resident under `tags`, and unpins unused memory in the background.
+  void drop_backups(const Tags& tags);
+  // Backup files lie in `folder` from now on. Backups on disk of what is resident may be dropped for that; with others
+  // in the old folder this is ErrorKind::configuration.
+  void set_file_folder(const std::string& folder);
+  // From now on an allocation that would leave less than this free on its device fails, as out of device memory.
+  void set_memory_margin(std::size_t bytes) noexcept { memory_margin_ = bytes; }
+
   // Never waits for an operation, calls no driver.
   [[nodiscard]] SaverStatus status() const;
   [[nodiscard]] std::vector<std::string> known_tags() const;
   // Devices on which memory was ever allocated.
   [[nodiscard]] std::vector<int> devices() const;
   [[nodiscard]] bool owns(Address address) const;
-  // What is wrong with the saver's own account, in words: empty where every invariant of Arena holds, what the pools and
-  // the file handed out is what blocks own, and each device has given out what chunks and orphans hold (`others`: what
-  // other processes hold of it). For tests, and only while no other call is under way.
+  // What is wrong with the saver's own account, in words: empty where every invariant of Arena holds, what the pools
+  // and the file handed out is what blocks own, and each device has given out what chunks and orphans hold (`others`:
+  // what other processes hold of it). For tests, and only while no other call is under way.
   [[nodiscard]] std::vector<std::string> audit(const std::map<int, std::size_t>& others);
   [[nodiscard]] Driver& driver() { return *driver_; }
 
@@ -154,8 +173,8 @@ class Saver {
     int device;
     Handle handle;
     std::size_t bytes;
-    Address address;  // where it is still mapped, else 0
-    Arena* arena;     // gets the range back once nothing is mapped there, where not null
+    Address mapped_at = 0;   // where the driver did not unmap it, else 0
+    Arena* arena = nullptr;  // gets that range back once it is unmapped, where not null
   };
 
   void check_process() const;
@@ -168,22 +187,27 @@ class Saver {
   Arena* arena_of(Address address);
   [[nodiscard]] bool selected(const Tags& tags, const std::string& tag) const;
   std::vector<int> peers_of(int device);
-  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction,
-                Arena* reclaiming);
-  bool give_back_handle(const Orphan& orphan) noexcept;
+  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction);
+  void give_back_handle(Orphan orphan) noexcept;
   void drop(Arena& arena, const Chunk& chunk, Restore restore);
   void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);
   void give_backup_back(Block& block, int device);
   void end_operation(const std::vector<Arena*>& arenas);
+  void check_margin(const Arena::Key& key, std::size_t bytes);
   void release_orphans();
   std::size_t guard_bytes(int device) const { return infos_.at(device).granularity; }
   void retain();
+  void trim_later(bool drop_backups);
+  void drop_backups_now(const Tags& tags);
+  const Allocation* allocation_around(const Arena* arena, Address address, std::size_t bytes) const;
 
   HostPool& pool_of(int device);
   Pipeline& pipeline_of(int device);
   [[nodiscard]] Verify verify() const;
   std::vector<TagOutcome> outcomes(const std::vector<Arena*>& arenas, const std::map<int, DeviceWork>& work,
                                    bool releasing) const;
+  void on_arenas(const Tags& tags, const std::map<int, DeviceWork>& work,
+                 const std::function<void(std::vector<Arena*>&)>& run);
   static void on_each_device(std::map<int, DeviceWork>& work, const std::function<void(DeviceWork&)>& run);
 
   const pid_t process_ = getpid();
@@ -206,6 +230,7 @@ class Saver {
   std::string failure_;
   bool releasing_ = false;  // what a busy arena is busy with
   std::atomic<bool> closed_{false};
+  std::atomic<std::size_t> memory_margin_{0};
 };
 
 }  // namespace memsaver

@@ -23,7 +23,7 @@ from memsaver_server.engines.port import (
 )
 from memsaver_server.occupation import NotEnoughToReleaseError, NotResidentError
 from memsaver_server.operations import ConflictError, IdempotencyKeyError, PhaseTimeoutError, TooManyOperationsError
-from memsaver_server.routes import generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
+from memsaver_server.routes import dashboard, generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
 from memsaver_server.service import Service
 from memsaver_server.settings import Settings
 
@@ -69,7 +69,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.memsaver = service
-    for route in (sglang, vllm, tensorrt_llm, memory, operations, probes):
+    for route in (sglang, vllm, tensorrt_llm, memory, operations, probes, dashboard):
         app.include_router(route.router)
     if isinstance(engine, GeneratingEngine):
         app.include_router(generate.router)

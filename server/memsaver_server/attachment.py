@@ -196,7 +196,8 @@ def _warn_of_nccl() -> None:
 
     if not (dist.is_available() and dist.is_initialized()) or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return
-    if "nccl" in str(dist.get_backend()):
+    # The backends of all kinds of device, as in "cpu:gloo,cuda:nccl".
+    if "nccl" in dist.get_backend_config():
         logger.warning(
             "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
             "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"

@@ -40,14 +40,13 @@ def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
 SETUP = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time
-    import pynvml, torch
+    import torch
     import memsaver_core as ms
     from memsaver_core import hibernation
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 
-    def used():
-        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used / 2**20
+    def used():  # in another process: NVML waits in one that is hibernated
+        command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     empty = used()
     with ms.region("weights"):
@@ -79,7 +78,8 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
             left.append(used() - empty)
             assert ms.status().hibernated and ms.status().state == "released"
             assert ms.release().released_bytes == 0  # a repeat is success and touches no driver
-            ms.read_devices()
+            assert abs(ms.read_devices()[0].used_bytes / 2**20 - used()) <= 2
+            assert ms.read_devices()[0].process_bytes / 2**20 <= 16
             report = ms.resume()
             up.append(next(p.seconds for p in report.phases if p.name == "wake"))
             out.zero_()
@@ -94,7 +94,7 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
     print(result.stdout)
     words = result.stdout.split()
     assert float(words[1]) <= 16
-    assert int(words[-1]) * 4096 < 20_000_000
+    assert int(words[-1]) < 20_000  # KiB of its own; the driver library it maps is shared with all others
 
 
 def test_killed_helper_is_replaced() -> None:

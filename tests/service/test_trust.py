@@ -50,6 +50,27 @@ def test_another_site_s_page_is_refused(http: httpx.Client) -> None:
     assert http.get("/memory_occupation", headers={"Sec-Fetch-Site": "same-origin"}).json()["state"] == "resident"
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST:30000", "[::1]:30000", "a.localhost", "10.1.2.3"])
+def test_a_local_server_is_called_by_address(http: httpx.Client, host: str) -> None:
+    assert http.get("/memory_occupation", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["attacker.example:30000", "127.0.0.1.attacker.example", "localhost.example", "[::1"])
+def test_a_name_that_leads_here_is_refused(http: httpx.Client, host: str) -> None:
+    """A site whose name leads to this machine sends what a browser takes for requests of the same origin."""
+    for path in ("/release_memory_occupation", "/release_memory", "/sleep"):
+        response = http.post(path, headers={"Host": host})
+        assert response.status_code == 403
+        assert "MEMSAVER_API_KEY" in response.json()["message"]
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+
+
+def test_with_a_key_any_name_will_do(serve: Serve) -> None:
+    http = serve(api_key="the key")
+    headers = {"Host": "engine.example", "Authorization": "Bearer the key"}
+    assert http.get("/memory_occupation", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_refused(serve: Serve, chunked: bool) -> None:
     http = serve(max_body_bytes=4096)

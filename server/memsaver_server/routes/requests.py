@@ -94,7 +94,7 @@ def fields_of(model: type[Model], limit: Callable[[Settings], int] | None = None
 
 async def guard(request: Request) -> None:
     """Let only callers with the key pass, and no other site's pages."""
-    check_origin(request)
+    check_origin(request, service_of(request).settings)
     check_key(request, service_of(request).settings)
 
 

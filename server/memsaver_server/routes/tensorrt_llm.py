@@ -25,8 +25,8 @@ STATES = {"resident": "running", "releasing": "parking", "released": "parked", "
 
 async def guard_signed(request: Request) -> None:
     """Let callers pass whose request carries the key, or is signed with it."""
-    check_origin(request)
     asked = service_of(request)
+    check_origin(request, asked.settings)
     key = asked.settings.api_key
     if key is not None and signature_is_right(
         key.get_secret_value(), request.method, request.url.path, request.headers, await body_of(request), asked.nonces

@@ -1,0 +1,112 @@
+// The table of operations: one row for each, and under an open one its phases with what each did to the memory.
+
+import { clock, difference, duration, el, size, tagList } from "./format.js";
+
+const COLUMNS = 6;
+
+/** Rows for `operations`, the newest first; `open` holds the ids that are unfolded, `toggle(id)` changes it. */
+export function operationRows(operations, open, toggle) {
+  return operations.flatMap((operation) => {
+    const id = operation.operation_id;
+    const isOpen = open.has(id);
+    const row = el(
+      "tr",
+      { class: isOpen ? "open" : undefined },
+      el(
+        "th",
+        { scope: "row" },
+        el(
+          "button",
+          {
+            type: "button",
+            class: "fold",
+            "aria-expanded": String(isOpen),
+            "aria-controls": isOpen ? `phases-${id}` : undefined,
+            "data-focus": `fold-${id}`,
+            onclick: () => toggle(id),
+          },
+          operation.operation,
+          el("span", { class: "unseen" }, ` ${id}, phases`),
+        ),
+      ),
+      el("td", { class: "figures wide" }, clock(operation.started_at ?? operation.created_at)),
+      el("td", { class: "tags wide" }, tagList(operation.tags)),
+      el("td", {}, outcome(operation)),
+      el("td", { class: "number" }, moved(operation)),
+      el("td", { class: "number" }, operation.status === "queued" ? "" : duration(operation.seconds)),
+    );
+    return isOpen ? [row, details(operation)] : [row];
+  });
+}
+
+function outcome({ status, phase, answer }) {
+  if (status === "failed") return el("span", { class: "outcome bad" }, answer?.error?.type?.replaceAll("_", " ") ?? "failed");
+  if (status === "running") return el("span", { class: "outcome busy" }, phase || "running");
+  if (status === "queued") return el("span", { class: "outcome busy" }, "queued");
+  return el("span", { class: "outcome good" }, "done");
+}
+
+function moved({ answer, status }) {
+  if (status !== "succeeded") return "";
+  return difference(answer.resumed_bytes - answer.released_bytes);
+}
+
+function details(operation) {
+  const devices = new Set(operation.phases.flatMap((phase) => phase.devices.map((device) => device.index)));
+  const rows = operation.phases.flatMap((phase) =>
+    phase.devices.map((device, number) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, number ? "" : phase.name, devices.size > 1 ? ` ${device.index}` : null),
+        el("td", { class: "number" }, number ? "" : duration(phase.seconds)),
+        el("td", { class: "number wide" }, size(device.used_before_bytes)),
+        el("td", { class: "number" }, size(device.used_after_bytes)),
+        el("td", { class: device.delta_bytes ? "number strong" : "number" }, difference(device.delta_bytes)),
+        el("td", { class: "note" }, number ? "" : note(phase.details)),
+      ),
+    ),
+  );
+  return el(
+    "tr",
+    { class: "details", id: `phases-${operation.operation_id}` },
+    el(
+      "td",
+      { colspan: COLUMNS },
+      el("p", {}, operation.answer?.message ?? (operation.status === "queued" ? "waits for its turn" : "in progress")),
+      rows.length
+        ? el(
+            "table",
+            { class: "phases", "aria-label": `Phases of ${operation.operation} ${operation.operation_id}` },
+            el(
+              "thead",
+              {},
+              el(
+                "tr",
+                {},
+                el("th", { scope: "col" }, "Phase"),
+                el("th", { scope: "col", class: "number" }, "Time"),
+                el("th", { scope: "col", class: "number wide" }, "In use before"),
+                el("th", { scope: "col", class: "number" }, "After"),
+                el("th", { scope: "col", class: "number" }, "Change"),
+                el("th", { scope: "col" }, el("span", { class: "unseen" }, "Copied")),
+              ),
+            ),
+            el("tbody", {}, ...rows),
+          )
+        : null,
+      el(
+        "p",
+        { class: "quiet one-line", title: operation.client },
+        `${operation.operation_id} of ${tagList(operation.tags)}, asked for by ${operation.client} at ${clock(operation.created_at)}`,
+      ),
+    ),
+  );
+}
+
+function note(details) {
+  const { copied_bytes: copied, gigabytes_per_second: rate } = details;
+  if (!copied) return "";
+  // The rate of a few kilobytes says nothing about the link.
+  return rate && copied >= 1 << 20 ? `copied ${size(copied)}, ${rate.toFixed(1)} GB/s` : `copied ${size(copied)}`;
+}

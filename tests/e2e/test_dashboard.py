@@ -1,0 +1,166 @@
+"""The dashboard in a real browser: open it, release, see the drop, resume."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from .serving import Server, serving
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")
+
+#: No sandbox: containers have no user namespaces to make one of. Nothing else is called but our own page.
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+DESKTOP, PHONE = 1120, 390
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[playwright.Browser]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: playwright.Browser, request: pytest.FixtureRequest) -> Iterator[playwright.Page]:
+    """A page of some width and colour scheme, that must report no error."""
+    width, scheme = getattr(request, "param", (DESKTOP, "light"))
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    yield page
+    context.close()
+    # A missing key and a server that goes away are told on the page, and by the browser too.
+    assert [error for error in errors if not error.startswith("Failed to load resource")] == []
+
+
+def state(page: playwright.Page, is_now: str) -> None:
+    playwright.expect(page.locator("#state")).to_have_text(is_now, timeout=60_000)
+
+
+def used(page: playwright.Page) -> int:
+    return int(page.locator(".device").get_attribute("data-used"))
+
+
+def release(page: playwright.Page) -> None:
+    page.get_by_role("button", name="Release all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Release").click()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")],
+    ids=["desktop, light", "desktop, dark", "phone, light", "phone, dark"],
+    indirect=True,
+)
+def test_release_and_resume(page: playwright.Page, server: Server) -> None:
+    page.goto(server.url)
+    state(page, "resident")
+    full = used(page)
+    assert full > 64 * MIB
+    release(page)
+    state(page, "released")
+    playwright.expect(page.locator("#admission")).to_contain_text("refused")
+    page.wait_for_function(f"document.querySelector('.device').dataset.used <= {full - 64 * MIB}")
+    assert page.locator("#tags [data-state=released]").count() == page.locator("#tags tr").count()
+
+    newest = page.locator("#operations > tr").first
+    playwright.expect(newest).to_contain_text("done")
+    assert "release" in newest.inner_text()
+    phases = page.get_by_role("table", name="Phases of release").first
+    assert {"drain", "pause", "settle"} <= set(phases.locator("tbody th").all_inner_texts())
+    assert "−" in phases.locator("tr", has_text="pause").inner_text()
+    assert page.locator("svg.chart .line").count() == 1
+    assert page.locator("svg.chart .band.release").count() >= 1
+    page.get_by_text("Operation", exact=True).and_(page.locator("#range span")).click()
+    playwright.expect(page.locator("figcaption")).to_contain_text("release of all")
+    assert "pause" in page.locator("svg.chart").text_content()
+
+    page.get_by_role("button", name="Resume all").click()
+    state(page, "resident")
+    page.wait_for_function(f"document.querySelector('.device').dataset.used >= {full}")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for number in range(page.get_by_role("button").count()):
+        box = page.get_by_role("button").nth(number).bounding_box()
+        assert box is None or box["x"] + box["width"] <= page.viewport_size["width"]
+
+
+def test_one_tag_by_keyboard(page: playwright.Page, server: Server) -> None:
+    page.goto(server.url)
+    state(page, "resident")
+    page.get_by_role("button", name="Release kv_cache").focus()
+    page.keyboard.press("Enter")
+    playwright.expect(page.get_by_role("dialog", name="Release kv_cache?")).to_be_visible()
+    page.keyboard.press("Escape")
+    state(page, "resident")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    state(page, "released")
+    playwright.expect(page.get_by_role("button", name="Resume kv_cache")).to_be_focused()
+    playwright.expect(page.get_by_role("button", name="Resume kv_cache")).to_be_enabled()
+    page.keyboard.press("Enter")
+    state(page, "resident")
+
+
+def test_somebody_else_s_operation_is_seen(page: playwright.Page, server: Server) -> None:
+    from memsaver_server.client import Client
+
+    page.goto(server.url)
+    state(page, "resident")
+    with Client(server.url) as client:
+        client.release(["kv_cache"])
+        state(page, "released")
+        client.resume()
+        state(page, "resident")
+
+
+def test_the_key_stays_in_the_tab(page: playwright.Page) -> None:
+    with serving(changes={"MEMSAVER_API_KEY": "ein Schlüssel"}) as server:
+        page.goto(server.url)
+        key = page.get_by_label("API key")
+        key.fill("another")
+        key.press("Enter")
+        playwright.expect(page.get_by_role("alert")).to_contain_text("not the key")
+        key.fill("ein Schlüssel")
+        key.press("Enter")
+        state(page, "resident")
+        release(page)
+        state(page, "released")
+        assert page.evaluate("localStorage.length") == 0
+        assert page.context.cookies() == []
+        page.reload()
+        state(page, "released")
+
+
+def test_it_connects_again(page: playwright.Page) -> None:
+    """A server that goes away is told, and its successor is found without a reload."""
+    with serving() as server:
+        page.goto(server.url)
+        state(page, "resident")
+        port = server.url.rsplit(":", 1)[1]
+    playwright.expect(page.get_by_role("alert")).to_contain_text("Not connected")
+    playwright.expect(page.get_by_role("button", name="Release all")).to_be_disabled()
+    with serving("--port", port):
+        state(page, "resident")
+        playwright.expect(page.get_by_role("alert")).to_be_hidden()

@@ -1,0 +1,369 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver/driver.hpp"
+#include "support/error.hpp"
+
+namespace memsaver {
+
+// Any driver whose memory is ordinary memory, kept to the letter of Driver's contract, and an account of its own to
+// compare a saver's with. It is hostile where the contract lets it be:
+// - copies, fills and digests run when somebody waits for them, as late as a device may;
+// - memory that was just mapped holds garbage;
+// - it writes down every misuse: a handle released while mapped, a range unmapped or host memory unpinned while work on
+//   it is under way, work on memory that is not there, an event recycled twice, anything never given back.
+class LedgerDriver final : public Driver {
+  template <typename Function>
+  auto with_lock(Function function) const {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return function();
+  }
+
+ public:
+  explicit LedgerDriver(std::unique_ptr<Driver> driver) : driver_(std::move(driver)) {}
+  ~LedgerDriver() override {
+    if (report_ == nullptr) return;
+    *report_ = misuses_;
+    for (auto& left : left_behind()) report_->push_back("left behind: " + left);
+  }
+  // Where the destructor writes misuses and what was never given back.
+  void report_to(std::vector<std::string>* report) { report_ = report; }
+
+  struct Mapping {
+    int device;
+    std::size_t bytes;
+    Handle handle;
+    bool accessible;
+  };
+
+  // What was done against the contract so far.
+  [[nodiscard]] std::vector<std::string> misuses() const { return with_lock([&] { return misuses_; }); }
+  [[nodiscard]] std::size_t created_bytes(int device) const {
+    return with_lock([&] {
+      std::size_t sum = 0;
+      for (const auto& [handle, owned] : handles_) sum += owned.device == device ? owned.bytes : 0;
+      return sum;
+    });
+  }
+  [[nodiscard]] std::map<Address, Mapping> mappings() const { return with_lock([&] { return mappings_; }); }
+  // Work that nobody has waited for.
+  [[nodiscard]] std::size_t pending() const {
+    return with_lock([&] {
+      std::size_t sum = 0;
+      for (const auto& [stream, queue] : queues_) sum += queue.work.size();
+      return sum;
+    });
+  }
+  [[nodiscard]] std::size_t events() const {
+    return with_lock([&] { return events_.size(); });
+  }
+  // What was never given back, in words; empty where all was.
+  [[nodiscard]] std::vector<std::string> left_behind() const {
+    return with_lock([&] {
+      std::vector<std::string> left;
+      const auto count = [&](std::size_t number, const char* what) {
+        if (number > 0) left.push_back(std::to_string(number) + " " + what);
+      };
+      count(events_.size(), "events");
+      count(handles_.size(), "handles");
+      count(mappings_.size(), "mappings");
+      count(reservations_.size(), "reservations");
+      count(registered_.size(), "registered ranges");
+      count(queues_.size(), "streams");
+      return left;
+    });
+  }
+
+  const char* name() const noexcept override { return driver_->name(); }
+  int device_count() override { return driver_->device_count(); }
+  DeviceInfo device_info(int device) override { return driver_->device_info(device); }
+  MemoryInfo memory_info(int device) override { return driver_->memory_info(device); }
+
+  Address reserve(int device, std::size_t bytes) override {
+    const Address address = driver_->reserve(device, bytes);
+    with_lock([&] { reservations_[address] = bytes; });
+    return address;
+  }
+  void unreserve(int device, Address address, std::size_t bytes) override {
+    with_lock([&] {
+      const auto found = reservations_.find(address);
+      if (found == reservations_.end() || found->second != bytes) return misuse("unreserve of what was not reserved");
+      for (const auto& [at, mapping] : mappings_) {
+        if (at >= address && at < address + bytes) misuse("unreserve under a mapping");
+      }
+      reservations_.erase(found);
+    });
+    driver_->unreserve(device, address, bytes);
+  }
+  Handle create(int device, std::size_t bytes) override {
+    const Handle handle = driver_->create(device, bytes);
+    with_lock([&] { handles_[{device, handle}] = {device, bytes, false}; });
+    return handle;
+  }
+  void release(int device, Handle handle, std::size_t bytes) override {
+    with_lock([&] {
+      const auto found = handles_.find({device, handle});
+      if (found == handles_.end() || found->second.bytes != bytes) return misuse("release of an unknown handle");
+      if (found->second.mapped) misuse("release of a mapped handle");
+      handles_.erase(found);
+    });
+    driver_->release(device, handle, bytes);
+  }
+  void map(int device, Address address, std::size_t bytes, Handle handle) override {
+    with_lock([&] {
+      const auto found = handles_.find({device, handle});
+      if (found == handles_.end() || found->second.bytes != bytes) return misuse("map of an unknown handle");
+      if (found->second.mapped) misuse("map of a mapped handle");
+      if (!reserved(address, bytes)) misuse("map outside of one reservation");
+      for (const auto& [at, mapping] : mappings_) {
+        if (at < address + bytes && address < at + mapping.bytes) misuse("map over a mapping");
+      }
+      if (in_use(address, bytes)) misuse("map under work that is under way");
+      found->second.mapped = true;
+      mappings_[address] = {device, bytes, handle, false};
+    });
+    driver_->map(device, address, bytes, handle);
+  }
+  void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) override {
+    driver_->allow_access(device, address, bytes, peers);
+    with_lock([&] {
+      const auto found = mappings_.find(address);
+      if (found == mappings_.end() || found->second.bytes != bytes) return misuse("access to what is not mapped");
+      found->second.accessible = true;
+      std::memset(reinterpret_cast<void*>(address), 0xa5, bytes);  // the content of fresh memory is undefined
+    });
+  }
+  void unmap(int device, Address address, std::size_t bytes) override {
+    with_lock([&] {
+      const auto found = mappings_.find(address);
+      if (found == mappings_.end() || found->second.bytes != bytes) return misuse("unmap of what is not mapped");
+      if (in_use(address, bytes)) misuse("unmap under work that is under way");
+      handles_.at({device, found->second.handle}).mapped = false;
+      mappings_.erase(found);
+    });
+    driver_->unmap(device, address, bytes);
+  }
+
+  void synchronize(int device) override {
+    with_lock([&] {
+      for (auto& [stream, queue] : queues_) {
+        if (queue.device == device) run(queue, queue.end());
+      }
+    });
+    driver_->synchronize(device);
+  }
+  void trim_graph_memory(int device) override { driver_->trim_graph_memory(device); }
+  Stream create_stream(int device) override {
+    (void)driver_->create_stream(device);
+    return with_lock([&] {
+      const Stream stream{++last_};
+      queues_[stream].device = device;
+      return stream;
+    });
+  }
+  void destroy_stream(int, Stream stream) override {
+    with_lock([&] {
+      const auto found = queues_.find(stream);
+      if (found == queues_.end()) return misuse("destroy of an unknown stream");
+      run(found->second, found->second.end());
+      queues_.erase(found);
+    });
+  }
+  void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override {
+    const auto host = reinterpret_cast<std::uintptr_t>(to);
+    enqueue(device, stream, {{from, bytes}}, {{host, bytes}}, [=] {
+      std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    });
+  }
+  void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) override {
+    const auto host = reinterpret_cast<std::uintptr_t>(from);
+    enqueue(device, stream, {{to, bytes}}, {{host, bytes}}, [=] {
+      std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    });
+  }
+  void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override {
+    enqueue(device, stream, {{address, bytes}}, {}, [=] { std::memset(reinterpret_cast<void*>(address), 0, bytes); });
+  }
+  void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
+              Stream stream) override {
+    std::vector<Range> ranges;
+    for (std::size_t i = 0; i < count; ++i) ranges.push_back({items[i].address, items[i].bytes});
+    const std::vector<Range> host{{reinterpret_cast<std::uintptr_t>(items), count * sizeof *items},
+                                  {reinterpret_cast<std::uintptr_t>(results), count * sizeof *results}};
+    enqueue(device, stream, ranges, host, [=] {
+      for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
+    });
+  }
+  bool has_digest(int device) noexcept override { return driver_->has_digest(device); }
+  bool digest_is_cheap() const noexcept override { return driver_->digest_is_cheap(); }
+
+  Event record(int, Stream stream) override {
+    return with_lock([&] {
+      const auto found = queues_.find(stream);
+      const Event event{++last_};
+      if (found == queues_.end()) {
+        misuse("record in an unknown stream");
+      } else {
+        events_[event] = {stream, found->second.end()};
+      }
+      return event;
+    });
+  }
+  // Work goes on a little each time that somebody looks.
+  bool done(int, Event event) override {
+    return with_lock([&] {
+      const auto found = events_.find(event);
+      if (found == events_.end()) return misuse("a look at an unknown event"), true;
+      const auto queue = queues_.find(found->second.stream);
+      if (queue == queues_.end()) return true;
+      if (queue->second.begin < found->second.position) run(queue->second, queue->second.begin + 1);
+      return queue->second.begin >= found->second.position;
+    });
+  }
+  void wait(int, Event event) override {
+    with_lock([&] { run_to(event); });
+  }
+  void recycle(int, Event event) noexcept override {
+    with_lock([&] {
+      if (events_.erase(event) == 0) misuse("recycle of an unknown event");
+    });
+  }
+  // The event may be recycled before the other stream gets there.
+  void stream_wait(int device, Stream stream, Event event) override {
+    const Point point = with_lock([&] { return events_.count(event) ? events_[event] : Point{}; });
+    enqueue(device, stream, {}, {}, [this, point] {
+      const auto queue = queues_.find(point.stream);
+      if (queue != queues_.end()) run(queue->second, point.position);
+    });
+  }
+  void register_host(void* address, std::size_t bytes) override {
+    driver_->register_host(address, bytes);
+    with_lock([&] { registered_[reinterpret_cast<std::uintptr_t>(address)] = bytes; });
+  }
+  void unregister_host(void* address) override {
+    with_lock([&] {
+      const auto found = registered_.find(reinterpret_cast<std::uintptr_t>(address));
+      if (found == registered_.end()) return misuse("unregister of unknown memory");
+      if (in_use(found->first, found->second)) misuse("unregister under work that is under way");
+      registered_.erase(found);
+    });
+    driver_->unregister_host(address);
+  }
+
+ private:
+  using Range = std::pair<std::uintptr_t, std::size_t>;
+  struct Work {
+    std::vector<Range> device_ranges;
+    std::vector<Range> host_ranges;
+    std::function<void()> run;
+  };
+  struct Queue {
+    int device = 0;
+    std::uint64_t begin = 0;  // work done so far
+    std::deque<Work> work;
+    [[nodiscard]] std::uint64_t end() const { return begin + work.size(); }
+  };
+  struct Point {
+    Stream stream{};
+    std::uint64_t position = 0;
+  };
+  struct Owned {
+    int device;
+    std::size_t bytes;
+    bool mapped;
+  };
+
+  void misuse(const std::string& what) { misuses_.push_back(what); }
+
+  void enqueue(int device, Stream stream, std::vector<Range> device_ranges, std::vector<Range> host_ranges,
+               std::function<void()> work) {
+    with_lock([&] {
+      const auto found = queues_.find(stream);
+      if (found == queues_.end() || found->second.device != device) return misuse("work in an unknown stream");
+      found->second.work.push_back({std::move(device_ranges), std::move(host_ranges), std::move(work)});
+    });
+  }
+  void run(Queue& queue, std::uint64_t end) {
+    while (queue.begin < end && !queue.work.empty()) {
+      const Work work = std::move(queue.work.front());
+      queue.work.pop_front();
+      ++queue.begin;
+      bool possible = true;
+      for (const auto& [address, bytes] : work.device_ranges) possible = possible && accessible(address, bytes);
+      if (!possible) misuse("work on memory that is not there");
+      for (const auto& [address, bytes] : work.host_ranges) {
+        const bool pinned = is_registered(address, bytes);
+        if (!pinned) misuse("work on host memory that is not pinned");
+        possible = possible && pinned;
+      }
+      if (possible) work.run();
+    }
+  }
+  void run_to(Event event) {
+    const auto found = events_.find(event);
+    if (found == events_.end()) return misuse("a wait for an unknown event");
+    const auto queue = queues_.find(found->second.stream);
+    if (queue != queues_.end()) run(queue->second, found->second.position);
+  }
+  [[nodiscard]] bool reserved(Address address, std::size_t bytes) const {
+    auto found = reservations_.upper_bound(address);
+    if (found == reservations_.begin()) return false;
+    --found;
+    return address + bytes <= found->first + found->second;
+  }
+  [[nodiscard]] bool accessible(Address address, std::size_t bytes) const {
+    Address at = address;
+    auto found = mappings_.upper_bound(address);
+    if (found != mappings_.begin()) --found;
+    for (; found != mappings_.end() && at < address + bytes; ++found) {
+      const Address end = found->first + found->second.bytes;
+      if (end <= at) continue;
+      if (found->first > at || !found->second.accessible) return false;
+      at = end;
+    }
+    return at >= address + bytes;
+  }
+  [[nodiscard]] bool is_registered(std::uintptr_t address, std::size_t bytes) const {
+    auto found = registered_.upper_bound(address);
+    if (found == registered_.begin()) return false;
+    --found;
+    return address + bytes <= found->first + found->second;
+  }
+  [[nodiscard]] bool in_use(std::uintptr_t address, std::size_t bytes) const {
+    for (const auto& [stream, queue] : queues_) {
+      for (const auto& work : queue.work) {
+        for (const auto* ranges : {&work.device_ranges, &work.host_ranges}) {
+          for (const auto& [at, size] : *ranges) {
+            if (at < address + bytes && address < at + size) return true;
+          }
+        }
+      }
+    }
+    return false;
+  }
+
+  std::unique_ptr<Driver> driver_;
+  mutable std::recursive_mutex mutex_;
+  std::vector<std::string> misuses_;
+  std::vector<std::string>* report_ = nullptr;
+  std::map<Address, std::size_t> reservations_;
+  std::map<std::pair<int, Handle>, Owned> handles_;
+  std::map<Address, Mapping> mappings_;
+  std::map<Stream, Queue> queues_;
+  std::map<Event, Point> events_;
+  std::map<std::uintptr_t, std::size_t> registered_;
+  std::uint64_t last_ = 0;
+};
+
+}  // namespace memsaver
