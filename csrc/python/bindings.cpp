@@ -13,6 +13,7 @@
 #include "driver/faulty.hpp"
 #include "driver/host.hpp"
 #include "driver/nvrtc.hpp"
+#include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
 #include "support/digest.hpp"
 #include "support/error.hpp"
@@ -290,6 +291,29 @@ PYBIND11_MODULE(_native, module) {
       .def(
           "synchronize", [](PySaver& saver) { saver->synchronize(); }, py::call_guard<py::gil_scoped_release>())
       .def(
+          "backup_of",
+          [](PySaver& saver, Address address, std::size_t bytes, Address to) {
+            BackupView view;
+            {
+              const py::gil_scoped_release no_gil;
+              view = saver->backup_of(address, bytes, reinterpret_cast<void*>(to));
+            }
+            const char* const kept = view.kept == Kept::host   ? "host"
+                                     : view.kept == Kept::file ? "file"
+                                                               : "";
+            return std::make_tuple(view.released, std::string(kept), reinterpret_cast<Address>(view.memory));
+          },
+          py::arg("address"), py::arg("bytes"), py::arg("to"))
+      .def(
+          "drop_backups", [](PySaver& saver, const std::vector<std::string>& tags) { saver->drop_backups(tags); },
+          py::arg("tags"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_file_folder", [](PySaver& saver, const std::string& folder) { saver->set_file_folder(folder); },
+          py::arg("folder"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_memory_margin", [](PySaver& saver, std::size_t bytes) { saver->set_memory_margin(bytes); },
+          py::arg("bytes"))
+      .def(
           "trim_graph_memory",
           [](PySaver& saver) {
             for (const int device : saver->devices()) saver->driver().trim_graph_memory(device);
@@ -379,6 +403,14 @@ PYBIND11_MODULE(_native, module) {
       [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
       py::arg("tag"), py::arg("restore"));
   module.def("take_allocation_failure", &take_allocation_failure);
+  module.def("attach_preload_library", &attach_preload_library,
+             "Send the preload library's allocations to the active saver; its path, or an empty string.");
+  module.def(
+      "restore_for",
+      [](const std::string& tag, bool cpu_backup, bool disk_backup) {
+        return std::string(name_of(restore_for(tag, cpu_backup, disk_backup)));
+      },
+      py::arg("tag"), py::arg("cpu_backup"), py::arg("disk_backup"));
   module.def(
       "cuda_missing",
       [] {

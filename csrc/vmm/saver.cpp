@@ -812,22 +812,20 @@ void Saver::synchronize() {
 // Only with mutex_ held.
 HostPool& Saver::pool_of(int device) {
   const int node = infos_.at(device).numa_node;
-  auto& pool = pools_[node];
-  if (!pool) {
-    std::set<int> nodes;
-    for (int i = 0; i < driver_->device_count(); ++i) nodes.insert(driver_->device_info(i).numa_node);
-    pool = std::make_unique<HostPool>(*driver_, settings_.host_backup_limit / nodes.size(), node);
-  }
-  return *pool;
+  const auto found = pools_.find(node);
+  if (found != pools_.end()) return *found->second;
+  std::set<int> nodes;
+  for (int i = 0; i < driver_->device_count(); ++i) nodes.insert(driver_->device_info(i).numa_node);
+  auto pool = std::make_unique<HostPool>(*driver_, settings_.host_backup_limit / nodes.size(), node);
+  return *pools_.emplace(node, std::move(pool)).first->second;
 }
 
 Pipeline& Saver::pipeline_of(int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& pipeline = pipelines_[device];
-  if (!pipeline) {
-    pipeline = std::make_unique<Pipeline>(*driver_, device, pool_of(device), files_, key_, progress_);
-  }
-  return *pipeline;
+  const auto found = pipelines_.find(device);
+  if (found != pipelines_.end()) return *found->second;
+  auto pipeline = std::make_unique<Pipeline>(*driver_, device, pool_of(device), files_, key_, progress_);
+  return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
 
 Verify Saver::verify() const {

@@ -98,6 +98,7 @@ def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> 
         "enabled": status.enabled,
         "driver": status.driver,
         "state": occupation.state,
+        "hibernated": status.hibernated,
         "engine": engine,
         "admission": {"open": not reason, "reason": reason},
         "operation_id": running.id if running else None,

@@ -1,8 +1,8 @@
 """The one place that decides what the engine's memory is doing: the state machine behind every dialect.
 
-Release: check tags -> close admission -> drain -> ms.release (synchronize, pause, empty_cache, ipc_collect, settle)
--> report.
-Resume: check tags -> ms.resume (restore) -> repair -> reopen admission, if nothing the engine needs is still away
+Release: check tags -> close admission -> drain -> ms.release (synchronize, pause, empty_cache, ipc_collect, settle,
+and where asked for trim and hibernate) -> report.
+Resume: check tags -> ms.resume (wake, restore) -> repair -> reopen admission, if nothing the engine needs is still away
 -> report.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Literal
 
 import memsaver_core as ms
-from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError
+from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.engines.port import DrainMode, Engine
 from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest
@@ -87,10 +87,13 @@ class Occupation:
 
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
+            UnsupportedError: the process cannot be hibernated. Nothing was started.
             ConflictError, IdempotencyKeyError, TooManyOperationsError: see Operations.submit.
         """
         ms.check_tags(None if request.tags is None else list(request.tags))
         ms.check_tags([tag for tag, _ in request.restore])
+        if request.hibernate and ms.enabled() and (reasons := ms.hibernation_blockers()):
+            raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
         return self.operations.submit(request, self._release, wait=wait, key=key, client=client)
 
     def _release(self, operation: Operation) -> OperationReport:
@@ -106,7 +109,9 @@ class Occupation:
             with log.phase("drain"):
                 self._engine.drain(request.timeout_s, request.mode)
             with self._memory:
-                return ms.release(tags, log=log, restore=dict(request.restore))
+                return ms.release(
+                    tags, log=log, restore=dict(request.restore), trim=request.trim, hibernate=request.hibernate
+                )
         finally:
             self._note_released(request, tags)
             self._reopen()
@@ -156,7 +161,7 @@ class Occupation:
         self._check_usable()
         away = released_tags(ms.status())
         tags = self._with_unnamed(request.tags, away)
-        if away or self._to_repair:
+        if away or self._to_repair or ms.status().hibernated:
             self._close_admission("memory is being resumed")
         try:
             report = self._restore(tags, request.wait_for_memory_s, log)
@@ -248,7 +253,7 @@ class Occupation:
             NotResidentError: the weights are released. ``write`` was not called.
         """
         with self._memory:
-            if "weights" in released_tags(ms.status()):
+            if "weights" in released_tags(ms.status()) or ms.status().hibernated:
                 raise NotResidentError("weights")
             return write()
 
@@ -266,7 +271,8 @@ class Occupation:
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is away, or generation was put to sleep without releasing any."""
-        return bool(released_tags(ms.status())) or self._paused == "asleep"
+        status = ms.status()
+        return bool(released_tags(status)) or status.hibernated or self._paused == "asleep"
 
     def closed_because(self) -> str:
         """Why the engine takes no requests now, or an empty string where it does."""
@@ -304,6 +310,8 @@ class Occupation:
             return f"the device context is lost: {status.failure}"
         if self._quiescing:
             return self._quiescing
+        if status.hibernated:
+            return "the process is hibernated"
         away = released_tags(status)
         if away:
             return f"memory of {', '.join(sorted(away))} is released"

@@ -32,6 +32,8 @@ class ReleaseRequest:
         mode: what the drain does to them.
         restore: policies that hold for this release alone, as sorted (tag, policy) pairs.
         at_least_bytes: release only as many tags as give this back, the cheapest first; None releases all of them.
+        trim: also give back what libraries keep for speed; None does so before hibernating.
+        hibernate: last of all, give back the CUDA context.
     """
 
     tags: tuple[str, ...] | None = None
@@ -39,6 +41,8 @@ class ReleaseRequest:
     mode: DrainMode = "wait"
     restore: tuple[tuple[str, str], ...] = ()
     at_least_bytes: int | None = None
+    trim: bool | None = None
+    hibernate: bool = False
     operation: Literal["release"] = "release"
 
 

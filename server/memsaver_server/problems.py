@@ -14,6 +14,7 @@ from memsaver_core.errors import (
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     UnknownTagError,
+    UnsupportedError,
 )
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError
 from memsaver_server.occupation import NotEnoughToReleaseError, NotResidentError, UnusableError
@@ -88,6 +89,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(403, "forbidden", message)
         case NotFoundError():
             return Problem(404, "not_found", message)
+        case UnsupportedError():
+            return Problem(409, "unsupported", message)
         case ConflictError():
             running = error.running
             named = {"operation": running.request.operation, "operation_id": running.id}

@@ -30,6 +30,10 @@ class ReleaseFields(Fields):
     at_least_bytes: Annotated[int, Field(ge=1, lt=1 << 63)] | None = Field(
         default=None, description="Release only as many tags as give this back, the cheapest first."
     )
+    trim: bool | None = Field(
+        default=None, description="Also give back what libraries keep for speed; by default before hibernating."
+    )
+    hibernate: bool = Field(default=False, description="Last of all, give back the CUDA context; any resume wakes it.")
     wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of refusing.")
     run_async: bool = Field(default=False, alias="async", description="Answer 202 with the operation's address.")
 
@@ -74,9 +78,10 @@ class UpdateFromTensorFields(Fields):
 
 
 class SleepFields(Fields):
-    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them."""
+    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3 is
+    ours: as 1, and the process hibernates."""
 
-    level: Annotated[int, Field(ge=0, le=2)] = 1
+    level: Annotated[int, Field(ge=0, le=3)] = 1
     mode: DrainMode = "abort"
     tags: Tags | None = None
     timeout_s: Seconds | None = None
@@ -264,6 +269,7 @@ class OccupationAnswer(BaseModel):
     enabled: bool
     driver: str
     state: str
+    hibernated: bool
     engine: str
     admission: AdmissionAnswer
     operation_id: str | None

@@ -62,6 +62,8 @@ class Service:
             mode=fields.mode,
             restore=tuple(sorted(fields.restore.items())),
             at_least_bytes=fields.at_least_bytes,
+            trim=fields.trim,
+            hibernate=fields.hibernate,
         )
         return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
 

@@ -245,7 +245,7 @@ def test_vllm_tooling(http: httpx.Client, weights_folder: str) -> None:
     assert http.post("/update_weights_from_disk", json={"model_path": weights_folder}).is_success
     assert http.post("/wake_up?tags=kv_cache").is_success
     assert tokens(http) == before
-    assert http.post("/sleep?level=3").status_code == 400
+    assert http.post("/sleep?level=4").status_code == 400
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
 
 

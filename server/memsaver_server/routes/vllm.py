@@ -31,7 +31,7 @@ SCHEDULING = "scheduling"
 async def sleep(
     request: Request, service: ServiceOf, fields: Annotated[SleepFields, Depends(fields_of(SleepFields))]
 ) -> JSONResponse:
-    """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them."""
+    """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3 hibernates."""
     timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
     if fields.level == 0:
         await asyncio.to_thread(service.occupation.pause, fields.mode, timeout_s, asleep=True)
@@ -43,6 +43,7 @@ async def sleep(
         timeout_s=timeout_s,
         wait=fields.wait,
         restore={"weights": "discard"} if discards else {},
+        hibernate=fields.level == 3,
     )
     return answer(await service.release(request, release))
 

@@ -1,0 +1,76 @@
+#include "hooks/preload.hpp"
+
+#include <dlfcn.h>
+
+#include "hooks/preload_face.hpp"
+#include "hooks/torch_allocator.hpp"
+#include "support/error.hpp"
+#include "support/log.hpp"
+#include "vmm/saver.hpp"
+
+namespace memsaver {
+
+namespace {
+
+// Of cudaError_t.
+constexpr int kSuccess = 0;
+constexpr int kMemoryAllocation = 2;
+constexpr int kUnknown = 999;
+
+int allocate(void** pointer, size_t bytes, int device, const char* tag, bool cpu_backup, bool disk_backup) {
+  Saver* const saver = active_saver();
+  if (saver == nullptr) return kMemsaverNotMine;
+  try {
+    const Restore restore = restore_for(tag, cpu_backup, disk_backup);
+    *pointer = reinterpret_cast<void*>(saver->allocate({device, tag, restore}, bytes));
+    return kSuccess;
+  } catch (const Error& error) {
+    // torch then frees its caches and tries again.
+    if (error.kind == ErrorKind::out_of_device_memory) return kMemoryAllocation;
+    warn(error.what());
+  } catch (const std::exception& error) {
+    warn(error.what());
+  }
+  return kUnknown;
+}
+
+int free(void* pointer) {
+  Saver* const saver = active_saver();
+  const auto address = reinterpret_cast<Address>(pointer);
+  if (saver == nullptr || !saver->owns(address)) return kMemsaverNotMine;
+  try {
+    saver->free(address);
+    return kSuccess;
+  } catch (const Error& error) {
+    // A forked child owns none of its parent's device memory.
+    if (error.kind == ErrorKind::forked) return kSuccess;
+    warn(error.what());
+  } catch (const std::exception& error) {
+    warn(error.what());
+  }
+  return kUnknown;
+}
+
+constexpr memsaver_preload_core kCore{kMemsaverPreloadVersion, &allocate, &free};
+
+}  // namespace
+
+Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup) {
+  if (cpu_backup) return Restore::host;
+  if (disk_backup) return Restore::file;
+  return tag == "kv_cache" || tag == "workspace" ? Restore::zero : Restore::discard;
+}
+
+std::string attach_preload_library() {
+  void* const symbol = dlsym(RTLD_DEFAULT, "memsaver_preload_register");
+  if (symbol == nullptr) return {};
+  Dl_info info{};
+  const std::string path = dladdr(symbol, &info) != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
+  if (reinterpret_cast<decltype(&memsaver_preload_register)>(symbol)(&kCore) != 0) {
+    throw Error(ErrorKind::configuration, "the preload library " + path + " is of another version of memsaver")
+        .with_advice("preload the one beside memsaver_core");
+  }
+  return path;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,187 @@
+// libmemsaver_preload.so: inside a region of the calling thread, cudaMalloc and its kin go to the saver.
+//
+// It holds no saver: the core registers itself when it is imported, and until then every call goes to the real
+// function. Needs libc alone, exports C symbols alone, and includes no header of CUDA's.
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#include "hooks/preload_face.hpp"
+
+namespace {
+
+constexpr int kSuccess = 0;
+constexpr int kInitializationError = 3;  // cudaErrorInitializationError
+constexpr size_t kTagBytes = 512;
+
+std::atomic<const memsaver_preload_core*> core{nullptr};
+std::atomic<int (*)(const char*)> pause_all{nullptr};
+std::atomic<int (*)(const char*)> resume_all{nullptr};
+
+bool flag_from_environment(const char* name) {
+  const char* const value = std::getenv(name);
+  if (value == nullptr) return false;
+  for (const char* yes : {"1", "true", "TRUE", "yes", "YES"}) {
+    if (std::strcmp(value, yes) == 0) return true;
+  }
+  for (const char* no : {"0", "false", "FALSE", "no", "NO"}) {
+    if (std::strcmp(value, no) == 0) return false;
+  }
+  std::fprintf(stderr, "memsaver: warning: %s='%s' is neither 1 nor 0; taken as 0\n", name, value);
+  return false;
+}
+
+// A thread's region. Each new thread begins with what the environment says.
+struct Region {
+  bool active = flag_from_environment("TMS_INIT_ENABLE");
+  bool cpu_backup = flag_from_environment("TMS_INIT_ENABLE_CPU_BACKUP");
+  bool disk_backup = flag_from_environment("TMS_INIT_ENABLE_DISK_BACKUP");
+  char tag[kTagBytes] = "default";
+  char backend[16] = "";
+
+  Region() {
+    if (const char* const value = std::getenv("TMS_INIT_CPU_BACKUP_BACKEND")) set(backend, value);
+  }
+  template <size_t size>
+  static void set(char (&field)[size], const char* value) {
+    std::snprintf(field, size, "%s", value);
+  }
+};
+
+Region& region() {
+  static thread_local Region mine;
+  return mine;
+}
+
+struct Library {
+  const char* prefix;
+  char path[4096];
+};
+
+int find_library(dl_phdr_info* info, size_t, void* data) {
+  auto* const wanted = static_cast<Library*>(data);
+  const char* const slash = std::strrchr(info->dlpi_name, '/');
+  const char* const name = slash != nullptr ? slash + 1 : info->dlpi_name;
+  if (std::strncmp(name, wanted->prefix, std::strlen(wanted->prefix)) != 0) return 0;
+  std::snprintf(wanted->path, sizeof wanted->path, "%s", info->dlpi_name);
+  return 1;
+}
+
+// The function behind ours: the next one in the global scope, else that of a CUDA runtime loaded into a scope of its
+// own. Null where no CUDA runtime is loaded as a shared library.
+template <typename Function>
+Function* real(const char* name, std::atomic<void*>& known) {
+  void* found = known.load(std::memory_order_acquire);
+  if (found == nullptr) found = dlsym(RTLD_NEXT, name);
+  if (found == nullptr) {
+    Library library{"libcudart.so", {}};
+    if (dl_iterate_phdr(find_library, &library) != 0) {
+      if (void* const handle = dlopen(library.path, RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(handle, name);
+    }
+  }
+  known.store(found, std::memory_order_release);
+  return reinterpret_cast<Function*>(found);
+}
+
+template <typename... Arguments>
+int call_real(const char* name, std::atomic<void*>& known, Arguments... arguments) {
+  auto* const function = real<int(Arguments...)>(name, known);
+  if (function != nullptr) return function(arguments...);
+  std::fprintf(stderr, "memsaver: warning: %s was called, and no shared CUDA runtime is loaded\n", name);
+  return kInitializationError;
+}
+
+int allocate(void** pointer, size_t bytes) {
+  const memsaver_preload_core* const saver = core.load(std::memory_order_acquire);
+  if (saver == nullptr || pointer == nullptr || bytes == 0) return kMemsaverNotMine;
+  const Region& mine = region();
+  if (!mine.active) return kMemsaverNotMine;
+  static std::atomic<void*> get_device{nullptr};
+  int device = 0;
+  const int code = call_real<int*>("cudaGetDevice", get_device, &device);
+  if (code != kSuccess) return code;
+  return saver->allocate(pointer, bytes, device, mine.tag, mine.cpu_backup, mine.disk_backup);
+}
+
+int give_back(void* pointer) {
+  const memsaver_preload_core* const saver = core.load(std::memory_order_acquire);
+  return saver == nullptr || pointer == nullptr ? kMemsaverNotMine : saver->free(pointer);
+}
+
+// While a stream is captured, an allocation on it becomes part of the graph, which only the real function can do.
+bool is_capturing(void* stream) {
+  static std::atomic<void*> known{nullptr};
+  int status = 0;
+  return call_real<void*, int*>("cudaStreamIsCapturing", known, stream, &status) == kSuccess && status != 0;
+}
+
+}  // namespace
+
+#define MEMSAVER_EXPORT extern "C" __attribute__((visibility("default")))
+
+MEMSAVER_EXPORT int cudaMalloc(void** pointer, size_t bytes) {
+  const int code = allocate(pointer, bytes);
+  static std::atomic<void*> known{nullptr};
+  return code != kMemsaverNotMine ? code : call_real("cudaMalloc", known, pointer, bytes);
+}
+
+MEMSAVER_EXPORT int cudaFree(void* pointer) {
+  const int code = give_back(pointer);
+  static std::atomic<void*> known{nullptr};
+  return code != kMemsaverNotMine ? code : call_real("cudaFree", known, pointer);
+}
+
+MEMSAVER_EXPORT int cudaMallocAsync(void** pointer, size_t bytes, void* stream) {
+  const int code = region().active && !is_capturing(stream) ? allocate(pointer, bytes) : kMemsaverNotMine;
+  static std::atomic<void*> known{nullptr};
+  return code != kMemsaverNotMine ? code : call_real("cudaMallocAsync", known, pointer, bytes, stream);
+}
+
+// Of the saver's memory: waits for the device, as cudaFree does.
+MEMSAVER_EXPORT int cudaFreeAsync(void* pointer, void* stream) {
+  const int code = give_back(pointer);
+  static std::atomic<void*> known{nullptr};
+  return code != kMemsaverNotMine ? code : call_real("cudaFreeAsync", known, pointer, stream);
+}
+
+MEMSAVER_EXPORT int memsaver_preload_register(const memsaver_preload_core* given) {
+  if (given->version != kMemsaverPreloadVersion) return -1;
+  core.store(given, std::memory_order_release);
+  return 0;
+}
+
+MEMSAVER_EXPORT void memsaver_preload_set_operations(int (*pause)(const char*), int (*resume)(const char*)) {
+  pause_all.store(pause);
+  resume_all.store(resume);
+}
+
+MEMSAVER_EXPORT bool tms_get_interesting_region() { return region().active; }
+MEMSAVER_EXPORT void tms_set_interesting_region(bool value) { region().active = value; }
+MEMSAVER_EXPORT bool tms_get_enable_cpu_backup() { return region().cpu_backup; }
+MEMSAVER_EXPORT void tms_set_enable_cpu_backup(bool value) { region().cpu_backup = value; }
+MEMSAVER_EXPORT bool tms_get_enable_disk_backup() { return region().disk_backup; }
+MEMSAVER_EXPORT void tms_set_enable_disk_backup(bool value) { region().disk_backup = value; }
+MEMSAVER_EXPORT const char* tms_get_current_tag() { return region().tag; }
+MEMSAVER_EXPORT void tms_set_current_tag(const char* value) {
+  if (value != nullptr) Region::set(region().tag, value);
+}
+MEMSAVER_EXPORT const char* tms_get_cpu_backup_backend() { return region().backend; }
+MEMSAVER_EXPORT void tms_set_cpu_backup_backend(const char* value) {
+  Region::set(region().backend, value != nullptr ? value : "");
+}
+
+// 0 where done, or where there is nothing that could be done; 1 on failure, told on standard error.
+MEMSAVER_EXPORT int tms_pause(const char* tag) {
+  auto* const run = pause_all.load();
+  return run != nullptr ? run(tag) : 0;
+}
+MEMSAVER_EXPORT int tms_resume(const char* tag) {
+  auto* const run = resume_all.load();
+  return run != nullptr ? run(tag) : 0;
+}
