@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,8 @@ def server(arguments: list[str]) -> Iterator[str]:
 def generate(client: httpx.Client, count: int) -> list[list[int]]:
     """Greedy tokens: first each prompt alone (batch size 1), so that they are reproducible, then all at once."""
     alone = [client.post("/generate", json=body).raise_for_status().json()["output_ids"] for body in requests(8)]
+    if count == 0:
+        return alone
     with ThreadPoolExecutor(count) as pool:  # fills the large batches; not compared, their sums depend on the company
         list(pool.map(lambda body: client.post("/generate", json=body).raise_for_status(), requests(count)))
     return alone
@@ -113,7 +116,65 @@ def phase_rows(answer: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(config: Path, kv_cache_bytes: str, cycles: int) -> dict[str, Any]:
+class Poller:
+    """Asks the probes of a server all the time, and keeps the slowest answer of each, seconds."""
+
+    PATHS = ("/livez", "/memory_occupation", "/metrics")
+
+    def __init__(self, url: str) -> None:
+        self.slowest = dict.fromkeys(self.PATHS, 0.0)
+        self.answers = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(url,))
+        self._thread.start()
+
+    def _run(self, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=30) as client:
+            while not self._stop.is_set():
+                for path in self.PATHS:
+                    start = time.perf_counter()
+                    client.get(path).raise_for_status()
+                    self.slowest[path] = max(self.slowest[path], time.perf_counter() - start)
+                    self.answers += 1
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def hibernate(url: str, client: httpx.Client, cycles: int, empty: float, expected: list[list[int]]) -> dict[str, Any]:
+    """Release with hibernation, wake and resume, again and again, with the probes asked all the while."""
+
+    def seconds(answer: dict[str, Any], name: str) -> float:
+        return float(sum(phase["seconds"] for phase in answer["phases"] if phase["name"] == name))
+
+    poller = Poller(url)
+    rows = []
+    answer: dict[str, Any] = {}
+    for cycle in range(cycles):
+        answer = client.post("/release_memory_occupation", json={"hibernate": True}).raise_for_status().json()
+        left = used_mib() - empty
+        resumed = client.post("/resume_memory_occupation").raise_for_status().json()
+        tokens = generate(client, 0 if cycle % 10 else 64)
+        rows.append(
+            {
+                "left_mib": left,
+                "hibernate_seconds": seconds(answer, "hibernate"),
+                "wake_seconds": seconds(resumed, "wake"),
+                "trim_seconds": seconds(answer, "trim"),
+                "tokens_equal": tokens == expected,
+            }
+        )
+    poller.stop()
+    return {
+        "cycles": rows,
+        "last_release_phases": phase_rows(answer),
+        "slowest_probe_seconds": poller.slowest,
+        "probe_answers": poller.answers,
+    }
+
+
+def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -> dict[str, Any]:
     bare = json.loads(
         subprocess.run(
             [sys.executable, __file__, "--bare", "--config", str(config)], check=True, capture_output=True, text=True
@@ -157,6 +218,7 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int) -> dict[str, Any]:
                     "tags": released["tags"],
                 }
             )
+        hibernation = hibernate(url, client, hibernations, empty, expected) if hibernations else None
     return {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", "benchmarks/footprint.py", *sys.argv[1:]]),
@@ -168,6 +230,7 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int) -> dict[str, Any]:
         "bare_process_mib": bare["mib"],
         "device_empty_mib": empty,
         "cycles": rows,
+        "hibernation": hibernation,
     }
 
 
@@ -193,6 +256,32 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"{statistics.median(row['kv_cache_mapping_milliseconds'] for row in result['cycles']):.2f} ms (median).",
         "",
     ]
+    away = result["hibernation"]
+    if away:
+        rows = away["cycles"]
+        probes = ", ".join(
+            f"`{path}` {1e3 * slowest:,.0f} ms" for path, slowest in away["slowest_probe_seconds"].items()
+        )
+        lines += [
+            f"## Hibernated, {len(rows)} cycles",
+            "",
+            "| | median | max |",
+            "|---|---|---|",
+            *(
+                f"| {name} | {statistics.median(row[key] for row in rows) * scale:,.{digits}f} | "
+                f"{max(row[key] for row in rows) * scale:,.{digits}f} |"
+                for name, key, scale, digits in (
+                    ("left on the device, MiB", "left_mib", 1, 0),
+                    ("beyond the release: hibernate, ms", "hibernate_seconds", 1e3, 0),
+                    ("beyond the release: trim, ms", "trim_seconds", 1e3, 0),
+                    ("beyond the resume: wake, ms", "wake_seconds", 1e3, 0),
+                )
+            ),
+            "",
+            f"Tokens equal in {sum(row['tokens_equal'] for row in rows)} of {len(rows)} cycles. Slowest answer of "
+            f"{away['probe_answers']:,} probes meanwhile: {probes}.",
+            "",
+        ]
     for title, key in (
         ("Release", "release_phases"),
         ("Resume of kv_cache", "resume_kv_cache_phases"),
@@ -225,6 +314,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--kv-cache-bytes", default="36GiB")
     parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--hibernations", type=int, default=50, help="cycles with hibernation; 0 for none")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -233,7 +323,7 @@ def main() -> None:
         bare_process(options.config)
         return
     parse_size(options.kv_cache_bytes)
-    result = measure(options.config, options.kv_cache_bytes, options.cycles)
+    result = measure(options.config, options.kv_cache_bytes, options.cycles, options.hibernations)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "footprint.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "footprint.md").write_text(to_markdown(result))

@@ -75,6 +75,7 @@ def examine() -> tuple[Finding, ...]:
         _check_meter,
         _check_expandable_segments,
         _check_nccl,
+        _check_hibernation,
         _check_host_driver,
         _check_host_memory,
     )
@@ -260,8 +261,8 @@ def _check_expandable_segments(machine: Machine) -> Iterator[Finding]:
         return
     yield Finding(
         "expandable segments",
-        Level.BLOCKED if machine.has_gpu else Level.WARNING,
-        f"on by {' and '.join(on)}: torch would then place tensors past memsaver's allocator",
+        Level.WARNING,
+        f"on by {' and '.join(on)}: regions are honoured by torch 2.11, but older versions place tensors past them",
         f"remove expandable_segments:True from {' and '.join(on)}",
     )
 
@@ -289,6 +290,18 @@ def _check_nccl(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "NCCL graph registration", Level.NOTE, "not set; matters only to engines that capture NCCL in CUDA graphs"
         )
+
+
+def _check_hibernation(machine: Machine) -> Iterator[Finding]:
+    if not machine.has_gpu:
+        return
+    import memsaver_core
+
+    reasons = memsaver_core.hibernation_blockers()
+    if reasons:
+        yield Finding("hibernation", Level.NOTE, "not possible: " + "; ".join(reasons))
+    else:
+        yield Finding("hibernation", Level.OK, "possible, unless the engine uses NCCL, CUDA IPC or managed memory")
 
 
 def _check_settings(machine: Machine) -> Iterator[Finding]:

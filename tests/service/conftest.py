@@ -19,7 +19,7 @@ from memsaver_core._native import Saver as Driver
 from .tensor_engine import Memory, TensorEngine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def memory() -> Memory:
     return Memory()
 

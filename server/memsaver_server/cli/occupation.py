@@ -21,6 +21,7 @@ class ReleaseOptions(TypedDict):
     mode: str | None
     restore: dict[str, str] | None
     at_least_bytes: int | None
+    hibernate: bool
     wait: bool
 
 
@@ -78,12 +79,20 @@ def release(
             "--at-least", help="Release only as much as gives back that much, cheapest tags first.", metavar="SIZE"
         ),
     ] = None,
+    hibernate: Annotated[
+        bool, typer.Option("--hibernate", help="Last of all, give back the CUDA context; any resume wakes it.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
     """Give the device memory of TAGS (of everything, where none is named) back to the driver."""
     options = ReleaseOptions(
-        timeout_s=timeout, mode=mode, restore=_policies(restore), at_least_bytes=_size(at_least), wait=wait
+        timeout_s=timeout,
+        mode=mode,
+        restore=_policies(restore),
+        at_least_bytes=_size(at_least),
+        hibernate=hibernate,
+        wait=wait,
     )
     with connected(url, uds, api_key, as_json=as_json) as client:
         if background:

@@ -91,13 +91,19 @@ def operation_call(path: str, tags: Iterable[str] | None, options: Mapping[str, 
 
 
 def release_options(
-    timeout_s: float | None, mode: str | None, restore: Mapping[str, str] | None, at_least_bytes: int | None, wait: bool
+    timeout_s: float | None,
+    mode: str | None,
+    restore: Mapping[str, str] | None,
+    at_least_bytes: int | None,
+    hibernate: bool,
+    wait: bool,
 ) -> dict[str, Any]:
     return {
         "timeout_s": timeout_s,
         "mode": mode,
         "restore": dict(restore) if restore else None,
         "at_least_bytes": at_least_bytes,
+        "hibernate": hibernate,
         "wait": wait,
     }
 
