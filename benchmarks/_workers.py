@@ -84,9 +84,9 @@ class IdleEngine:
 
 def memsaver(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
     import httpx
-    from memsaver_server import attach
 
     import memsaver_core as ms
+    from memsaver_server import attach
 
     tag = "weights" if case != "discard" else "scratch"
     with ms.region(tag, restore="discard" if case == "discard" else "host"):

@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 import pynvml
 import torch
+
 from memsaver_server.cli.units import parse_size
 
 MIB = 1 << 20

@@ -23,6 +23,7 @@ from typing import Any
 import pynvml
 import torch
 from _workers import warm_host_memory
+
 from memsaver_server.cli.units import parse_size
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,10 +32,10 @@ WARM_UP_ROUNDS = 2
 def serve(copy_bytes: int) -> None:
     """The engine's process: prints its address, then times native pairs for each line of standard input."""
     import torch
-    from memsaver_server import attach
-    from memsaver_server.engines.gate import Gate
 
     import memsaver_core as ms
+    from memsaver_server import attach
+    from memsaver_server.engines.gate import Gate
 
     kept = None
     if copy_bytes:

@@ -17,12 +17,12 @@ from typing import Any
 # The description of the service is the same on every machine.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
-from memsaver_server import Settings, create_app
-from memsaver_server.engines.gate import Gate
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from memsaver_core.settings import CoreSettings
+from memsaver_server import Settings, create_app
+from memsaver_server.engines.gate import Gate
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)

@@ -15,8 +15,10 @@ _stack = threading.local()
 _allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
 _pools: dict[tuple[int, str, str], torch.cuda.MemPool] = {}
 _pools_while_released: dict[tuple[int, str, str], tuple[int, torch.cuda.MemPool]] = {}
-_graph_pool_ids: set[tuple[int, ...]] = set()
+_region_pool_ids: set[tuple[int, ...]] = set()
 _releases: dict[str, int] = {}
+
+_DEFAULT_POOL_ID = (0, 0)
 
 
 def note_release(tags: list[str]) -> None:
@@ -42,9 +44,13 @@ def new_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
 def new_graph_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
     """A pool for CUDA graphs. All of its segments are content: replays use blocks that torch holds free."""
     with _lock:
-        pool = new_pool(device, tag, restore)
-        _graph_pool_ids.add((pool.id[0], pool.id[1]))
-        return pool
+        return new_pool(device, tag, restore)
+
+
+def _new_region_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+    pool = new_pool(device, tag, restore)
+    _region_pool_ids.add((pool.id[0], pool.id[1]))
+    return pool
 
 
 def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> torch.cuda.MemPool:
@@ -55,14 +61,14 @@ def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> torc
             # Its free segments go back to the driver with it; those in use stay until their tensors end.
             _pools_while_released.pop(key, None)
             if key not in _pools:
-                _pools[key] = new_pool(device, tag, restore)
+                _pools[key] = _new_region_pool(device, tag, restore)
             return _pools[key]
         # torch may hold free blocks of segments that are released now, and would hand them out without asking us. So
         # what is allocated while the tag is released comes from a pool that has none.
         epoch = _releases.get(tag, 0)
         present = _pools_while_released.get(key)
         if present is None or present[0] != epoch:
-            present = _pools_while_released[key] = (epoch, new_pool(device, tag, restore))
+            present = _pools_while_released[key] = (epoch, _new_region_pool(device, tag, restore))
         return present[1]
 
 
@@ -124,13 +130,15 @@ def _regions() -> list[CudaRegion]:
 def dead_ranges(saver: _native.Saver) -> list[tuple[int, int]]:
     """Ranges (address, bytes) of the saver's memory that torch's allocator holds free, in address order.
 
-    Segments of graph pools are left out: graphs use their free blocks at every replay.
+    Only of torch's default pool, whose segments a preload library may have made the saver's, and of regions' pools: all
+    others may be of graphs, which use their free blocks at every replay.
     """
     if not torch.cuda.is_initialized():
         return []
     dead = []
     for segment in torch.cuda.memory_snapshot():
-        if not saver.owns(segment["address"]) or tuple(segment["segment_pool_id"]) in _graph_pool_ids:
+        pool = tuple(segment["segment_pool_id"])
+        if not saver.owns(segment["address"]) or (pool != _DEFAULT_POOL_ID and pool not in _region_pool_ids):
             continue
         address = segment["address"]
         for block in segment["blocks"]:

@@ -7,11 +7,13 @@ addresses, streams, modules and captured graphs.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
 import sys
 import threading
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -164,6 +166,7 @@ def hibernate() -> dict[str, float]:
             _find_out()
             raise
         _set(away=True, hibernated=True)
+        _wake_at_exit()
         return {"lock_seconds": float(answer[1]), "checkpoint_seconds": float(answer[2])}
 
 
@@ -186,6 +189,20 @@ def wake() -> dict[str, float]:
             raise
         _set(away=False, hibernated=False)
         return {"restore_seconds": float(answer[1]), "unlock_seconds": float(answer[2])}
+
+
+@lru_cache
+def _wake_at_exit() -> None:
+    """Have the interpreter's exit wake the process: torch's teardown calls CUDA, and would wait for ever."""
+
+    def wake_or_leave() -> None:
+        try:
+            wake()
+        except MemsaverError as error:
+            print(f"memsaver: the process ends hibernated: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    atexit.register(wake_or_leave)
 
 
 def _set(*, away: bool, hibernated: bool) -> None:

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <deque>
 #include <optional>
@@ -22,8 +23,8 @@ class DigestQueue {
  public:
   // One thread block digests 256 KiB: enough blocks to fill the device from a few dozen MiB on, few enough that the
   // table of items stays small (24 bytes each, read by the device from host memory).
-  static constexpr std::size_t kItemBytes = kSizeUnit / 4;
-  static constexpr std::size_t kSlotItems = 8192;  // 2 GiB in whole items
+  static constexpr std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
+  static constexpr std::size_t kSlotItems = 2048 * kSizeUnit / kItemBytes;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
 
   DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream);

@@ -127,7 +127,8 @@ void FileStore::read(const FileRange& range, const std::vector<HostRange>& memor
       if (count < 0 && errno == EINTR) continue;
       if (count < 0) throw file_failure("pread", errno, folder_, range.bytes);
       if (count == 0) {
-        throw Error(ErrorKind::backup, "the backup file in " + folder_ + " is shorter than what was written to it")
+        throw Error::from_driver(ErrorKind::backup, "pread", "end of file",
+                                 "the backup file in " + folder_ + " is shorter than what was written to it")
             .with_bytes(range.bytes);
       }
       done += static_cast<std::size_t>(count);

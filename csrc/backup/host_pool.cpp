@@ -186,21 +186,23 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
 std::vector<HostRange> HostPool::take(std::size_t bytes) {
   bytes = round_up(bytes, page_bytes());
   std::unique_lock<std::mutex> lock(mutex_);
-  // What stopped a growth that nobody waited for may be over: try again.
-  if (growers_ == 0 && !registering_) growth_failure_ = nullptr;
+  bool tried = false;
   while (capacity_ - used_ < bytes) {
     if (register_one(lock)) continue;
     if (!growth_failure_ && (growers_ > 0 || registering_)) {
       changed_.wait(lock);
       continue;
     }
-    if (growth_failure_) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
+    if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
     if (used_ + bytes > limit_) {
       throw short_of_memory("the host memory for backups is bounded", bytes, limit_ - std::min(limit_, used_));
     }
+    // What stopped a growth that began earlier may be over: try once.
+    changed_.wait(lock, [this] { return growers_ == 0 && !registering_; });
     lock.unlock();
     start_growth(bytes);
     lock.lock();
+    tried = true;
   }
   // In one piece where a slice has it (the fullest such slice, which keeps large ranges whole), else in several.
   std::vector<HostRange> ranges;

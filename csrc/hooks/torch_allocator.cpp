@@ -91,10 +91,10 @@ MEMSAVER_EXPORT void memsaver_torch_free(void* pointer, ssize_t, int, void*) {
   MEMSAVER_EXPORT void* memsaver_torch_malloc_##number(ssize_t bytes, int device, void*) { \
     return memsaver::allocate(number, bytes, device);                                      \
   }
-#define MEMSAVER_MALLOC_8(a, b, c, d, e, f, g, h)                                                                   \
-  MEMSAVER_MALLOC(a)                                                                                                \
-  MEMSAVER_MALLOC(b) MEMSAVER_MALLOC(c) MEMSAVER_MALLOC(d) MEMSAVER_MALLOC(e) MEMSAVER_MALLOC(f) MEMSAVER_MALLOC(g) \
-      MEMSAVER_MALLOC(h)
+#define MEMSAVER_MALLOC_8(a, b, c, d, e, f, g, h) \
+  MEMSAVER_MALLOC(a)                              \
+  MEMSAVER_MALLOC(b)                              \
+  MEMSAVER_MALLOC(c) MEMSAVER_MALLOC(d) MEMSAVER_MALLOC(e) MEMSAVER_MALLOC(f) MEMSAVER_MALLOC(g) MEMSAVER_MALLOC(h)
 MEMSAVER_MALLOC_8(0, 1, 2, 3, 4, 5, 6, 7)
 MEMSAVER_MALLOC_8(8, 9, 10, 11, 12, 13, 14, 15)
 MEMSAVER_MALLOC_8(16, 17, 18, 19, 20, 21, 22, 23)

@@ -298,10 +298,13 @@ PYBIND11_MODULE(_native, module) {
               const py::gil_scoped_release no_gil;
               view = saver->backup_of(address, bytes, reinterpret_cast<void*>(to));
             }
-            const char* const kept = view.kept == Kept::host   ? "host"
-                                     : view.kept == Kept::file ? "file"
-                                                               : "";
-            return std::make_tuple(view.released, std::string(kept), reinterpret_cast<Address>(view.memory));
+            py::dict dict;
+            dict["tag"] = view.tag;
+            dict["released"] = view.released;
+            dict["in_host_memory"] = view.kept == Kept::host;
+            dict["on_disk"] = view.kept == Kept::file;
+            dict["memory"] = reinterpret_cast<Address>(view.memory);
+            return dict;
           },
           py::arg("address"), py::arg("bytes"), py::arg("to"))
       .def(

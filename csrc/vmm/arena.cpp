@@ -191,7 +191,7 @@ bool Arena::is_mapped(Address address, std::size_t bytes) const {
   return at >= address + bytes;
 }
 
-std::vector<std::string> Arena::audit() const {
+std::vector<std::string> Arena::audit(const RangeSet& refused) const {
   std::vector<std::string> problems;
   const auto problem = [&](const char* what, Address address, std::size_t bytes) {
     char text[160];
@@ -206,7 +206,7 @@ std::vector<std::string> Arena::audit() const {
     tiles.emplace(address, allocation.bytes);
     live += allocation.bytes;
   }
-  for (const RangeSet* set : {&mapped_, &unmapped_}) {
+  for (const RangeSet* set : {&mapped_, &unmapped_, &refused}) {
     for (const auto& [address, bytes] : set->ranges()) {
       if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
     }

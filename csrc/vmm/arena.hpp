@@ -102,8 +102,9 @@ class Arena {
   [[nodiscard]] bool defer_free(Address address);
 
   // What is wrong with this account, in words; empty where every address is in exactly one place, and every live one
-  // either has memory or is owed what one policy says. Only while nothing else uses the arena.
-  [[nodiscard]] std::vector<std::string> audit() const;
+  // either has memory or is owed what one policy says. `refused`: ranges that the driver did not unmap. Only while
+  // nothing else uses the arena.
+  [[nodiscard]] std::vector<std::string> audit(const RangeSet& refused) const;
   // The spans of addresses that it was given.
   [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_; }
 

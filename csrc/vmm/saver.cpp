@@ -945,7 +945,11 @@ std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) 
   for (const auto& [device, info] : infos_) device_bytes[device] = 0;
   for (const auto& [key, arena] : arenas_) {
     if (arena->busy()) problems.push_back("tag '" + key.tag + "': an operation never ended");
-    for (auto& problem : arena->audit()) problems.push_back(std::move(problem));
+    RangeSet refused;
+    for (const auto& orphan : orphans_) {
+      if (orphan.arena == arena.get()) refused.add(orphan.mapped_at, orphan.bytes);
+    }
+    for (auto& problem : arena->audit(refused)) problems.push_back(std::move(problem));
     device_bytes[key.device] += arena->mapped_bytes();
     for (const auto& [address, allocation] : arena->allocations()) {
       for (const auto& block : allocation.blocks) {

@@ -91,9 +91,10 @@ struct SaverStatus {
 
 // What is kept of a range of memory, seen from outside.
 struct BackupView {
-  bool released = false;        // some of the range has no memory now
-  Kept kept = Kept::nothing;    // host: all of it is in host memory (zeros included); file: some of it is on disk
-  const void* memory = nullptr; // where it lies in one piece of host memory
+  std::string tag;
+  bool released = false;         // some of the range has no memory now
+  Kept kept = Kept::nothing;     // host: all of it is in host memory (zeros included); file: some of it is on disk
+  const void* memory = nullptr;  // where it lies in one piece of host memory
 };
 
 // Memory under tags that can be given back to the driver and brought back at the same addresses.

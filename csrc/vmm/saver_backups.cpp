@@ -39,7 +39,8 @@ void add_pieces(const Block& block, std::size_t begin, std::size_t end, std::vec
       if (from < to) {
         if (at < from) pieces.push_back({nullptr, from - at});
         const auto* const memory = reinterpret_cast<const char*>(part->address + used + (from - extent.offset - done));
-        if (!pieces.empty() && pieces.back().memory != nullptr && pieces.back().memory + pieces.back().bytes == memory) {
+        if (!pieces.empty() && pieces.back().memory != nullptr &&
+            pieces.back().memory + pieces.back().bytes == memory) {
           pieces.back().bytes += to - from;
         } else {
           pieces.push_back({memory, to - from});
@@ -76,6 +77,7 @@ BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
     if (allocation == nullptr) {
       throw Error(ErrorKind::configuration, "this is not memory of a region").with_address(address).with_bytes(bytes);
     }
+    view.tag = arena->key().tag;
     view.released = !arena->is_mapped(address, bytes);
     const std::size_t begin = address - allocation->address;
     const std::size_t end = begin + bytes;
@@ -132,7 +134,8 @@ void Saver::set_file_folder(const std::string& folder) {
   if (!files_.move_to(folder)) {
     drop_backups_now({});
     if (!files_.move_to(folder)) {
-      throw Error(ErrorKind::configuration, "the folder for backup files cannot change while backups lie in the old one")
+      throw Error(ErrorKind::configuration,
+                  "the folder for backup files cannot change while backups lie in the old one")
           .with_bytes(files_.used_bytes())
           .with_advice("resume what is released first");
     }

@@ -194,11 +194,20 @@ def _warn_of_nccl() -> None:
     """Warn where captured graphs hold buffers registered with NCCL: their replay hangs after memory was remapped."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+    if not (dist.is_available() and dist.is_initialized()):
         return
-    # The backends of all kinds of device, as in "cpu:gloo,cuda:nccl".
-    if "nccl" in dist.get_backend_config():
+    if nccl_registers_graphs(dist.get_backend_config(), os.environ.get("NCCL_GRAPH_REGISTER")):
         logger.warning(
             "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
             "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
         )
+
+
+def nccl_registers_graphs(backends: str, setting: str | None) -> bool:
+    """Whether NCCL keeps the buffers of captured graphs registered, which it does unless told otherwise.
+
+    Args:
+        backends: torch's backend of each kind of device, as in ``cpu:gloo,cuda:nccl``.
+        setting: NCCL_GRAPH_REGISTER, or None where it is not set.
+    """
+    return "nccl" in backends and setting != "0"

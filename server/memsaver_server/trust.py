@@ -38,13 +38,14 @@ def check_origin(request: Request, settings: Settings) -> None:
     """
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ForbiddenError("a page of another site may not call this server")
-    # A site can let its own name point to this machine; its pages then are of the same origin. An address cannot lie.
+    # A site can let its own name point to this machine; its pages then are of the same origin. Neither an address nor
+    # a name without a dot can be a site's.
     name = _name_called(request)
     local, _ = request.scope.get("server") or ("", None)
-    if settings.api_key is None and _is_loopback(local) and not (_is_address(name) or _is_localhost(name)):
+    if settings.api_key is None and _is_loopback(local) and not (_is_address(name) or _is_local(name)):
         raise ForbiddenError(
-            f"without a key this server is called by address or as localhost, not as {name!r}; to serve under a name, "
-            "set MEMSAVER_API_KEY"
+            f"without a key this server is called by address or as localhost, not as {name!r}; "
+            "to serve under that name, set MEMSAVER_API_KEY"
         )
 
 
@@ -87,5 +88,5 @@ def _is_loopback(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
-def _is_localhost(name: str) -> bool:
-    return name in ("", "localhost") or name.endswith(".localhost")
+def _is_local(name: str) -> bool:
+    return "." not in name or name.endswith(".localhost")

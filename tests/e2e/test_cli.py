@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+
 from memsaver_server import attach
 from memsaver_server.client import Client
 from memsaver_server.engines.gate import Gate

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import safetensors.torch
 import torch
+
 from memsaver_server.client import (
     AsyncClient,
     Client,

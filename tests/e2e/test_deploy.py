@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
 from memsaver_server.client import Client
 
 from .serving import Server

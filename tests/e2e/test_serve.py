@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from memsaver_server.client import Client
 
 from .serving import memsaver, serving

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
-from memsaver_server.engines.transformers import TransformersEngine
 
 import memsaver_core as ms
+from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
+from memsaver_server.engines.transformers import TransformersEngine
 
 pytestmark = [
     pytest.mark.gpu,

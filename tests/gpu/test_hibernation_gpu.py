@@ -150,3 +150,9 @@ def test_released_but_resident_tags_survive() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "fine" in result.stdout
+
+
+def test_clean_exit_while_hibernated() -> None:
+    """T2: the interpreter exits cleanly in this state, too."""
+    result = run("ms.release(hibernate=True)\nprint('end', flush=True)\n")
+    assert (result.returncode, result.stdout.strip()) == (0, "end"), result.stderr

@@ -11,10 +11,10 @@ os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
 
 import httpx
 import pytest
-from memsaver_server import Attachment, Settings, attach
 
 from memsaver_core import _process
 from memsaver_core._native import Saver as Driver
+from memsaver_server import Attachment, Settings, attach
 
 from .tensor_engine import Memory, TensorEngine
 

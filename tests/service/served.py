@@ -16,8 +16,9 @@ from memsaver_core import _process
 
 
 def serve(bare: bool) -> None:
-    from memsaver_server import attach
     from tensor_engine import Memory, TensorEngine
+
+    from memsaver_server import attach
 
     engine = TensorEngine(Memory(bare=bare))
     with attach(engine) as attachment:

@@ -20,9 +20,9 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
-from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError
 
 import memsaver_core as ms
+from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError
 
 VOCABULARY = 997
 ALL_TAGS = ["cuda_graph", "kv_cache", "weights", "workspace"]

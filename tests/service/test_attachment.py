@@ -11,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from memsaver_server import attach, create_app
+import torch.distributed as dist
 
 from memsaver_core.errors import ConfigurationError
+from memsaver_server import attach, create_app
+from memsaver_server.attachment import nccl_registers_graphs
 
 from .tensor_engine import TensorEngine
 
@@ -90,6 +92,33 @@ def test_closing_ends_streams(engine: TensorEngine) -> None:
         generating.join()
 
 
+@pytest.mark.parametrize(
+    ("backends", "setting", "registers"),
+    [
+        ("cpu:gloo,cuda:nccl", None, True),
+        ("cuda:nccl", "1", True),
+        ("cpu:gloo,cuda:nccl", "0", False),
+        ("cpu:gloo,cuda:gloo", None, False),
+    ],
+)
+def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None, registers: bool) -> None:
+    """G3: NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also where torch chose the backend."""
+    assert nccl_registers_graphs(backends, setting) is registers
+
+
+def test_other_backends_are_no_reason_to_warn(
+    engine: TensorEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G3: the warning at attach is NCCL's alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        with caplog.at_level(logging.WARNING, "memsaver"), attach(engine):
+            pass
+    finally:
+        dist.destroy_process_group()
+    assert "NCCL" not in caplog.text
+
+
 def test_the_application_can_be_mounted_in_another(engine: TensorEngine) -> None:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
@@ -99,3 +128,6 @@ def test_the_application_can_be_mounted_in_another(engine: TensorEngine) -> None
     with TestClient(outer) as http:
         assert http.post("/memory/release_memory_occupation").json()["state"] == "released"
         assert http.post("/memory/resume_memory_occupation").json()["state"] == "resident"
+        # The dashboard's files are named relative to its page.
+        assert 'src="dashboard/page.js"' in http.get("/memory/").text
+        assert http.get("/memory/dashboard/page.js").status_code == 200

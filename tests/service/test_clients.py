@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import safetensors.torch
-from memsaver_server.engines._checkpoint import small_checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
 
 import memsaver_core as ms
+from memsaver_server.engines._checkpoint import small_checkpoint
+from memsaver_server.engines.transformers import TransformersEngine
 
 from .tensor_engine import ALL_TAGS, Memory, TensorEngine
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+
 import memsaver_server
 from memsaver_server.routes.dashboard import FILES
 
@@ -75,7 +76,7 @@ def test_the_feed_tells_what_is_held_and_what_happens(http: httpx.Client) -> Non
         other.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status()
         done = next(data for name, data in told if name == "operation" and data["status"] == "succeeded")
         after = next(data for name, data in told if name == "occupation" and data["state"] == "released")
-    assert [phase["name"] for phase in done["phases"]][0] == "drain"
+    assert done["phases"][0]["name"] == "drain"
     assert len(done["phase_starts"]) == len(done["phases"])
     assert sorted(done["phase_starts"]) == done["phase_starts"]
     assert before["devices"][0]["used_bytes"] - after["devices"][0]["used_bytes"] >= 16 * MIB

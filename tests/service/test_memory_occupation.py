@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
 
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
+from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
 
 from .tensor_engine import ALL_TAGS, MIB, TensorEngine
 

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
 
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
+from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
 
 from .tensor_engine import MIB, TensorEngine
 
@@ -244,6 +244,22 @@ def test_a_phase_that_makes_no_progress_is_named(
         assert http.get("/livez").status_code == 200
         engine.unblock()
         assert until_done(http, operation_id)["success"] is True
+
+
+@pytest.mark.parametrize(("path", "call", "phase"), [("release", "unmap", "pause"), ("resume", "map", "restore")])
+def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: str, call: str, phase: str) -> None:
+    """S3: a driver that does not come back is told by the phase it is in; probes answer, and the end is true."""
+    http = serve(phase_timeout_s=0.2)
+    if path == "resume":
+        post(http, "/release_memory_occupation").raise_for_status()
+    driver.delay(call, 1.0)
+    response = post(http, f"/{path}_memory_occupation", tags=["workspace"])
+    assert (response.status_code, response.json()["error"]["type"]) == (504, "phase_timeout")
+    assert response.json()["error"]["phase"] == phase
+    assert http.get("/livez").status_code == 200
+    assert http.get("/metrics").status_code == 200
+    driver.heal()
+    assert until_done(http, response.json()["error"]["operation_id"])["success"] is True
 
 
 def test_every_answer_comes_while_an_operation_runs(http: httpx.Client, engine: TensorEngine) -> None:

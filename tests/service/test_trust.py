@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from memsaver_server import Settings, attach
 
 from memsaver_core.errors import ConfigurationError
+from memsaver_server import Settings, attach
 
 from .tensor_engine import TensorEngine
 
@@ -50,12 +50,12 @@ def test_another_site_s_page_is_refused(http: httpx.Client) -> None:
     assert http.get("/memory_occupation", headers={"Sec-Fetch-Site": "same-origin"}).json()["state"] == "resident"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST:30000", "[::1]:30000", "a.localhost", "10.1.2.3"])
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "LOCALHOST:30000", "[::1]:30000", "a.localhost", "10.1.2.3", "engine"])
 def test_a_local_server_is_called_by_address(http: httpx.Client, host: str) -> None:
     assert http.get("/memory_occupation", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["attacker.example:30000", "127.0.0.1.attacker.example", "localhost.example", "[::1"])
+@pytest.mark.parametrize("host", ["attacker.example:30000", "127.0.0.1.attacker.example", "localhost.example"])
 def test_a_name_that_leads_here_is_refused(http: httpx.Client, host: str) -> None:
     """A site whose name leads to this machine sends what a browser takes for requests of the same origin."""
     for path in ("/release_memory_occupation", "/release_memory", "/sleep"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds, parse_size
 
 

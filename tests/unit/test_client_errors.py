@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
 from memsaver_server.client import (
     AnswerError,

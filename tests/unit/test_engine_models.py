@@ -12,8 +12,6 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 import pytest
 import torch
-from memsaver_server.engines import _checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,6 +23,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from memsaver_server.engines import _checkpoint
+from memsaver_server.engines.transformers import TransformersEngine
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,

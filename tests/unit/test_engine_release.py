@@ -12,11 +12,11 @@ from typing import Any
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 import pytest
+
+import memsaver_core as ms
 from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
 from memsaver_server.engines.port import DrainTimeoutError, GeneratingEngine
 from memsaver_server.engines.transformers import TransformersEngine
-
-import memsaver_core as ms
 
 TAGS = ("weights", "kv_cache", "workspace", "cuda_graph")
 REQUEST = {

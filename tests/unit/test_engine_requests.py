@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from memsaver_server.engines._requests import Request, Sampler, Sampling
 from memsaver_server.engines._slots import SlotTable
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from memsaver_server.engines._requests import Request, Sampler, Sampling
 from memsaver_server.engines._scheduler import Row, Scheduler
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError

@@ -15,11 +15,11 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 import pytest
 import safetensors.torch
 import torch
-from memsaver_server.engines import _checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
+from memsaver_server.engines import _checkpoint
+from memsaver_server.engines.transformers import TransformersEngine
 
 REQUEST = {
     "text": "a prompt that is longer than one chunk, so that a prefix of it is kept; ",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
+
 from memsaver_server.engines.gate import Gate, Turn
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError, Engine
 

@@ -21,6 +21,7 @@ class ReleaseOptions(TypedDict):
     mode: str | None
     restore: dict[str, str] | None
     at_least_bytes: int | None
+    trim: bool | None
     hibernate: bool
     wait: bool
 
@@ -79,6 +80,14 @@ def release(
             "--at-least", help="Release only as much as gives back that much, cheapest tags first.", metavar="SIZE"
         ),
     ] = None,
+    trim: Annotated[
+        bool | None,
+        typer.Option(
+            "--trim/--no-trim",
+            help="Give back what libraries keep for speed, too [before hibernating].",
+            show_default=False,
+        ),
+    ] = None,
     hibernate: Annotated[
         bool, typer.Option("--hibernate", help="Last of all, give back the CUDA context; any resume wakes it.")
     ] = False,
@@ -91,6 +100,7 @@ def release(
         mode=mode,
         restore=_policies(restore),
         at_least_bytes=_size(at_least),
+        trim=trim,
         hibernate=hibernate,
         wait=wait,
     )

@@ -71,11 +71,12 @@ class AsyncClient:
         mode: str | None = None,
         restore: Mapping[str, str] | None = None,
         at_least_bytes: int | None = None,
+        trim: bool | None = None,
         hibernate: bool = False,
         wait: bool = False,
     ) -> OperationAnswer:
         """Give the device memory of ``tags`` (None: of everything) back to the driver. See ``Client.release``."""
-        options = release_options(timeout_s, mode, restore, at_least_bytes, hibernate, wait)
+        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
         return parse(OperationAnswer, await self._send(operation_call(RELEASE, tags, options)))
 
     async def start_release(
@@ -86,11 +87,12 @@ class AsyncClient:
         mode: str | None = None,
         restore: Mapping[str, str] | None = None,
         at_least_bytes: int | None = None,
+        trim: bool | None = None,
         hibernate: bool = False,
         wait: bool = False,
     ) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
-        options = release_options(timeout_s, mode, restore, at_least_bytes, hibernate, wait)
+        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
         return parse(AcceptedAnswer, await self._send(operation_call(RELEASE, tags, {**options, "async": True})))
 
     async def resume(

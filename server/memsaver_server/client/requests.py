@@ -83,8 +83,8 @@ RESUME = "/resume_memory_occupation"
 
 
 def operation_call(path: str, tags: Iterable[str] | None, options: Mapping[str, Any]) -> Call:
-    """Return the call of an operation on ``tags`` (None: all). Options that are None or False are left out."""
-    body: dict[str, Any] = {key: value for key, value in options.items() if value is not None and value is not False}
+    """Return the call of an operation on ``tags`` (None: all). Options that are None are left out."""
+    body: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
     return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
@@ -95,6 +95,7 @@ def release_options(
     mode: str | None,
     restore: Mapping[str, str] | None,
     at_least_bytes: int | None,
+    trim: bool | None,
     hibernate: bool,
     wait: bool,
 ) -> dict[str, Any]:
@@ -103,6 +104,7 @@ def release_options(
         "mode": mode,
         "restore": dict(restore) if restore else None,
         "at_least_bytes": at_least_bytes,
+        "trim": trim,
         "hibernate": hibernate,
         "wait": wait,
     }

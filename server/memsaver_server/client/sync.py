@@ -83,6 +83,7 @@ class Client:
         mode: str | None = None,
         restore: Mapping[str, str] | None = None,
         at_least_bytes: int | None = None,
+        trim: bool | None = None,
         hibernate: bool = False,
         wait: bool = False,
     ) -> OperationAnswer:
@@ -93,6 +94,7 @@ class Client:
             mode: what happens to requests in flight: ``wait``, ``abort`` or ``keep``.
             restore: restore policy per tag for this call, e.g. ``{"weights": "discard"}``.
             at_least_bytes: release as many tags as it takes to give back that much, cheapest first.
+            trim: give back what libraries keep for speed, too; None does so before hibernating.
             hibernate: last of all, give back the CUDA context of the process; any resume wakes it.
             wait: wait for a conflicting operation instead of a ConflictError.
 
@@ -101,7 +103,7 @@ class Client:
             DrainDeadlineError: requests were still in flight at the deadline.
             HostMemoryError: host memory for the backup is short.
         """
-        options = release_options(timeout_s, mode, restore, at_least_bytes, hibernate, wait)
+        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
         return parse(OperationAnswer, self._send(operation_call(RELEASE, tags, options)))
 
     def start_release(
@@ -112,11 +114,12 @@ class Client:
         mode: str | None = None,
         restore: Mapping[str, str] | None = None,
         at_least_bytes: int | None = None,
+        trim: bool | None = None,
         hibernate: bool = False,
         wait: bool = False,
     ) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
-        options = release_options(timeout_s, mode, restore, at_least_bytes, hibernate, wait)
+        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
         return parse(AcceptedAnswer, self._send(operation_call(RELEASE, tags, {**options, "async": True})))
 
     def resume(

@@ -120,7 +120,7 @@ function newestFirst() {
 
 function drawState() {
   const state = connected ? (occupation?.state ?? "connecting") : "not connected";
-  $("state").textContent = state;
+  $("state").textContent = connected && occupation?.hibernated ? `${state}, hibernated` : state;
   $("state").dataset.state = connected ? state : "unknown";
   if (occupation) {
     $("engine").textContent = occupation.engine;
@@ -136,7 +136,7 @@ function drawState() {
   const idle = connected && occupation?.enabled && !running();
   const any = (field) => Boolean(occupation?.tags.some((tag) => tag[field] > 0));
   allow($("release"), idle && any("resident_bytes"));
-  allow($("resume"), idle && (any("released_bytes") || occupation.state === "released"));
+  allow($("resume"), idle && (any("released_bytes") || occupation.state === "released" || occupation.hibernated));
 }
 
 /** A button that may not be used keeps the focus, unlike a disabled one. */

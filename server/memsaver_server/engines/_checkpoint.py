@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memsaver_server.engines._attention import ATTENTION_NAME
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 import memsaver_core as ms
+from memsaver_server.engines._attention import ATTENTION_NAME
 
 # transformers and parts of torch are typed in some versions and not in others.
 _Models: Any = AutoModelForCausalLM

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+import memsaver_core as ms
 from memsaver_server.engines._attention import LayerShape, ShapeProbe, SlotCache, distances
 from memsaver_server.engines._checkpoint import check_in_region
 from memsaver_server.engines._requests import Sampler
 from memsaver_server.engines._scheduler import Row
-from torch import Tensor, nn
-
-import memsaver_core as ms
 
 _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+
 from memsaver_server.engines._requests import Request, Sampler
 from memsaver_server.engines._slots import SlotTable
 from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError

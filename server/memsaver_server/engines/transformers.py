@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+
+import memsaver_core as ms
 from memsaver_server.engines import _checkpoint, _weight_update
 from memsaver_server.engines._requests import Request, Sampling
 from memsaver_server.engines._runner import ModelRunner
 from memsaver_server.engines._scheduler import Scheduler
 from memsaver_server.engines.port import DrainMode
-
-import memsaver_core as ms
 
 _GIB = 2**30
 

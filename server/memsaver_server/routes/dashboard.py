@@ -73,17 +73,19 @@ async def page_file(name: str) -> Response:
 
 
 def _file(name: str) -> Response:
-    content = files("memsaver_server").joinpath("dashboard", name).read_bytes()
+    content = (files("memsaver_server") / "dashboard" / name).read_bytes()
     return Response(content, media_type=FILES[name], headers=HEADERS)
 
 
 async def _feed(service: Service) -> AsyncIterator[str]:
     yield _event("past", {"readings": [_used(reading) for reading in service.readings.past()]})
-    told: dict[str, tuple[object, ...]] = {}
+    told: dict[str, tuple[str, str, int]] = {}
     beat_at = 0.0
     while not service.closing.is_set():
         recent = service.occupation.operations.recent()[:RECENT]
-        marks = {each.id: (each.status, each.phase, len(each.phases)) for each in recent}
+        marks: dict[str, tuple[str, str, int]] = {
+            each.id: (each.status, each.phase, len(each.phases)) for each in recent
+        }
         for operation in reversed(recent):
             # One that runs moves bytes all the time.
             if operation.status == "running" or told.get(operation.id) != marks[operation.id]:

@@ -1,0 +1,62 @@
+"""Other projects' APIs on top of memsaver_core.
+
+import memsaver_core.compat
+
+memsaver_core.compat.install()   # from here on `import torch_memory_saver` is memsaver_core.compat.torch_memory_saver
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from memsaver_core.errors import ConfigurationError
+
+__all__ = ["install"]
+
+_NAME = "torch_memory_saver"
+_OURS = f"{__name__}.{_NAME}"
+_SUBMODULES = (
+    "binary_wrapper",
+    "entrypoint",
+    "hooks",
+    "hooks.base",
+    "hooks.mode_preload",
+    "hooks.mode_torch",
+    "testing_utils",
+    "utils",
+)
+
+
+def install(*, subprocesses: bool = False) -> None:
+    """Answer ``import torch_memory_saver`` with ``memsaver_core.compat.torch_memory_saver``, installed or not.
+
+    Call it before anything imports ``torch_memory_saver``. A second call does no harm.
+
+    Args:
+        subprocesses: also in Python processes that this one starts from now on, by ``PYTHONPATH``.
+
+    Raises:
+        ConfigurationError: another ``torch_memory_saver`` was imported already.
+    """
+    ours = importlib.import_module(_OURS)
+    present = sys.modules.get(_NAME)
+    if present is not None and present is not ours and not _is_forwarder(present):
+        raise ConfigurationError(
+            f"another torch_memory_saver is imported already, from {getattr(present, '__file__', 'an unknown place')}; "
+            "call memsaver_core.compat.install() before the first import of it"
+        )
+    sys.modules[_NAME] = ours
+    for name in _SUBMODULES:
+        sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name}")
+    if subprocesses:
+        folder = str(Path(__file__).with_name("path"))
+        others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *others])
+
+
+def _is_forwarder(module: object) -> bool:
+    """Whether this is the module that does nothing but call ``install``."""
+    return getattr(module, "MEMSAVER_FORWARDER", False) is True

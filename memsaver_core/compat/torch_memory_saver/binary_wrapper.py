@@ -1,0 +1,204 @@
+"""What torch_memory_saver's native library offers, as Python functions: the state of the calling thread's region."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from memsaver_core import _process
+from memsaver_core.compat import _state
+from memsaver_core.compat._outside import outside
+from memsaver_core.errors import ConfigurationError
+
+#: What the preload library holds of a tag, its final zero included.
+_TAG_BYTES = 512
+
+_FIELDS: dict[str, Any] = {
+    "interesting_region": ctypes.c_bool,
+    "enable_cpu_backup": ctypes.c_bool,
+    "enable_disk_backup": ctypes.c_bool,
+    "current_tag": ctypes.c_char_p,
+    "cpu_backup_backend": ctypes.c_char_p,
+}
+
+
+class _ThreadState(threading.local):
+    """A thread's region where no preload library holds it. Each thread begins with what the environment says."""
+
+    def __init__(self) -> None:
+        self.interesting_region = _state.flag("TMS_INIT_ENABLE")
+        self.enable_cpu_backup = _state.flag("TMS_INIT_ENABLE_CPU_BACKUP")
+        self.enable_disk_backup = _state.flag("TMS_INIT_ENABLE_DISK_BACKUP")
+        self.current_tag = b"default"
+        self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "").encode()
+
+
+class _LibraryState:
+    """A thread's region as the preload library holds it, which asks it at every allocation."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path)
+        for name, kind in _FIELDS.items():
+            getter = library[f"tms_get_{name}"]
+            getter.argtypes, getter.restype = [], kind
+            setter = library[f"tms_set_{name}"]
+            setter.argtypes, setter.restype = [kind], None
+            self.__dict__[name] = (getter, setter)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            return super().__getattribute__(name)
+        return self.__dict__[name][0]()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name][1](value)
+
+
+class _Suspension(threading.local):
+    """How a thread left its region by ``tms_set_interesting_region(False)``."""
+
+    def __init__(self) -> None:
+        self.stack: ExitStack | None = None
+
+
+_suspension = _Suspension()
+_states: dict[str, Any] = {}
+
+
+class NativeFunctions:
+    """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
+
+    All act on the calling thread, but for those of the whole process: pause, resume, the margin, retention and the
+    folder. Errors are ``MemsaverError``.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._state = _states.setdefault(path, _LibraryState(path) if path else _ThreadState())
+
+    def tms_get_interesting_region(self) -> bool:
+        """Whether allocations are pausable now."""
+        return bool(self._state.interesting_region)
+
+    def tms_set_interesting_region(self, value: bool) -> None:
+        """False leaves the region, with its tag kept for the return by True."""
+        if not value and self._state.interesting_region and _suspension.stack is None:
+            _suspension.stack = ExitStack()
+            _suspension.stack.enter_context(outside())
+        elif value and _suspension.stack is not None:
+            stack, _suspension.stack = _suspension.stack, None
+            stack.close()
+        self._state.interesting_region = bool(value)
+
+    @contextmanager
+    def region_of_its_own(self) -> Iterator[None]:
+        """Inside, the thread's state can be set as need be; afterwards it is what it was before."""
+        before = {name: getattr(self._state, name) for name in _FIELDS}
+        left_before, _suspension.stack = _suspension.stack, None
+        try:
+            yield
+        finally:
+            self.tms_set_interesting_region(True)  # a region that was left is entered again before it ends
+            _suspension.stack = left_before
+            for name, value in before.items():
+                setattr(self._state, name, value)
+
+    @contextmanager
+    def region_left(self) -> Iterator[None]:
+        """Inside, the thread is in no region; torch's memory comes from a pool that ends with this."""
+        self._state.interesting_region = False
+        try:
+            with outside(own_pool=True):
+                yield
+        finally:
+            self._state.interesting_region = True
+
+    def tms_get_current_tag(self) -> bytes:
+        """The tag of what is allocated now."""
+        return bytes(self._state.current_tag)
+
+    def tms_set_current_tag(self, tag: bytes) -> None:
+        """Of raw allocations; a torch allocation takes the tag of its region."""
+        if not tag or len(tag) >= _TAG_BYTES:
+            raise ConfigurationError(f"a tag is a name of 1 to {_TAG_BYTES - 1} bytes, not {tag!r}")
+        self._state.current_tag = tag
+
+    def tms_get_enable_cpu_backup(self) -> bool:
+        """Whether what is allocated now keeps its content in host memory."""
+        return bool(self._state.enable_cpu_backup)
+
+    def tms_set_enable_cpu_backup(self, value: bool) -> None:
+        """Of raw allocations; see ``tms_set_current_tag``."""
+        self._state.enable_cpu_backup = bool(value)
+
+    def tms_get_enable_disk_backup(self) -> bool:
+        """Whether what is allocated now keeps its content on disk."""
+        return bool(self._state.enable_disk_backup)
+
+    def tms_set_enable_disk_backup(self, value: bool) -> None:
+        """Of raw allocations; see ``tms_set_current_tag``."""
+        self._state.enable_disk_backup = bool(value)
+
+    def tms_get_cpu_backup_backend(self) -> bytes:
+        """What was asked for: ``pinned``, ``mmap``, or nothing."""
+        return bytes(self._state.cpu_backup_backend)
+
+    def tms_set_cpu_backup_backend(self, value: bytes) -> None:
+        """Both kinds are one here: pinned memory that is unmapped when it is given back."""
+        self._state.cpu_backup_backend = _state.check_backend(value.decode()).encode()
+
+    def tms_pause(self, tag: bytes | None) -> int:
+        """Pause a tag, or all. Returns 0."""
+        _state.pause(tag.decode() if tag else None)
+        return 0
+
+    def tms_resume(self, tag: bytes | None) -> int:
+        """Resume a tag, or all. Returns 0."""
+        _state.resume(tag.decode() if tag else None)
+        return 0
+
+    def set_memory_margin_bytes(self, value: int) -> None:
+        """An allocation in a region that would leave less than this free on the device is out of memory."""
+        if value < 0:
+            raise ConfigurationError(f"a memory margin is a number of bytes, not {value}")
+        if _process.enabled():
+            _process.saver().set_memory_margin(value)
+
+    def tms_get_retain_cpu_backup(self) -> bool:
+        """Whether a resume leaves backups in host memory."""
+        return _state.retaining()
+
+    def tms_set_retain_cpu_backup(self, value: bool) -> None:
+        """From the next resume on."""
+        _state.set_retaining(bool(value))
+
+    def tms_set_disk_backup_dir(self, folder: bytes) -> None:
+        """Of the whole process."""
+        _state.set_disk_folder(folder.decode())
+
+
+class BinaryWrapper:
+    """Holds the functions as ``cdll``."""
+
+    def __init__(self, path_binary: str = "") -> None:
+        self.cdll = NativeFunctions(path_binary)
+
+    def set_config(
+        self,
+        *,
+        tag: str,
+        interesting_region: bool,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None = None,
+        enable_disk_backup: bool = False,
+    ) -> None:
+        """Set the region of the calling thread as a whole."""
+        self.cdll.tms_set_current_tag(tag.encode())
+        self.cdll.tms_set_interesting_region(interesting_region)
+        self.cdll.tms_set_enable_cpu_backup(enable_cpu_backup)
+        if cpu_backup_backend is not None:
+            self.cdll.tms_set_cpu_backup_backend(cpu_backup_backend.encode())
+        self.cdll.tms_set_enable_disk_backup(enable_disk_backup)

@@ -1,0 +1,331 @@
+"""The saver object that engines hold."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+import memsaver_core as ms
+from memsaver_core import _native, _process
+from memsaver_core.compat import _state
+from memsaver_core.compat._state import MisuseError
+from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
+from memsaver_core.compat.torch_memory_saver.hooks.base import HookMode, HookUtilBase
+
+CpuBackupBackend = Literal["mmap", "pinned"]
+
+_TAG_DEFAULT = "default"
+
+# By torch's name of the pool that the caller gave, and the tag: graphs that were to share memory do.
+_graph_pools: weakref.WeakValueDictionary[tuple[Any, str], ms.GraphPool] = weakref.WeakValueDictionary()
+
+
+class TorchMemorySaver:
+    """Memory that can be paused and resumed, by tag. Several of them share the one saver of the process."""
+
+    def __init__(self) -> None:
+        self._hook_mode: HookMode = "preload"
+        self._lock = threading.Lock()
+        self._impl: _TorchMemorySaverImpl | None = None
+
+    @contextmanager
+    def region(
+        self,
+        tag: str = _TAG_DEFAULT,
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """What is allocated inside can be paused under ``tag``. Regions nest.
+
+        Args:
+            tag: any name.
+            enable_cpu_backup: keep the content in host memory while paused. Without a backup it is undefined after a
+                resume (under the tags ``kv_cache`` and ``workspace``: zeros).
+            enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
+            cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory that is unmapped when it is given back.
+
+        Raises:
+            ConfigurationError: the arguments exclude each other, or memory cannot be saved in this process.
+        """
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        if enable_cpu_backup and enable_disk_backup:
+            raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
+        with self._ensure_initialized().region(
+            tag=tag,
+            enable_cpu_backup=enable_cpu_backup,
+            enable_disk_backup=enable_disk_backup,
+            cpu_backup_backend=cpu_backup_backend,
+        ):
+            yield
+
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: Any = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        tag: str = _TAG_DEFAULT,
+        enable_cpu_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        """Capture into ``cuda_graph``, as ``torch.cuda.graph``; the graph's own memory can be paused under ``tag``.
+
+        Its content is kept, with ``enable_cpu_backup`` or without: it holds state that is written at capture and never
+        again. Graphs that are given the same ``pool`` and tag share memory.
+        """
+        _check_backend(enable_cpu_backup, cpu_backup_backend)
+        with self._ensure_initialized().cuda_graph(
+            cuda_graph=cuda_graph,
+            pool=pool,
+            stream=stream,
+            capture_error_mode=capture_error_mode,
+            tag=tag,
+            enable_cpu_backup=enable_cpu_backup,
+            cpu_backup_backend=cpu_backup_backend,
+        ):
+            yield
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """Inside a region: what is allocated inside this is ordinary memory, given back when it ends.
+
+        Raises:
+            ConfigurationError: the thread is in no region.
+        """
+        with self._ensure_initialized().disable():
+            yield
+
+    def pause(self, tag: str | None = None) -> None:
+        """Give the memory of a tag, or all, back to the driver. What is paused already or unknown is passed over.
+
+        Raises:
+            OutOfHostMemoryError: the backups would not fit; nothing was paused.
+            MemsaverError: a driver call failed; a repeat and a resume both work.
+        """
+        self._ensure_initialized().pause(tag=tag)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Bring the memory of a tag, or all, back at the same addresses. What is resident or unknown is passed over.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; all is paused as before, with its backup.
+            MemsaverError: a driver call failed; all is as before.
+        """
+        self._ensure_initialized().resume(tag=tag)
+
+    @property
+    def enabled(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def hook_mode(self) -> HookMode:
+        """Can only be set, before the first use: ``preload`` (the default) or ``torch``."""
+        raise AttributeError("hook_mode can be set and not read")
+
+    @hook_mode.setter
+    def hook_mode(self, hook_mode: HookMode) -> None:
+        if hook_mode not in ("preload", "torch"):
+            raise MisuseError(f"hook_mode is 'preload' or 'torch', not {hook_mode!r}")
+        with self._lock:
+            if self._impl is not None and self._impl._hook_mode != hook_mode:
+                raise MisuseError("hook_mode cannot change any more; set it before the first use")
+            self._hook_mode = hook_mode
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """Can only be set: an allocation in a region that would leave less free on the device is out of memory."""
+        raise NotImplementedError("memory_margin_bytes can be set and not read")
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        self._ensure_initialized()._binary_wrapper.cdll.set_memory_margin_bytes(value)
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether backups stay in host memory after a resume: the next pause is faster, the memory stays taken."""
+        return self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup()
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(value)
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """The kept content of a tensor that is paused, or resumed with its backup retained; else None.
+
+        Args:
+            x: contiguous, in memory of a region.
+            zero_copy: the backup itself where it lies in one piece (one that spans 32 MiB blocks may not), valid until
+                the next pause or non-retaining resume, and to be read only.
+
+        Returns:
+            A tensor in host memory; None where ``x`` is resident without a retained backup, or backed up on disk.
+
+        Raises:
+            ConfigurationError: ``x`` is in no region's memory, not contiguous, or paused without a backup.
+        """
+        return self._ensure_initialized().get_cpu_backup(x, zero_copy=zero_copy)
+
+    def set_disk_backup_dir(self, path: str) -> None:
+        """Backups on disk go to this folder from now on, for the whole process; it is made where it is missing.
+
+        Raises:
+            ConfigurationError: what is paused has its backup in the present folder.
+        """
+        self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(str(path).encode())
+
+    def _ensure_initialized(self) -> _TorchMemorySaverImpl:
+        with self._lock:
+            if self._impl is None:
+                self._impl = _TorchMemorySaverImpl(self._hook_mode)
+            return self._impl
+
+
+class _TorchMemorySaverImpl:
+    def __init__(self, hook_mode: HookMode = "preload") -> None:
+        self._is_xpu = False
+        self._hook_mode = hook_mode
+        self._hook_util = HookUtilBase.create(hook_mode)
+        # The preload library, where there is one, goes by its own account of the region, whatever the mode.
+        self._binary_wrapper = BinaryWrapper(_state.attach_library())
+        _state.initialize()
+
+    @contextmanager
+    def region(
+        self,
+        tag: str,
+        enable_cpu_backup: bool,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
+        with (
+            ms.region(tag, restore=restore),
+            self._with_region_config(
+                tag=tag,
+                enable_cpu_backup=enable_cpu_backup,
+                enable_disk_backup=enable_disk_backup,
+                cpu_backup_backend=cpu_backup_backend,
+            ),
+        ):
+            yield
+
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: torch.cuda.CUDAGraph,
+        pool: Any,
+        stream: torch.cuda.Stream | None,
+        capture_error_mode: str,
+        tag: str,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        capture: AbstractContextManager[Any]
+        if _process.enabled():
+            capture = ms.graph(
+                cuda_graph,
+                tag=tag,
+                restore="host",
+                pool=_graph_pool(pool, tag),
+                stream=stream,
+                capture_error_mode=capture_error_mode,
+            )
+        else:
+            capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
+        with (
+            capture,
+            self._with_region_config(
+                tag=tag, enable_cpu_backup=enable_cpu_backup, cpu_backup_backend=cpu_backup_backend
+            ),
+        ):
+            yield
+
+    @contextmanager
+    def _with_region_config(
+        self,
+        tag: str,
+        enable_cpu_backup: bool,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: CpuBackupBackend | None = None,
+    ) -> Iterator[None]:
+        with self._binary_wrapper.cdll.region_of_its_own():
+            self._binary_wrapper.set_config(
+                tag=tag,
+                interesting_region=True,
+                enable_cpu_backup=enable_cpu_backup,
+                cpu_backup_backend=cpu_backup_backend,
+                enable_disk_backup=enable_disk_backup,
+            )
+            yield
+
+    @contextmanager
+    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
+        if not dispose_mem_pool_after_use:
+            raise MisuseError("the memory pool of disable() always ends with it")
+        cdll = self._binary_wrapper.cdll
+        if not cdll.tms_get_interesting_region():
+            raise MisuseError("disable() is for a thread in a region, or with TMS_INIT_ENABLE=1; this one is in none")
+        with cdll.region_left():
+            yield
+
+    def pause(self, tag: str | None) -> None:
+        self._binary_wrapper.cdll.tms_pause(tag.encode() if tag else None)
+
+    def resume(self, tag: str | None) -> None:
+        self._binary_wrapper.cdll.tms_resume(tag.encode() if tag else None)
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        if not x.is_contiguous():
+            raise MisuseError(
+                f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
+            )
+        if not _process.enabled():
+            return None
+        saver = _process.saver()
+        view = saver.backup_of(x.data_ptr(), x.nbytes, 0)
+        if view["on_disk"]:
+            return None
+        if not view["released"]:
+            if not (view["in_host_memory"] and _state.is_retained(view["tag"])):
+                return None
+        elif not view["in_host_memory"]:
+            raise MisuseError(
+                f"the tensor is paused under tag {view['tag']!r} without a backup; make it in a region with "
+                "enable_cpu_backup=True"
+            )
+        with _disable_current_modes():
+            if zero_copy and view["memory"]:
+                content = (ctypes.c_uint8 * x.nbytes).from_address(view["memory"])
+                return torch.frombuffer(content, dtype=torch.uint8).view(x.dtype).view(x.shape)
+            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            saver.backup_of(x.data_ptr(), x.nbytes, copy.data_ptr())
+            return copy
+
+
+def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
+    if backend is None:
+        return
+    if not enable_cpu_backup:
+        raise MisuseError("cpu_backup_backend is for enable_cpu_backup=True")
+    if not _state.check_backend(backend):
+        raise MisuseError("cpu_backup_backend is 'pinned' or 'mmap'")
+
+
+def _graph_pool(pool: Any, tag: str) -> ms.GraphPool | None:
+    if pool is None:
+        return ms.GraphPool(tag, restore="host")
+    key = (tuple(pool), tag)
+    found = _graph_pools.get(key)
+    if found is None:
+        found = _graph_pools[key] = ms.GraphPool(tag, restore="host")
+    return found

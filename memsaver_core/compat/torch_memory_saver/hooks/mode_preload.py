@@ -1,0 +1,54 @@
+"""Allocations of torch, and of all others that call the shared CUDA runtime, by a preloaded library."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from memsaver_core import _process
+from memsaver_core.compat import _state
+from memsaver_core.compat.torch_memory_saver.hooks.base import HookUtilBase
+from memsaver_core.compat.torch_memory_saver.utils import change_env, get_binary_path_from_package
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = "torch_memory_saver_hook_mode_preload"
+
+
+class HookUtilModePreload(HookUtilBase):
+    """What torch allocates in a region is caught, and raw ``cudaMalloc`` too where the library was preloaded."""
+
+    def __init__(self) -> None:
+        if _state.attach_library() or not _process.enabled() or _process.driver_name() != "cuda":
+            return
+        how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + str(
+            get_binary_path_from_package(_LIBRARY)
+        )
+        if _state.flag("TMS_INIT_ENABLE"):
+            raise _state.MisuseError(
+                "TMS_INIT_ENABLE=1 is for a process with the preload library, which is not loaded here, "
+                f"so nothing outside a region could be paused; {how}"
+            )
+        logger.info("The preload library is not loaded: regions hold what torch allocates and nothing else; %s", how)
+
+    def get_path_binary(self) -> str:
+        """The library that is or would be preloaded."""
+        return _state.attach_library() or str(get_binary_path_from_package(_LIBRARY))
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Processes started inside load the preload library.
+
+    The first of them that imports this package takes the library out of ``LD_PRELOAD`` again, so theirs do not inherit
+    it (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it).
+
+    Raises:
+        ConfigurationError: the library is missing from this installation.
+    """
+    library = str(get_binary_path_from_package(_LIBRARY))
+    others = [each for each in os.environ.get("LD_PRELOAD", "").replace(":", " ").split() if each != library]
+    with change_env("LD_PRELOAD", ":".join([library, *others])):
+        yield

@@ -1,0 +1,25 @@
+"""What tests written for torch_memory_saver import."""
+
+from __future__ import annotations
+
+import torch
+
+import memsaver_core as ms
+
+
+def get_device() -> str:
+    """The kind of device whose memory is saved."""
+    return ms.torch_device().type
+
+
+def empty_cache() -> None:
+    """Give torch's unused device memory back to the driver."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
+    """Bytes in use on a device, of all processes; prints them with ``message``."""
+    used = next(device.used_bytes for device in ms.read_devices() if device.index == gpu_id)
+    print(f"GPU {gpu_id} memory: {used / 1024**3:.2f} GB ({message})")
+    return used

@@ -1,0 +1,55 @@
+"""Small tools that users of torch_memory_saver import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from memsaver_core import _native
+from memsaver_core.errors import ConfigurationError
+
+_PRELOAD = "torch_memory_saver_hook_mode_preload"
+_TORCH = "torch_memory_saver_hook_mode_torch"
+
+
+def is_xpu() -> bool:
+    """Whether torch runs on an Intel GPU, which memsaver does not serve."""
+    return False
+
+
+def get_binary_path_from_package(stem: str) -> Path:
+    """The library for ``stem``: ``torch_memory_saver_hook_mode_preload`` or ``torch_memory_saver_hook_mode_torch``.
+
+    Raises:
+        ConfigurationError: there is none of that name, or it is missing from this installation.
+    """
+    native = Path(_native.__file__)
+    if stem == _TORCH:
+        return native
+    if stem != _PRELOAD:
+        raise ConfigurationError(f"there is no library {stem!r}; there are {_PRELOAD!r} and {_TORCH!r}")
+    folder = native.parent / "compat"
+    major = (torch.version.cuda or "").partition(".")[0]
+    for suffix in (f"_cu{major}", ""):
+        path = folder / f"{stem}{suffix}.abi3.so"
+        if path.exists():
+            return path
+    raise ConfigurationError(f"{folder / stem}.abi3.so is missing; install memsaver again")
+
+
+@contextmanager
+def change_env(key: str, value: str) -> Iterator[None]:
+    """An environment variable has ``value`` inside, and what it had before afterwards."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
