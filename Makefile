@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test lint format ready clean
+.PHONY: help demo test sanitize soak lint format ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 
 test: lint  ## lint, type-check and run every test (those that need a GPU are skipped without one)
 	$(BIN)/python -m pytest $(ARGS)
+
+sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour and thread sanitizers (minutes)
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python tests/reliability/sanitize.sh
+
+soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant; prints what grows (minutes)
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 lint: $(READY)  ## ruff, mypy --strict, clang-format; changes nothing
 	$(BIN)/ruff check .

@@ -133,7 +133,7 @@ def dead_ranges(saver: _native.Saver) -> list[tuple[int, int]]:
     Only of torch's default pool, whose segments a preload library may have made the saver's, and of regions' pools: all
     others may be of graphs, which use their free blocks at every replay.
     """
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
         return []
     dead = []
     for segment in torch.cuda.memory_snapshot():

@@ -95,10 +95,10 @@ def blockers() -> list[str]:
         found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists():
         found.append("the process runs under CUDA MPS, which cannot be checkpointed; run it without MPS")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        backend = torch.distributed.get_backend()
-        if "nccl" in backend:
-            found.append("NCCL communicators are alive; destroy the process group first")
+    # get_backend() says "undefined" where torch chose a backend for each kind of device by itself.
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and "nccl" in str(torch.distributed.get_backend_config()):
+        found.append("NCCL communicators are alive; destroy the process group first")
     reductions = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is not None and len(reductions.shared_cache):
         found.append("tensors are shared with other processes by CUDA IPC; drop them first")

@@ -27,8 +27,10 @@ from memsaver_core.reports import (
 #: The device's count follows a release at once on the drivers that we measured; this bounds the wait for one that lags.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
-#: What a first operation may take of the device for itself: streams, a kernel's module, page tables of pinned memory.
+#: What a first operation may take of the device for itself: streams, a kernel's module, and a share of what it keeps in
+#: newly pinned memory, whose page tables on the device take 8 bytes for each 4 KiB.
 SETTLE_SLACK_BYTES = 16 << 20
+SETTLE_SLACK_SHARE = 256
 
 
 def check_tags(tags: Sequence[str] | None) -> list[str]:
@@ -263,7 +265,7 @@ def _settle(used_before: dict[int, int], released_bytes: int) -> None:
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         fallen = sum(used_before.get(now.index, 0) - now.used_bytes for now in read_devices())
-        if fallen >= released_bytes - SETTLE_SLACK_BYTES:
+        if fallen >= released_bytes - released_bytes // SETTLE_SLACK_SHARE - SETTLE_SLACK_BYTES:
             return
         time.sleep(0.001)
 

@@ -84,7 +84,9 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
     return account;
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  if (auto account = (*accounts)[name].lock()) return account;
+  // A forked child has locks of its own, and so it has accounts of its own.
+  const std::string key = name + "/" + std::to_string(getpid());
+  if (auto account = (*accounts)[key].lock()) return account;
   const std::string path = path_of(name);
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -92,7 +94,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
     std::shared_ptr<HostAccount> account(new HostAccount(path, file, capacity_bytes));
     struct stat status{};
     if (fstat(file, &status) == 0 && status.st_nlink > 0) {
-      (*accounts)[name] = account;
+      (*accounts)[key] = account;
       return account;
     }
     // The last process left between our open and our lock and took the file's name with it: open the next one.

@@ -327,6 +327,9 @@ PYBIND11_MODULE(_native, module) {
       .def(
           "owns", [](PySaver& saver, Address address) { return saver->owns(address); }, py::arg("address"))
       .def("close", [](PySaver& saver) { saver->close(); })
+      .def(
+          "audit", [](PySaver& saver, const std::map<int, std::size_t>& others) { return saver->audit(others); },
+          py::arg("others") = std::map<int, std::size_t>{}, py::call_guard<py::gil_scoped_release>())
       .def("driver_name", [](PySaver& saver) { return std::string(saver->driver().name()); })
       .def("device_count", [](PySaver& saver) { return saver->driver().device_count(); })
       .def(

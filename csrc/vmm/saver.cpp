@@ -786,7 +786,13 @@ void Saver::prepare_backup() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::map<HostPool*, std::size_t> wanted;
     for (auto& [key, arena] : arenas_) {
-      if (key.restore == Restore::host && !arena->busy()) wanted[&pool_of(key.device)] += unpinned_bytes(*arena);
+      if (key.restore != Restore::host || arena->busy()) continue;
+      const std::size_t bytes = unpinned_bytes(*arena);
+      try {
+        wanted[&pool_of(key.device)] += bytes;
+      } catch (Error& error) {
+        throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
+      }
     }
     for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
     return 0;
@@ -794,12 +800,24 @@ void Saver::prepare_backup() {
 }
 
 void Saver::wait_until_prepared() {
-  std::vector<HostPool*> pools;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [node, pool] : pools_) pools.push_back(pool.get());
-  }
-  for (HostPool* pool : pools) pool->wait_for_growth();
+  guarded([&] {
+    std::vector<HostPool*> pools;
+    std::string tags;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+      for (auto& [key, arena] : arenas_) {
+        if (key.restore == Restore::host) tags += (tags.empty() ? "" : ", ") + key.tag;
+      }
+    }
+    try {
+      for (HostPool* pool : pools) pool->wait_for_growth();
+    } catch (const Error& error) {
+      Error named = error;  // others may wait for the same one
+      throw named.with_tag(tags);
+    }
+    return 0;
+  });
 }
 
 void Saver::synchronize() {

@@ -47,14 +47,14 @@ def flag(name: str) -> bool:
     raise ConfigurationError(f"{name}={value!r} cannot be used; set it to 1 or 0")
 
 
-def check_backend(value: str) -> str:
-    """Return the name of a kind of backup memory; an empty string is the default's.
+def check_backend(value: str, name: str = "a CPU backup backend") -> str:
+    """Return ``value``, a kind of backup memory; an empty string is the default's. ``name`` is what errors call it.
 
     Raises:
         ConfigurationError: there is no such kind.
     """
     if value not in ("", "pinned", "mmap"):
-        raise ConfigurationError(f"a CPU backup backend is 'pinned' or 'mmap', not {value!r}")
+        raise ConfigurationError(f"{name} is 'pinned' or 'mmap', not {value!r}")
     return value
 
 
@@ -94,9 +94,9 @@ def initialize() -> None:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments:True" in os.environ.get(name, ""):
                 raise ConfigurationError(
-                    f"{name} has expandable_segments:True, with which torch takes memory past every hook; remove it"
+                    f"{name}: expandable_segments is not supported, torch takes such memory past every hook; remove it"
                 )
-        check_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", ""))
+        check_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", ""), "TMS_INIT_CPU_BACKUP_BACKEND")
         if flag("TMS_INIT_ENABLE_CPU_BACKUP") and flag("TMS_INIT_ENABLE_DISK_BACKUP"):
             raise ConfigurationError("TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other")
         _retaining = flag("TMS_RETAIN_CPU_BACKUP")

@@ -1,6 +1,6 @@
 """Operations as objects: one runs at a time, in the order in which they came; a repeat joins the one in flight.
 
-An operation runs in a worker thread of its own, so a client that goes away cancels nothing.
+They run in a worker thread, not in their callers', so a client that goes away cancels nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import memsaver_core as ms
 from memsaver_core.reports import OperationReport, PhaseReport
 from memsaver_server.engines.port import DrainMode
 
-#: More callers than this waiting for their turn are sent away: each holds a thread.
+#: More callers than this waiting for their turn are sent away.
 MAX_PENDING = 128
+#: How long the worker thread stays when there is nothing to do, seconds. Starting one for each operation costs more
+#: than an operation on little memory does.
+IDLE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -204,15 +207,16 @@ class Operations:
         self._history: OrderedDict[str, Operation] = OrderedDict()
         self._history_limit = history
         self._keys: OrderedDict[str, Operation] = OrderedDict()
-        self._pending: deque[Operation] = deque()
+        self._pending: deque[tuple[Operation, Callable[[Operation], OperationReport]]] = deque()
         self._turn = threading.Condition()
+        self._worker: threading.Thread | None = None
         self._on_finished = on_finished
 
     @property
     def running(self) -> Operation | None:
         """The operation in work now."""
         with self._turn:
-            return self._pending[0] if self._pending else None
+            return self._pending[0][0] if self._pending else None
 
     def get(self, operation_id: str) -> Operation | None:
         with self._turn:
@@ -246,17 +250,19 @@ class Operations:
             repeated = self._repeated(request, key)
             if repeated is not None:
                 return repeated
-            conflicting = next((other for other in self._pending if _conflict(request, other.request)), None)
+            conflicting = next((other for other, _ in self._pending if _conflict(request, other.request)), None)
             if conflicting is not None and not wait:
                 raise ConflictError(request, conflicting)
             if len(self._pending) >= MAX_PENDING:
                 raise TooManyOperationsError
             operation = Operation(id=uuid.uuid4().hex[:12], request=request, client=client, created_at=time.time())
-            self._pending.append(operation)
+            self._pending.append((operation, work))
             self._remember(operation, key)
-        threading.Thread(
-            target=self._work, args=(operation, work), name=f"memsaver-{request.operation}-{operation.id}", daemon=True
-        ).start()
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._run, name="memsaver-operations", daemon=True)
+                self._worker.start()
+            else:
+                self._turn.notify()
         return operation
 
     def _repeated(self, request: OperationRequest, key: str | None) -> Operation | None:
@@ -267,7 +273,7 @@ class Operations:
             if first.status != "failed":
                 return first
         # The latest equal one: what it leaves behind is what its callers find.
-        return next((other for other in reversed(self._pending) if other.request == request), None)
+        return next((other for other, _ in reversed(self._pending) if other.request == request), None)
 
     def _remember(self, operation: Operation, key: str | None) -> None:
         self._history[operation.id] = operation
@@ -281,13 +287,20 @@ class Operations:
             while len(memory) > self._history_limit + len(self._pending):
                 memory.popitem(last=False)
 
+    def _run(self) -> None:
+        while True:
+            with self._turn:
+                if not self._turn.wait_for(lambda: bool(self._pending), IDLE_S):
+                    self._worker = None
+                    return
+                operation, work = self._pending[0]
+            self._work(operation, work)
+
     def _work(self, operation: Operation, work: Callable[[Operation], OperationReport]) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._pending[0] is operation)
-        operation._start()
         report: OperationReport | None = None
         error: BaseException | None = None
         try:
+            operation._start()  # reads the devices, which may fail like anything after it
             report = work(operation)
         except BaseException as raised:
             error = raised
@@ -297,7 +310,6 @@ class Operations:
         with self._turn:
             self._pending.popleft()
             self._forget()
-            self._turn.notify_all()
         operation.done.set_result(None)
 
 

@@ -90,11 +90,15 @@ class DeviceReadings:
 
     def _run(self) -> None:
         remembered_at = 0.0
+        failing = False
         while True:
             try:
                 reading = _read()
+                failing = False
             except Exception:
-                logger.exception("cannot read the devices' memory; the last reading stands")
+                if not failing:
+                    logger.exception("cannot read the devices' memory; the last reading stands until it works again")
+                failing = True
                 reading = self._latest
             with self._changed:
                 self._latest = reading

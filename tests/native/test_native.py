@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import pybind11
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.native.build import built, run
 
 
 @pytest.fixture(scope="module")
 def build() -> Path:
-    """The folder with the built tests; kept between runs, so that only what changed is built."""
-    cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
-    assert cmake is not None, "cmake is among the build tools of constraints.txt"
-    folder = ROOT / "build" / "native-tests"
-    options = [
-        "-DCMAKE_BUILD_TYPE=Release",
-        "-DMEMSAVER_NATIVE_TESTS=ON",
-        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    for command in (
-        [cmake, "-S", str(ROOT), "-B", str(folder), *options],
-        [cmake, "--build", str(folder), "--parallel", "2"],
-    ):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
-    return folder
-
-
-def run(program: Path, *arguments: str) -> None:
-    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+    return built()
 
 
 @pytest.mark.parametrize("driver", ["host", "faulty"])

@@ -111,23 +111,28 @@ std::vector<Scenario> scenarios() {
   full.settings.verify = VerifyChoice::full;
 
   list.push_back({"allocate", {}, nothing, [](World& world) { world.allocate("t", Restore::zero, 3); }, {}});
-  list.push_back({"allocate kept, several chunks", {}, nothing,
-                  [](World& world) { world.allocate("t", Restore::host, 50); }, {}});
-  list.push_back({"allocate under a released tag", {},
+  list.push_back(
+      {"allocate kept, several chunks", {}, nothing, [](World& world) { world.allocate("t", Restore::host, 50); }, {}});
+  list.push_back({"allocate under a released tag",
+                  {},
                   [](World& world) {
                     world.allocate("t", Restore::host, 6);
                     world.release();
                   },
-                  [](World& world) { world.allocate("t", Restore::host, 6); }, [](World& world) { world.resume(); }});
-  list.push_back({"allocate twice, one device each", two_devices, nothing,
+                  [](World& world) { world.allocate("t", Restore::host, 6); },
+                  [](World& world) { world.resume(); }});
+  list.push_back({"allocate twice, one device each",
+                  two_devices,
+                  nothing,
                   [](World& world) {
                     world.allocate("t", Restore::host, 3, 0);
                     world.allocate("t", Restore::host, 3, 1);
                   },
                   {}});
-  list.push_back({"free", {}, fill(Restore::host), [](World& world) { world.free(1); },
-                  [](World& world) { world.release(); }});
-  list.push_back({"free inside of a shared chunk, then the rest of it", {},
+  list.push_back(
+      {"free", {}, fill(Restore::host), [](World& world) { world.free(1); }, [](World& world) { world.release(); }});
+  list.push_back({"free inside of a shared chunk, then the rest of it",
+                  {},
                   [](World& world) {
                     for (int i = 0; i < 4; ++i) world.allocate("t", Restore::discard, 2);
                     world.release();
@@ -137,7 +142,8 @@ std::vector<Scenario> scenarios() {
                     for (const std::size_t number : {1u, 2u, 0u, 3u}) world.free(number);
                   },
                   [](World& world) { world.allocate("t", Restore::discard, 2); }});
-  list.push_back({"free while released", {},
+  list.push_back({"free while released",
+                  {},
                   [](World& world) {
                     world.allocate("t", Restore::host, 6);
                     world.allocate("t", Restore::file, 6);
@@ -164,7 +170,9 @@ std::vector<Scenario> scenarios() {
   };
   list.push_back(release_of("release, two devices", on_two, two_devices));
   list.push_back(resume_of("resume, two devices", on_two, two_devices));
-  list.push_back({"release of one tag after another", {}, every_policy,
+  list.push_back({"release of one tag after another",
+                  {},
+                  every_policy,
                   [](World& world) {
                     world.release({"cache"});
                     world.release({"weights"});
@@ -183,12 +191,9 @@ std::vector<Scenario> scenarios() {
                   },
                   [](World& world) { world.release(); }});
   // Another policy for one release.
-  const std::vector<std::pair<Restore, Restore>> overrides = {{Restore::host, Restore::discard},
-                                                              {Restore::host, Restore::zero},
-                                                              {Restore::host, Restore::file},
-                                                              {Restore::file, Restore::host},
-                                                              {Restore::zero, Restore::host},
-                                                              {Restore::discard, Restore::zero}};
+  const std::vector<std::pair<Restore, Restore>> overrides = {
+      {Restore::host, Restore::discard}, {Restore::host, Restore::zero}, {Restore::host, Restore::file},
+      {Restore::file, Restore::host},    {Restore::zero, Restore::host}, {Restore::discard, Restore::zero}};
   for (const auto& [usual, now] : overrides) {
     list.push_back({std::string("override ") + name_of(usual) + " by " + name_of(now), full,
                     [usual = usual](World& world) {
@@ -214,17 +219,22 @@ std::vector<Scenario> scenarios() {
                     world.resume();
                   },
                   [](World& world) { world.release({}, {{"t", Restore::discard}}); }});
-  list.push_back({"released in two parts, kept first", full,
-                  [](World& world) {
-                    world.allocate("t", Restore::host, 10);
-                    world.release();
-                    world.allocate("t", Restore::host, 10);
-                  },
-                  [](World& world) {
-                    world.release({}, {{"t", Restore::zero}});
-                    world.resume();
-                  },
-                  [](World& world) { world.release({}, {{"t", Restore::discard}}); }});
+  World::Options unverified;
+  unverified.settings.verify = VerifyChoice::off;
+  for (const auto& [name, options] : {std::pair("released in two parts, kept first", full),
+                                      std::pair("released in two parts, kept first, unverified", unverified)}) {
+    list.push_back({name, options,
+                    [](World& world) {
+                      world.allocate("t", Restore::host, 10);
+                      world.release();
+                      world.allocate("t", Restore::host, 10);
+                    },
+                    [](World& world) {
+                      world.release({}, {{"t", Restore::zero}});
+                      world.resume();
+                    },
+                    [](World& world) { world.release({}, {{"t", Restore::discard}}); }});
+  }
   // What an earlier cycle left: equal content, changed content, holes, a failure.
   list.push_back(release_of("release, content unchanged", [](World& world) {
     world.allocate("t", Restore::host, 20);
@@ -263,7 +273,7 @@ std::vector<Scenario> scenarios() {
   list.push_back(release_of("release, churned, kept", churned(Restore::host)));
   list.push_back(resume_of("resume, churned, kept", churned(Restore::host), full));
   list.push_back(release_of("release, churned, discarded", churned(Restore::discard)));
-  list.push_back(release_of("release after one that failed", [](World& world) {
+  const auto half_released = [](World& world) {
     world.allocate("t", Restore::host, 40);
     world.release();
     world.resume();
@@ -275,24 +285,34 @@ std::vector<Scenario> scenarios() {
       // In its middle: some of it is released, some not.
     }
     world.faulty->heal();
-  }));
+  };
+  list.push_back(release_of("release after one that failed", half_released));
+  list.push_back({"release as zeros after one that failed", full, half_released,
+                  [](World& world) {
+                    world.release({}, {{"t", Restore::zero}});
+                    world.resume();
+                  },
+                  [](World& world) { world.resume(); }});
   for (const Retention retention : {Retention::trim, Retention::free}) {
     World::Options options;
     options.settings.retention = retention;
-    list.push_back(resume_of(retention == Retention::trim ? "resume, trim" : "resume, free",
-                             [](World& world) {
-                               world.allocate("t", Restore::host, 20);
-                               world.allocate("z", Restore::zero, 2);
-                             },
-                             options));
+    list.push_back(resume_of(
+        retention == Retention::trim ? "resume, trim" : "resume, free",
+        [](World& world) {
+          world.allocate("t", Restore::host, 20);
+          world.allocate("z", Restore::zero, 2);
+        },
+        options));
   }
   for (const VerifyChoice verify : {VerifyChoice::off, VerifyChoice::sampled}) {
     World::Options options;
     options.settings.verify = verify;
-    list.push_back(resume_of(verify == VerifyChoice::off ? "resume, unverified" : "resume, sampled", every_policy,
-                             options));
+    list.push_back(
+        resume_of(verify == VerifyChoice::off ? "resume, unverified" : "resume, sampled", every_policy, options));
   }
-  list.push_back({"prepare, then release", {}, fill(Restore::host),
+  list.push_back({"prepare, then release",
+                  {},
+                  fill(Restore::host),
                   [](World& world) {
                     world.saver->prepare_backup();
                     world.saver->wait_until_prepared();
@@ -360,8 +380,8 @@ void check_error(const Error& error, const Fault& fault, World& world) {
     world.problems.push_back(std::string("the error does not name ") + what + ": " + text);
   };
   // Once a context is lost, every call of every thread says so, and any of them may be first.
-  if (text.find(fault.call) == std::string::npos && error.kind != ErrorKind::context_lost && error.kind != ErrorKind::configuration &&
-      !(fault.call == "mkostemp" && text.find("open") != std::string::npos)) {
+  if (text.find(fault.call) == std::string::npos && error.kind != ErrorKind::context_lost &&
+      error.kind != ErrorKind::configuration && !(fault.call == "mkostemp" && text.find("open") != std::string::npos)) {
     missing("the call");
   }
   if (error.tag.empty()) missing("the tag");
@@ -376,10 +396,10 @@ void check_error(const Error& error, const Fault& fault, World& world) {
 bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, bool for_good, bool opposite,
               const char* undo_fails, Totals& totals) {
   current = scenario.name + " / " + fault.call + " no. " + std::to_string(nth) + ", " +
-            (fault.of_system ? (fault.code == sys::kShort ? "short" : strerrorname_np(fault.code))
-                             : fault.kind == ErrorKind::driver         ? "invalid value"
-                               : fault.kind == ErrorKind::context_lost ? "context lost"
-                                                                       : "out of memory") +
+            (fault.of_system                   ? (fault.code == sys::kShort ? "short" : strerrorname_np(fault.code))
+             : fault.kind == ErrorKind::driver ? "invalid value"
+             : fault.kind == ErrorKind::context_lost ? "context lost"
+                                                     : "out of memory") +
             (for_good ? ", for good" : "") + (opposite ? ", then the opposite" : ", then again") +
             (undo_fails != nullptr ? std::string(", undo's ") + undo_fails + " fails" : "");
   alarm(60);
@@ -418,8 +438,9 @@ bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, boo
     if (lost) {
       // Nothing can work in this process any more, and every call says so.
       for (const auto& call : {std::function<void()>([&] { world.saver->release({}, {}, {}); }),
-                               std::function<void()>([&] { world.saver->resume({}); }),
-                               std::function<void()>([&] { (void)world.saver->allocate({0, "t", Restore::zero}, 1); })}) {
+                               std::function<void()>([&] { world.saver->resume({}); }), std::function<void()>([&] {
+                                 (void)world.saver->allocate({0, "t", Restore::zero}, 1);
+                               })}) {
         try {
           call();
           world.problems.push_back("a call went well after the context was lost");
@@ -478,15 +499,31 @@ std::map<std::string, std::size_t> count_calls(const Scenario& scenario, bool of
 }  // namespace
 
 int main(int count, char** arguments) {
-  const std::string only = count > 1 ? arguments[1] : "";  // scenarios whose name holds this
+  std::string only;        // scenarios whose name holds this
+  std::size_t stride = 1;  // one case in so many
+  bool verbose = false;
+  for (int i = 1; i < count; ++i) {
+    const std::string argument = arguments[i];
+    if (argument == "--verbose") {
+      verbose = true;
+    } else if (argument == "--stride" && i + 1 < count) {
+      stride = static_cast<std::size_t>(std::atoi(arguments[++i]));
+    } else if (argument == "--only" && i + 1 < count) {
+      only = arguments[++i];
+    } else {
+      std::printf("usage: every_call [--only TEXT] [--stride N] [--verbose]\n");
+      return 2;
+    }
+  }
   for (const int number : {SIGALRM, SIGSEGV, SIGABRT, SIGBUS}) signal(number, on_signal);
   // The core warns of every failure that it absorbs.
   const int silent = open("/dev/null", O_WRONLY);
-  if (count < 3) dup2(silent, STDERR_FILENO);
+  if (!verbose) dup2(silent, STDERR_FILENO);
   sys::hook = on_system_call;
   const auto start = std::chrono::steady_clock::now();
   Totals totals;
   std::size_t number = 0;
+  std::size_t planned = 0;
   for (const auto& scenario : scenarios()) {
     if (scenario.name.find(only) == std::string::npos) continue;
     ++number;
@@ -498,12 +535,14 @@ int main(int count, char** arguments) {
             for (const bool for_good : {false, true}) {
               if (for_good && fault.once_only) continue;
               for (const bool opposite : {false, true}) {
+                if (planned++ % stride != 0) continue;
                 if (opposite && (!scenario.opposite || fault.kind == ErrorKind::context_lost)) continue;
                 reached |= run_case(scenario, fault, nth, for_good, opposite, nullptr, totals);
               }
             }
             if (fault.kind != ErrorKind::driver || of_system) continue;
             for (const char* undo : {"unmap", "release", "synchronize"}) {
+              if (planned++ % stride != 0) continue;
               if (call != undo) run_case(scenario, fault, nth, false, nth % 2 == 0 && scenario.opposite, undo, totals);
             }
           }
@@ -520,10 +559,11 @@ int main(int count, char** arguments) {
     std::printf("%s\n", problem.c_str());
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  std::printf("{\"scenarios\": %zu, \"calls_failed\": %zu, \"cases\": %zu, \"errors\": %zu, \"absorbed\": %zu, "
-              "\"undo_failed_too\": %zu, \"problems\": %zu, \"seconds\": %.1f, \"by_call\": {",
-              number, totals.calls, totals.cases, totals.errors, totals.absorbed, totals.undos, totals.problems.size(),
-              seconds);
+  std::printf(
+      "{\"scenarios\": %zu, \"calls_failed\": %zu, \"cases\": %zu, \"errors\": %zu, \"absorbed\": %zu, "
+      "\"undo_failed_too\": %zu, \"problems\": %zu, \"seconds\": %.1f, \"by_call\": {",
+      number, totals.calls, totals.cases, totals.errors, totals.absorbed, totals.undos, totals.problems.size(),
+      seconds);
   const char* comma = "";
   for (const auto& [call, cases] : totals.by_call) {
     std::printf("%s\"%s\": %zu", comma, call.c_str(), cases);

@@ -48,7 +48,9 @@ class LedgerDriver final : public Driver {
   };
 
   // What was done against the contract so far.
-  [[nodiscard]] std::vector<std::string> misuses() const { return with_lock([&] { return misuses_; }); }
+  [[nodiscard]] std::vector<std::string> misuses() const {
+    return with_lock([&] { return misuses_; });
+  }
   [[nodiscard]] std::size_t created_bytes(int device) const {
     return with_lock([&] {
       std::size_t sum = 0;
@@ -56,7 +58,9 @@ class LedgerDriver final : public Driver {
       return sum;
     });
   }
-  [[nodiscard]] std::map<Address, Mapping> mappings() const { return with_lock([&] { return mappings_; }); }
+  [[nodiscard]] std::map<Address, Mapping> mappings() const {
+    return with_lock([&] { return mappings_; });
+  }
   // Work that nobody has waited for.
   [[nodiscard]] std::size_t pending() const {
     return with_lock([&] {
@@ -182,15 +186,13 @@ class LedgerDriver final : public Driver {
   }
   void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override {
     const auto host = reinterpret_cast<std::uintptr_t>(to);
-    enqueue(device, stream, {{from, bytes}}, {{host, bytes}}, [=] {
-      std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
-    });
+    enqueue(device, stream, {{from, bytes}}, {{host, bytes}},
+            [=] { std::memcpy(to, reinterpret_cast<const void*>(from), bytes); });
   }
   void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) override {
     const auto host = reinterpret_cast<std::uintptr_t>(from);
-    enqueue(device, stream, {{to, bytes}}, {{host, bytes}}, [=] {
-      std::memcpy(reinterpret_cast<void*>(to), from, bytes);
-    });
+    enqueue(device, stream, {{to, bytes}}, {{host, bytes}},
+            [=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); });
   }
   void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override {
     enqueue(device, stream, {{address, bytes}}, {}, [=] { std::memset(reinterpret_cast<void*>(address), 0, bytes); });

@@ -14,6 +14,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _native, _process
+from memsaver_core.compat import _state
 from memsaver_core.compat.torch_memory_saver import TorchMemorySaver, torch_memory_saver
 from memsaver_core.compat.torch_memory_saver import testing_utils as testing
 from memsaver_core.compat.torch_memory_saver.utils import change_env, get_binary_path_from_package
@@ -255,23 +256,6 @@ def test_retained_backup(tag: str) -> None:
     assert torch.equal(tensor, expected)
 
 
-def test_memory_of_backups_goes_after_a_resume(tag: str) -> None:
-    """B2: without retention a backup takes no host memory after the resume; it goes off the path of the resume."""
-    with torch_memory_saver.region(tag, enable_cpu_backup=True):
-        tensor = torch.randn(4 * MIB)
-    capacity = ms.status().host_backup.capacity_bytes
-    torch_memory_saver.pause(tag)
-    assert ms.status().host_backup.capacity_bytes > 0
-    torch_memory_saver.resume(tag)
-    assert ms.status().host_backup.bytes == 0
-    torch_memory_saver.pause(tag)  # waits for the unpinning under way, which has the operation lock
-    torch_memory_saver.resume(tag)
-    ms.prepare_backup(wait=False)
-    _process.saver().drop_backups([tag])
-    assert tensor.isfinite().all()
-    assert ms.status().host_backup.capacity_bytes <= capacity + 32 * MIB
-
-
 def test_memory_margin(tag: str) -> None:
     """T1: an allocation that the margin forbids fails as out of memory, and the process lives."""
     free, _ = _process.saver().memory_info(0)
@@ -371,7 +355,10 @@ def test_setting_the_state_of_a_thread_as_a_whole() -> None:
 def test_arguments_that_exclude_each_other(tag: str) -> None:
     with pytest.raises(AssertionError), torch_memory_saver.region(tag, enable_cpu_backup=True, enable_disk_backup=True):
         pass
-    with pytest.raises(ValueError, match="enable_cpu_backup"), torch_memory_saver.region(tag, cpu_backup_backend="mmap"):
+    with (
+        pytest.raises(ValueError, match="enable_cpu_backup"),
+        torch_memory_saver.region(tag, cpu_backup_backend="mmap"),
+    ):
         pass
     for wrong in ("", "paper"):
         with pytest.raises(ValueError, match="'pinned' or 'mmap'"):
@@ -417,6 +404,26 @@ def test_freed_while_paused(tag: str) -> None:
     gc.collect()
     torch_memory_saver.resume(tag)
     assert torch.equal(tensors[0], expected)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"TMS_RETAIN_CPU_BACKUP": "maybe"},
+        {"TMS_INIT_ENABLE_DISK_BACKUP": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "yes"},
+        {"TMS_INIT_CPU_BACKUP_BACKEND": "paper"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8,expandable_segments:True"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """T3, and what ends the process in torch_memory_saver: an error names the variable, and the process lives."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_state, "_initialized", False)
+    with pytest.raises(ms.ConfigurationError, match=next(iter(environment))):
+        TorchMemorySaver().pause()
 
 
 def test_tools() -> None:

@@ -289,7 +289,7 @@ class _TorchMemorySaverImpl:
             raise MisuseError(
                 f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
             )
-        if not _process.enabled():
+        if x.nbytes == 0 or not _process.enabled():
             return None
         saver = _process.saver()
         view = saver.backup_of(x.data_ptr(), x.nbytes, 0)

@@ -1,0 +1,579 @@
+"""torch_memory_saver's API on a real GPU, in both hook modes.
+
+Each test is a process of its own, started as an engine starts its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from memsaver_core.compat.torch_memory_saver import configure_subprocess
+
+pytestmark = pytest.mark.gpu
+
+both_modes = pytest.mark.parametrize("mode", ["preload", "torch"])
+
+SETUP = """
+import memsaver_core.compat
+memsaver_core.compat.install()
+import ctypes, gc, os, time
+import torch
+import memsaver_core as ms
+from memsaver_core import _process
+from torch_memory_saver import torch_memory_saver as saver
+from torch_memory_saver.testing_utils import get_and_print_gpu_memory
+
+MIB = 1 << 20
+GIB = 1 << 30
+SLACK = 32 * MIB  # streams, a kernel's module, page tables of pinned memory
+saver.hook_mode = os.environ["HOOK_MODE"]
+torch.zeros(1, device="cuda")
+
+def used(message=""):
+    torch.cuda.synchronize()
+    return get_and_print_gpu_memory(message)
+
+def full(size, value):
+    return torch.full((size,), value, dtype=torch.uint8, device="cuda")
+
+def all_equal(tensor, value):
+    return bool((tensor == value).all())
+
+def owned(tensor):
+    return _process.saver().owns(tensor.untyped_storage().data_ptr())
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+"""
+
+
+def run(code: str, mode: str, **environment: str) -> None:
+    with configure_subprocess() if mode == "preload" else nullcontext():
+        ran = subprocess.run(
+            [sys.executable, "-c", SETUP + textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+            env={**os.environ, "HOOK_MODE": mode, **environment},
+        )
+    assert ran.returncode == 0, f"exit {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+
+
+@both_modes
+def test_simple(mode: str) -> None:
+    run(
+        """
+        with saver.region():
+            tensor = full(GIB, 100)
+        address = tensor.data_ptr()
+        before = used("before")
+        saver.pause()
+        assert used("paused") <= before - GIB + SLACK
+        saver.resume()
+        assert abs(used("resumed") - before) <= SLACK
+        assert tensor.data_ptr() == address
+        tensor.fill_(3)
+        assert all_equal(tensor, 3)
+        saver.pause("unknown")
+        saver.resume()
+        """,
+        mode,
+    )
+
+
+@both_modes
+def test_cuda_graph(mode: str) -> None:
+    """G1 and G2: the memory of the cache and of the graphs goes, and the replay is right afterwards."""
+    run(
+        """
+        size = 16 * MIB
+        with saver.region("kv_cache"):
+            cache = torch.ones(256 * MIB, device="cuda")
+        inputs = torch.ones(size, device="cuda")
+
+        def step():
+            return (inputs.repeat(8) * 2).view(8, size).sum(0) + cache[0]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        pool = torch.cuda.graph_pool_handle()
+        graphs, results = [], []
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with saver.cuda_graph(cuda_graph=graph, pool=pool, stream=stream, tag="cuda_graph"):
+                result = step()
+            graphs.append(graph)
+            results.append(result)
+        pool_bytes = next(tag.bytes for tag in ms.status().tags if tag.tag == "cuda_graph")
+        assert GIB <= pool_bytes < 2 * GIB, pool_bytes  # the graphs share it
+        for graph, result in zip(graphs, results):
+            graph.replay()
+            assert all_equal(result, 17)
+        before = used("before")
+        saver.pause(tag="kv_cache")
+        assert used("cache paused") <= before - GIB + SLACK
+        saver.pause(tag="cuda_graph")
+        assert used("graphs paused") <= before - GIB - pool_bytes + SLACK
+        saver.resume(tag="cuda_graph")
+        saver.resume(tag="kv_cache")
+        assert not cache.any()
+        cache.fill_(3)
+        inputs.fill_(5)
+        for graph, result in zip(graphs, results):
+            graph.replay()
+            assert all_equal(result, 83)
+        own = torch.cuda.CUDAGraph()
+        with saver.cuda_graph(own, tag="other", enable_cpu_backup=True):
+            other = inputs * 2
+        saver.pause()
+        saver.resume()
+        cache.fill_(3)
+        own.replay()
+        assert all_equal(other, 10)
+        """,
+        mode,
+    )
+
+
+@both_modes
+@pytest.mark.parametrize("backend", ["pinned", "mmap"])
+def test_cpu_backup(mode: str, backend: str) -> None:
+    run(
+        f"""
+        with saver.region(enable_cpu_backup=True, cpu_backup_backend={backend!r}):
+            kept = full(20_000_000, 10)
+            typed = torch.randn(10, 20, 30, device="cuda")
+            large = torch.randint(0, 255, (100 * MIB,), dtype=torch.uint8, device="cuda")
+        with saver.region(enable_cpu_backup=False):
+            scratch = full(20_000_000, 20)
+        expected, expected_large = typed.cpu(), large.cpu()
+        assert saver.get_cpu_backup(typed) is None
+        before = used("before")
+        saver.pause()
+        assert used("paused") < before - 100 * MIB
+        assert torch.equal(saver.get_cpu_backup(typed), expected)
+        assert torch.equal(saver.get_cpu_backup(typed, zero_copy=True), expected)
+        assert torch.equal(saver.get_cpu_backup(large), expected_large)
+        assert torch.equal(saver.get_cpu_backup(large, zero_copy=True), expected_large)
+        try:
+            saver.get_cpu_backup(scratch)
+        except AssertionError as error:
+            assert "without a backup" in str(error)
+        else:
+            raise SystemExit("no error")
+        unrelated = full(160 * MIB, 30)
+        saver.resume()
+        assert all_equal(kept, 10)
+        assert torch.equal(typed.cpu(), expected)
+        assert torch.equal(large.cpu(), expected_large)
+        assert scratch[:3].tolist() != [20, 20, 20]
+        assert saver.get_cpu_backup(kept) is None
+        """,
+        mode,
+    )
+
+
+@both_modes
+def test_retained_backup(mode: str) -> None:
+    """A retained backup stays at its address after a resume, and the next pause refreshes it."""
+    run(
+        """
+        assert saver.retain_cpu_backup is False
+        with saver.region(tag="retained", enable_cpu_backup=True):
+            tensor = torch.randn(1000, device="cuda")
+        expected = tensor.cpu()
+        saver.pause("retained")
+        address = saver.get_cpu_backup(tensor, zero_copy=True).data_ptr()
+        saver.retain_cpu_backup = True
+        for _ in range(2):
+            saver.resume("retained")
+            backup = saver.get_cpu_backup(tensor, zero_copy=True)
+            assert backup.data_ptr() == address and torch.equal(backup, expected)
+            assert torch.equal(tensor.cpu(), expected)
+            tensor.normal_()
+            expected = tensor.cpu()
+            saver.pause("retained")
+            assert torch.equal(saver.get_cpu_backup(tensor), expected)
+        saver.retain_cpu_backup = False
+        saver.resume("retained")
+        assert torch.equal(tensor.cpu(), expected)
+        assert saver.get_cpu_backup(tensor) is None
+        """,
+        mode,
+    )
+
+
+@both_modes
+@pytest.mark.parametrize("retain", ["0", "1"])
+@pytest.mark.parametrize("backend", ["pinned", "mmap"])
+def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) -> None:
+    """B2: without retention the host memory is back with the kernel after a resume; with it, it stays."""
+    run(
+        """
+        retain = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
+        assert saver.retain_cpu_backup is retain
+        assert saver._impl._binary_wrapper.cdll.tms_get_cpu_backup_backend().decode() in ("pinned", "mmap")
+        with saver.region(enable_cpu_backup=True):
+            tensor = torch.randint(0, 255, (GIB,), dtype=torch.uint8, device="cuda")
+        with saver.region("first", enable_cpu_backup=True):
+            first = full(MIB, 1)
+        saver.pause("first")  # what the first operation loads is not counted
+        saver.resume("first")
+        before = rss()
+        for _ in range(2):
+            saver.pause()
+            assert rss() >= before + GIB * 0.9
+            saver.resume()
+            deadline = time.monotonic() + 60
+            while not retain and rss() > before + GIB // 4:
+                assert time.monotonic() < deadline, (before, rss())
+                time.sleep(0.01)
+            assert (rss() >= before + GIB * 0.9) == retain
+        """,
+        mode,
+        TMS_RETAIN_CPU_BACKUP=retain,
+        TMS_INIT_CPU_BACKUP_BACKEND=backend,
+    )
+
+
+@both_modes
+def test_disk_backup_over_three_cycles(mode: str, tmp_path: Path) -> None:
+    """B6: the same bytes each time, the same space on disk, and no file left behind."""
+    run(
+        """
+        folder = os.environ["FOLDER"]
+        saver.set_disk_backup_dir(folder)
+        with saver.region(enable_disk_backup=True):
+            kept = full(100 * MIB, 10)
+            typed = torch.randn(10, 20, 30, device="cuda")
+        with saver.region():
+            scratch = full(20_000_000, 20)
+        expected = typed.cpu()
+        sizes = set()
+        before = used("before")
+        for _ in range(3):
+            saver.pause()
+            assert used("paused") < before - 80 * MIB
+            sizes.add(ms.status().host_backup.file_bytes)
+            assert saver.get_cpu_backup(kept) is None
+            unrelated = full(140 * MIB, 30)
+            del unrelated
+            torch.cuda.empty_cache()
+            saver.resume()
+            assert all_equal(kept, 10)
+            assert torch.equal(typed.cpu(), expected)
+            assert scratch[:3].tolist() != [20, 20, 20]
+            scratch.fill_(20)
+        assert len(sizes) == 1 and sizes.pop() >= 100 * MIB
+        """,
+        mode,
+        FOLDER=str(tmp_path / "backups"),
+    )
+    assert list((tmp_path / "backups").iterdir()) == []
+
+
+@both_modes
+def test_tags_of_an_rl_step(mode: str) -> None:
+    run(
+        """
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(8192, 8192, bias=False, device="cuda")
+
+            def forward(self, inputs):
+                return self.linear(inputs)
+
+        with torch.no_grad():
+            with saver.region(tag="weights", enable_cpu_backup=True):
+                model = Model()
+            with saver.region(tag="kv_cache"):
+                cache = torch.ones(256 * MIB, device="cuda")
+            inputs = torch.randn(4, 8192, device="cuda")
+            expected = model(inputs)
+            weight_bytes = model.linear.weight.nbytes
+            pointers = model.linear.weight.data_ptr(), cache.data_ptr()
+            before = used("rollout")
+            for _ in range(3):
+                saver.pause("kv_cache")
+                assert used("cache paused") <= before - GIB + SLACK
+                assert torch.equal(model(inputs), expected)
+                saver.pause("weights")
+                assert used("training") <= before - GIB - weight_bytes + SLACK
+                training = full(GIB, 1)
+                del training
+                torch.cuda.empty_cache()
+                saver.resume("weights")
+                assert torch.equal(model(inputs), expected)
+                saver.resume("kv_cache")
+                assert not cache.any()
+                cache.fill_(1)
+                assert pointers == (model.linear.weight.data_ptr(), cache.data_ptr())
+            assert abs(used("rollout") - before) <= 2 * SLACK
+        """,
+        mode,
+    )
+
+
+@both_modes
+def test_leaving_a_region(mode: str) -> None:
+    """disable(), the private setter, nested regions; what was allocated outside goes back when disable() ends."""
+    run(
+        """
+        with saver.region("outer", enable_cpu_backup=True):
+            before = full(MIB, 1)
+            level = used("in region")
+            with saver.disable():
+                ordinary = full(GIB, 2)
+                with saver.region("inner"):
+                    inner = full(MIB, 3)
+                states = [owned(each) for each in (before, ordinary, inner)]
+                del ordinary
+            assert states == [True, False, True], states
+            assert used("after disable") <= level + SLACK
+            cdll = saver._impl._binary_wrapper.cdll
+            cdll.tms_set_interesting_region(False)
+            buffer = full(30 * MIB, 4)
+            cdll.tms_set_interesting_region(True)
+            after = full(30 * MIB, 5)
+            assert not owned(buffer) and owned(after)
+        assert not owned(full(30 * MIB, 6))
+        saver.pause()
+        assert all_equal(buffer, 4)
+        saver.resume()
+        assert all_equal(before, 1) and all_equal(after, 5)
+        """,
+        mode,
+    )
+
+
+@both_modes
+def test_memory_margin(mode: str) -> None:
+    """T1: torch frees its caches, tries again, and raises its own error; the process lives."""
+    run(
+        """
+        free, _ = torch.cuda.mem_get_info()
+        saver.memory_margin_bytes = free - 512 * MIB
+        with saver.region():
+            small = full(256 * MIB, 1)
+            try:
+                full(GIB, 1)
+            except torch.OutOfMemoryError:
+                pass
+            else:
+                raise SystemExit("no error")
+        saver.memory_margin_bytes = 0
+        with saver.region():
+            large = full(GIB, 1)
+        assert all_equal(small, 1) and all_equal(large, 1)
+        """,
+        mode,
+    )
+
+
+def test_training_engine() -> None:
+    """All of a trainer's memory is under the default tag; it works on in disable(), and torch can evict its cache."""
+    run(
+        """
+        def forward(weights):
+            ones = torch.ones(GIB, dtype=torch.float32, device="cuda")
+            mean = sum(weight.float().mean() for weight in weights) / len(weights)
+            assert (ones * mean).mean().item() == 42
+
+        initial = full(1_000_000, 41)
+        assert owned(initial)
+        at_start = used("start")
+        weights = [full(size, 42) for size in (GIB, MIB, 1024, 42)]
+        forward(weights)
+        assert used("after a forward pass") > at_start + 5 * GIB
+        saver.pause()
+        paused = used("paused")
+        assert paused < at_start + 200 * MIB
+        with saver.disable():
+            assert abs(used("disabled") - paused) <= SLACK
+            tensor = full(GIB, 53)
+            assert not owned(tensor)
+            assert tensor.float().mean().item() == 53
+            assert used("used in disable") > paused + 4 * GIB
+            del tensor
+        assert used("after disable") <= paused + SLACK
+        saver.resume()
+        assert used("resumed") >= paused + GIB
+        forward(weights)
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.empty_cache()
+        first = full(int(total * 0.3), 1)
+        second = full(int(total * 0.3), 1)
+        del first, second
+        third = full(int(total * 0.6), 1)  # fits once torch has given back what it holds of the other two
+        initial += 1
+        assert all_equal(initial, 42) and all(all_equal(weight, 42) for weight in weights)
+        """,
+        "preload",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_raw_allocation_of_an_odd_size() -> None:
+    """6,912 bytes by cudaMalloc, paused and resumed through C, freed by cudaFree."""
+    run(
+        """
+        api = ctypes.CDLL(None)
+        pointer = ctypes.c_void_p()
+        size = ctypes.c_size_t(6912)
+        level = sum(tag.bytes for tag in ms.status().tags)
+        assert api.cudaMalloc(ctypes.byref(pointer), size) == 0
+        assert _process.saver().owns(pointer.value)
+        assert api.cudaMemset(pointer, 7, size) == 0
+        assert api.tms_pause(None) == 0
+        assert api.tms_resume(None) == 0
+        back = (ctypes.c_uint8 * 6912)()
+        assert api.cudaMemcpy(back, pointer, size, 2) == 0
+        assert bytes(back) == bytes([7]) * 6912
+        assert api.cudaFree(pointer) == 0
+        assert sum(tag.bytes for tag in ms.status().tags) == level
+        """,
+        "preload",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_nested_regions_under_init_enable() -> None:
+    run(
+        """
+        size = 10_000_000
+        cdll = saver._ensure_initialized()._binary_wrapper.cdll
+        def state():
+            return cdll.tms_get_interesting_region(), cdll.tms_get_enable_cpu_backup(), cdll.tms_get_current_tag()
+        assert state() == (True, True, b"default")
+        assert cdll.tms_get_cpu_backup_backend() == b""
+        weights = torch.full((size,), 42.0, device="cuda")
+        with saver.region(tag="grad_buffer", enable_cpu_backup=False):
+            assert state() == (True, False, b"grad_buffer")
+            gradients = torch.full((size,), 99.0, device="cuda")
+        assert state() == (True, True, b"default")
+        with saver.region(enable_cpu_backup=True, cpu_backup_backend="mmap"):
+            assert cdll.tms_get_cpu_backup_backend() == b"mmap"
+            full(1024, 1)
+        assert cdll.tms_get_cpu_backup_backend() == b""
+        before = used("before")
+        saver.pause()
+        assert used("paused") < before - size * 4
+        saver.resume()
+        assert all_equal(weights, 42)
+        gradients.fill_(0)
+        assert not gradients.any()
+        extra = torch.full((size,), 7.0, device="cuda")
+        saver.pause()
+        saver.resume()
+        assert all_equal(extra, 7) and all_equal(weights, 42)
+        """,
+        "preload",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_graphs_of_torch_under_init_enable() -> None:
+    """A graph captured by torch.cuda.graph is under the default tag; all of its pool is content."""
+    run(
+        """
+        inputs = torch.ones(16 * MIB, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            state = torch.arange(16 * MIB, device="cuda", dtype=torch.float32)
+            result = (inputs * 2 + 1).sum() + inputs.mean()
+        graph.replay()
+        expected = result.item()
+        before = used("before")
+        saver.pause()
+        assert used("paused") < before - 64 * MIB
+        saver.resume()
+        graph.replay()
+        assert result.item() == expected
+        """,
+        "preload",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_asynchronous_allocator_of_torch() -> None:
+    """cudaMallocAsync and cudaFreeAsync go to the saver too."""
+    run(
+        """
+        tensor = full(GIB, 42)
+        assert owned(tensor)
+        other = full(64 * MIB, 1)
+        del other
+        before = used("before")
+        saver.pause()
+        assert used("paused") <= before - GIB + SLACK
+        saver.resume()
+        assert all_equal(tensor, 42)
+        del tensor
+        torch.cuda.synchronize()
+        assert sum(tag.bytes for tag in ms.status().tags) < GIB
+        """,
+        "preload",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+        PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync",
+    )
+
+
+def test_script_that_knows_nothing_of_memsaver(tmp_path: Path) -> None:
+    """What torch_memory_saver's introduction shows, run as it stands after install(), without LD_PRELOAD."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch_memory_saver import torch_memory_saver
+
+            with torch_memory_saver.region():
+                pausable = torch.full((1_000_000_000,), 100, dtype=torch.uint8, device="cuda")
+            torch_memory_saver.pause()
+            torch_memory_saver.resume()
+
+            with torch_memory_saver.region(tag="type1"):
+                tensor1 = torch.full((2_000_000_000,), 100, dtype=torch.uint8, device="cuda")
+            with torch_memory_saver.region(tag="type2"):
+                tensor2 = torch.full((2_000_000_000,), 100, dtype=torch.uint8, device="cuda")
+            torch_memory_saver.pause("type1")
+            torch_memory_saver.pause("type2")
+            torch_memory_saver.resume("type2")
+            torch_memory_saver.resume("type1")
+            torch_memory_saver.pause("type1")
+            torch_memory_saver.resume("type1")
+
+            with torch_memory_saver.region(enable_cpu_backup=True):
+                tensor3 = torch.full((2_000_000_000,), 42, dtype=torch.uint8, device="cuda")
+            torch_memory_saver.pause()
+            torch_memory_saver.resume()
+            assert tensor3[0] == 42
+            """
+        )
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", "import runpy, sys, memsaver_core.compat as c; c.install(); runpy.run_path(sys.argv[1])",
+         str(script)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,41 @@
+"""Builds the programs that test the core without Python; kept between runs, so that only what changed is built."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def built() -> Path:
+    """The folder with the built programs."""
+    cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+    assert cmake is not None, "cmake is among the build tools of constraints.txt"
+    folder = ROOT / "build" / "native-tests"
+    options = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DMEMSAVER_NATIVE_TESTS=ON",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    for command in (
+        [cmake, "-S", str(ROOT), "-B", str(folder), *options],
+        [cmake, "--build", str(folder), "--parallel", "2"],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def run(program: Path, *arguments: str) -> str:
+    """What the program printed; it must end well."""
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout

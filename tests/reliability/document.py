@@ -1,0 +1,107 @@
+"""Writes docs/reliability.md: figures that the tests measured last, and which test stands for which known failure.
+
+python -m tests.reliability.document
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.reliability.figures import kept
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+
+#: What users of systems that do this job have met, in short. Each is a test here.
+KNOWN = {
+    "R1": "success was answered before the memory was free",
+    "R2": "memory was unmapped under running kernels",
+    "R3": "out of memory on resume killed the process",
+    "R4": "a second release or resume failed",
+    "R5": "release of one tag, then of everything, failed",
+    "R6": "an allocation under a released tag broke the resume",
+    "R7": "freeing a released tensor released it twice",
+    "R8": "resume of everything failed on what was never released",
+    "R9": "of two callers at once, one was told failure",
+    "R10": "the caller went away in the middle",
+    "R11": "health probes told asleep and dead apart wrongly",
+    "R12": "a request that came meanwhile hung or met released memory",
+    "R13": "a prefix cache led to discarded pages",
+    "R14": "undefined pages of the KV cache gave NaN",
+    "R15": "tensors were under the wrong tag",
+    "G1": "the graph's pool was discarded: misaligned address on replay",
+    "G2": "pausing a graph freed nothing",
+    "G3": "replay with NCCL hung after a remap",
+    "B1": "content was wrong after a restore",
+    "B2": "host memory stayed resident, or freeing it made resume slow",
+    "B3": "pinned memory took twice its size",
+    "B4": "dead blocks were backed up too",
+    "B5": "a backup larger than host memory met the OOM killer",
+    "B6": "backup files were left behind",
+    "T1": "out of memory inside of the allocator killed the process",
+    "T2": "the process aborted when it ended",
+    "T3": "expandable segments freed nothing",
+    "T4": "fork after initialization",
+    "T5": "sharing tensors by CUDA IPC failed",
+    "T6": "only the current device was synchronized",
+    "T7": "a region inside of a region went to the wrong pool",
+    "S1": "two engines on one GPU hung",
+    "S2": "one rank failed and the others went on",
+    "S3": "waits without end or diagnosis",
+    "S4": "memory grew by the cycle",
+    "S5": "a process was killed in the middle",
+}
+
+
+def tests_by_key() -> dict[str, list[str]]:
+    """The tests whose docstrings start a sentence with the key."""
+    found: dict[str, list[str]] = {key: [] for key in KNOWN}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+                continue
+            text = ast.get_docstring(node) or ""
+            for group in re.findall(r"(?:^|[\s(])((?:[RGBTS]\d+(?:, | and )?)+):", text):
+                for key in re.findall(r"[RGBTS]\d+", group):
+                    if key in found:
+                        found[key].append(f"`{path.relative_to(ROOT / 'tests')}` {node.name}")
+    return found
+
+
+def tenths(fit: dict[str, Any]) -> str:
+    return " ".join(f"{value:g}" for value in fit["by_tenth"])
+
+
+def page() -> str:
+    figures: dict[str, Any] = {}
+    for name in ("every_call", "state_machine", "deaths", "soak"):
+        figures[name] = kept(name)
+        if not figures[name]:
+            raise SystemExit(f"no figures of {name}: run the tests of tests/reliability and `make soak` first")
+    fits = figures["soak"]["fits"].items()
+    return (
+        (ROOT / "tests" / "reliability" / "page.md")
+        .read_text()
+        .format(
+            **{name: figures[name] for name in ("every_call", "state_machine", "soak")},
+            calls="\n".join(f"| {call} | {cases:,} |" for call, cases in figures["every_call"]["by_call"].items()),
+            places=len(figures["deaths"]),
+            deaths="; ".join(sorted(figures["deaths"])),
+            fits="\n".join(
+                f"| {name} | {fit['level']:.3f} | {fit['growth']:+.3f} | {tenths(fit)} |" for name, fit in fits
+            ),
+            known="\n".join(
+                f"| {key} | {KNOWN[key]} | {'<br>'.join(tests) or 'none yet'} |"
+                for key, tests in tests_by_key().items()
+            ),
+        )
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    missing = [key for key, tests in tests_by_key().items() if not tests]
+    print(f"{len(KNOWN) - len(missing)} of {len(KNOWN)} known failures have a test; without: {missing}")

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Builds the native tests with sanitizers and runs them: address, leak and undefined behaviour first, then threads.
+# Nothing is suppressed. `make sanitize` runs this; STRIDE=1 runs every case of every_call instead of one in some.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+stride=${STRIDE:-11}
+for sanitizer in address,undefined thread; do
+  folder=build/sanitize-${sanitizer%%,*}
+  cmake -S . -B "$folder" -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
+    -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
+  cmake --build "$folder" --parallel 2 --target driver_contract saver_threads every_call >/dev/null
+  export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=second_deadlock_stack=1
+  echo "$sanitizer:"
+  "$folder/driver_contract" host
+  "$folder/driver_contract" faulty
+  "$folder/saver_threads"
+  "$folder/every_call" --stride "$stride"
+done

@@ -1,0 +1,20 @@
+"""Every call of the core to the driver, to host memory, files and threads, made to fail at each of its occurrences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.native.build import built, run
+from tests.reliability.figures import keep
+
+
+@pytest.mark.slow
+def test_every_call_at_every_occurrence() -> None:
+    """R3: whatever call fails, all is as before or released with its backup, and the retry works; B1: with its content;
+    R7: frees of released memory and failed ones leave nothing behind; T6: on every device."""
+    figures = json.loads(run(built() / "every_call").splitlines()[-1])
+    keep("every_call", figures)
+    assert figures["problems"] == 0
+    assert figures["cases"] > 10_000

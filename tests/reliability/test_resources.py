@@ -1,0 +1,164 @@
+"""Resources that run out, for real, in a process of their own; and a copy that stalls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_core.errors import BackupError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from tests.unit.saver_memory import MIB, PAGE, content, fill
+
+FORK = multiprocessing.get_context("fork")
+
+
+def in_child(body: Callable[[], None]) -> None:
+    """Run in a forked child, so that a limit of the process ends with it."""
+
+    def run(pipe: Connection) -> None:
+        try:
+            body()
+            pipe.send("")
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=run, args=(theirs,))
+    process.start()
+    assert ours.poll(120)
+    assert ours.recv() == ""
+    process.join()
+
+
+def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Saver:
+    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
+
+
+def test_file_descriptors_run_out(tmp_path: Path) -> None:
+    """R3: without a descriptor for the backup file a release is refused with nothing unmapped, and works afterwards."""
+
+    def body() -> None:
+        saver = make(tmp_path)
+        address = saver.allocate(0, "t", "file", MIB)
+        written = fill(address, MIB, 1)
+        taken = []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+        try:
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        with pytest.raises(BackupError, match=r"EMFILE.*ulimit -n"):
+            saver.release([], [], {})
+        for descriptor in taken:
+            os.close(descriptor)
+        assert saver.audit() == []
+        assert content(address, MIB) == written
+        saver.release([], [], {})
+        saver.resume([])
+        assert content(address, MIB) == written
+
+    in_child(body)
+
+
+def test_address_space_runs_out() -> None:
+    """B5: host memory that the system refuses is an error with nothing lost, and the retry works."""
+
+    def body() -> None:
+        saver = make()
+        address = saver.allocate(0, "t", "host", 128 * MIB)
+        written = fill(address, 128 * MIB, 1)
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * PAGE
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + 40 * MIB, unlimited[1]))
+        with pytest.raises(OutOfHostMemoryError, match="t"):
+            saver.release([], [], {})
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        assert saver.audit() == []
+        assert content(address, 128 * MIB) == written
+        saver.release([], [], {})
+        saver.resume([])
+        assert content(address, 128 * MIB) == written
+
+    in_child(body)
+
+
+def test_the_device_is_taken_during_a_resume() -> None:
+    """R3: memory that goes between the look at it and its use fails the resume, undone, and the retry works."""
+    saver = make(capacity=16 * MIB)
+    addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
+    written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
+    saver.release([], [], {})
+    saver.delay("create", 0.2)  # the look has been taken when this is reached
+    taken: list[int] = []
+    failures: list[Exception] = []
+
+    def resume() -> None:
+        try:
+            saver.resume([])
+        except OutOfDeviceMemoryError as error:
+            failures.append(error)
+
+    before = saver.counts()["create"]
+    thread = threading.Thread(target=resume)
+    thread.start()
+    while saver.counts()["create"] == before:
+        pass
+    saver.heal()
+    taken.append(saver.allocate(0, "tenant", "discard", 14 * MIB))
+    thread.join()
+    assert len(failures) == 1
+    assert "tag" in str(failures[0])
+    assert saver.audit() == []
+    saver.free(taken[0])
+    saver.resume([])
+    assert [content(address, 4 * MIB) for address in addresses] == written
+
+
+def test_status_answers_while_a_copy_stalls() -> None:
+    """S3: while a copy makes no progress, status says which operation is under way, again and again."""
+    saver = make()
+    fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
+    saver.delay("copy_to_host", 1.0)
+    thread = threading.Thread(target=saver.release, args=([], [], {}))
+    thread.start()
+    while saver.counts().get("copy_to_host", 0) == 0:
+        pass
+    answers = [saver.status() for _ in range(50)]
+    assert thread.is_alive()  # all of them came while the copy stood still
+    assert {answer["state"] for answer in answers} == {"releasing"}
+    assert {answer["operation"] for answer in answers} == {"release"}
+    assert answers[-1]["operation_seconds"] > answers[0]["operation_seconds"]
+    assert answers[-1]["total_bytes"] == 4 * MIB
+    thread.join()
+
+
+@pytest.mark.parametrize("retention", ["trim", "free"])
+def test_retention_never_blocks(retention: str) -> None:
+    """S3: the thread that unpins backups after a resume and the next resume do not wait for each other; S4: cycle after
+    cycle, host memory stays the same."""
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention=retention, verify="full")
+    address = saver.allocate(0, "t", "host", 2 * MIB)
+    written = fill(address, 2 * MIB, 1)
+    for _ in range(300):
+        saver.release([], [], {})
+        saver.resume([])
+    assert content(address, 2 * MIB) == written
+    assert saver.audit() == []
+
+
+def test_an_unknown_device_leaves_nothing_behind() -> None:
+    saver = make()
+    with pytest.raises(ValueError, match="no host device 7"):
+        saver.allocate(7, "t", "host", PAGE)
+    assert saver.status()["tags"] == []
+    assert saver.audit() == []

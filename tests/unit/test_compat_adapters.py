@@ -1,0 +1,206 @@
+"""Calls as engines and trainers make them of torch_memory_saver, on the host driver.
+
+The functions, arguments and order are those of ``TorchMemorySaverAdapter`` in SGLang and tokenspeed, and of the train
+actors of slime and miles.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver_core as ms
+from memsaver_core import _process
+from memsaver_core.compat import install
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    """``torch_memory_saver`` as an engine imports it."""
+    before = {name for name in sys.modules if name.split(".")[0] == "torch_memory_saver"}
+    install()
+    import torch_memory_saver  # type: ignore[import-not-found]
+
+    yield torch_memory_saver
+    for name in [name for name in sys.modules if name.split(".")[0] == "torch_memory_saver" and name not in before]:
+        del sys.modules[name]
+
+
+class Adapter:
+    """SGLang's and tokenspeed's."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._memory_saver = module.torch_memory_saver
+
+    @property
+    def enabled(self) -> bool:
+        return self._memory_saver is not None and self._memory_saver.enabled
+
+    def configure_subprocess(self) -> AbstractContextManager[None]:
+        return self._module.configure_subprocess()
+
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
+        return self._memory_saver.region(tag=tag, enable_cpu_backup=enable_cpu_backup)
+
+    def cuda_graph(self, **kwargs: Any) -> AbstractContextManager[None]:
+        return self._memory_saver.cuda_graph(**kwargs)
+
+    def disable(self) -> AbstractContextManager[None]:
+        return self._memory_saver.disable()
+
+    def pause(self, tag: str) -> None:
+        return self._memory_saver.pause(tag=tag)
+
+    def resume(self, tag: str) -> None:
+        return self._memory_saver.resume(tag=tag)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(64, 64)
+        self.register_buffer("scale", torch.full((64,), 2.0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.projection(inputs) * self.scale
+
+
+class Scheduler:
+    """Weights without a backup, their static state stashed by the engine itself, and a KV cache."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        with adapter.region("weights", enable_cpu_backup=False):
+            self.model = Model()
+        with adapter.region("kv_cache"):
+            self.cache = torch.ones(2, 16, 64)
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        if "kv_cache" in tags:
+            self.adapter.pause("kv_cache")
+        if "weights" in tags:
+            self._stashed = [(name, buffer.detach().clone()) for name, buffer in self.model.named_buffers()]
+            self.adapter.pause("weights")
+        if "cuda_graph" in tags:
+            self.adapter.pause("cuda_graph")  # nothing was captured: passed over
+
+    def resume_memory_occupation(self, tags: list[str]) -> None:
+        if "cuda_graph" in tags:
+            self.adapter.resume("cuda_graph")
+        if "weights" in tags:
+            self.adapter.resume("weights")
+            buffers = dict(self.model.named_buffers())
+            for name, stashed in self._stashed:
+                buffers[name][...] = stashed
+        if "kv_cache" in tags:
+            self.adapter.resume("kv_cache")
+
+
+def test_scheduler_of_an_engine(module: ModuleType) -> None:
+    """A rollout engine between two steps: all away, weights back and overwritten, then the cache (R14: as zeros)."""
+    adapter = Adapter(module)
+    assert adapter.enabled
+    with adapter.configure_subprocess():
+        pass  # an engine starts its scheduler here
+    scheduler = Scheduler(adapter)
+    inputs = torch.randn(3, 64)
+    expected = scheduler.model(inputs)
+    weights = {name: value.detach().clone() for name, value in scheduler.model.named_parameters()}
+    for _ in range(2):
+        everything = ["kv_cache", "weights", "cuda_graph"]
+        scheduler.release_memory_occupation(everything)
+        assert all(each.state == "released" for each in ms.status().tags if each.tag in everything)
+        scheduler.resume_memory_occupation(["weights"])
+        with torch.no_grad():
+            for name, value in scheduler.model.named_parameters():
+                value.copy_(weights[name])
+        scheduler.resume_memory_occupation(["kv_cache", "cuda_graph"])
+        assert torch.equal(scheduler.model(inputs), expected)
+        assert not scheduler.cache.any()
+        scheduler.cache.fill_(1)
+
+
+def test_weights_with_a_backup(module: ModuleType) -> None:
+    adapter = Adapter(module)
+    with adapter.region("weights", enable_cpu_backup=True):
+        model = Model()
+    inputs = torch.randn(3, 64)
+    expected = model(inputs)
+    adapter.pause("weights")
+    adapter.resume("weights")
+    assert torch.equal(model(inputs), expected)
+
+
+def test_train_actor(module: ModuleType) -> None:
+    """A trainer that makes way for the rollout: weights are sent from their backup while paused."""
+    saver = module.torch_memory_saver
+    margin = 1 << 20
+    saver.memory_margin_bytes = margin
+    try:
+        with saver.region("default", enable_cpu_backup=True):
+            model = Model()
+            with saver.region("gradients", enable_cpu_backup=False):
+                gradients = torch.zeros(1000)
+            saver.pause()
+            with saver.disable() if saver.enabled else nullcontext():
+                sent = {
+                    name: value if (backup := saver.get_cpu_backup(value, zero_copy=True)) is None else backup
+                    for name, value in model.named_parameters()
+                }
+                flat = torch.cat([each.detach().flatten() for each in sent.values()])
+            assert not _process.saver().owns(flat.data_ptr())
+        saver.resume()
+        assert torch.equal(flat, torch.cat([each.detach().flatten() for each in model.parameters()]))
+        gradients.zero_()
+        assert saver.get_cpu_backup(model.projection.weight) is None
+    finally:
+        saver.memory_margin_bytes = 0
+
+
+def test_library_that_must_have_ordinary_memory(module: ModuleType) -> None:
+    """A communication buffer is made between two calls of the private setter, its value saved or not."""
+    saver = module.torch_memory_saver
+    saver._ensure_initialized()
+    assert saver._impl is not None
+    cdll = saver._impl._binary_wrapper.cdll
+    with saver.region("default", enable_cpu_backup=True):
+        prior = cdll.tms_get_interesting_region()
+        cdll.tms_set_interesting_region(False)
+        buffer = torch.zeros(100)
+        cdll.tms_set_interesting_region(prior)
+        weights = torch.zeros(100)
+    assert not _process.saver().owns(buffer.data_ptr())
+    assert _process.saver().owns(weights.data_ptr())
+
+
+def test_regions_of_several_threads(module: ModuleType) -> None:
+    """A region is its thread's alone: the tag and the backup of others are not touched."""
+    adapter = Adapter(module)
+    made: dict[str, torch.Tensor] = {}
+    ready = threading.Barrier(2)
+
+    def build(tag: str, backup: bool) -> None:
+        with adapter.region(tag, enable_cpu_backup=backup):
+            ready.wait(30)
+            made[tag] = torch.full((1000,), 5.0)
+            ready.wait(30)
+
+    threads = [threading.Thread(target=build, args=args) for args in (("thread-a", True), ("thread-b", False))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    adapter.pause("thread-a")
+    assert float(made["thread-b"].sum()) == 5000
+    adapter.resume("thread-a")
+    assert float(made["thread-a"].sum()) == 5000

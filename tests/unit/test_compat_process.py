@@ -1,0 +1,436 @@
+"""torch_memory_saver's API in processes of its own: ways in, environment variables, the preload library.
+
+On the host driver; what stands in for the CUDA runtime is tests/native/fake_cudart.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from memsaver_core.compat.torch_memory_saver.utils import get_binary_path_from_package
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+
+INSTALL = """
+import memsaver_core.compat
+memsaver_core.compat.install()
+"""
+
+# cudaMalloc and the others as a C program would call them: by the global scope.
+RAW_CUDA = """
+import ctypes, os
+runtime = ctypes.CDLL(os.environ["FAKE_CUDART"], mode=ctypes.RTLD_GLOBAL)
+api = ctypes.CDLL(None)
+for name in ("cudaFree", "cudaFreeAsync"):
+    api[name]
+
+def malloc(size):
+    pointer = ctypes.c_void_p()
+    code = api.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(size))
+    assert code == 0, code
+    return pointer
+
+def fill(pointer, size, value):
+    ctypes.memset(pointer, value, size)
+
+def content(pointer, size):
+    return ctypes.string_at(pointer, size)
+"""
+
+
+@pytest.fixture(scope="module")
+def cudart(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("cudart") / "libcudart.so.12"
+    source = ROOT / "tests/native/fake_cudart.cpp"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return str(library)
+
+
+def run(code: str, *arguments: str, **environment: str) -> str:
+    """Run a Python program; its output. Fails with what it said where it fails."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", **environment},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_install_answers_the_import() -> None:
+    run(
+        INSTALL
+        + """
+import importlib.util, os
+memsaver_core.compat.install()
+assert importlib.util.find_spec("torch_memory_saver") is not None
+import torch_memory_saver
+from torch_memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver as saver
+from torch_memory_saver.entrypoint import _TorchMemorySaverImpl
+from torch_memory_saver.binary_wrapper import BinaryWrapper
+from torch_memory_saver.hooks.base import HookUtilBase
+from torch_memory_saver.hooks.mode_preload import HookUtilModePreload, configure_subprocess as same
+from torch_memory_saver.hooks.mode_torch import HookUtilModeTorch
+from torch_memory_saver.testing_utils import get_and_print_gpu_memory
+from torch_memory_saver.utils import change_env, get_binary_path_from_package
+import torch_memory_saver.utils
+assert configure_subprocess is same
+assert isinstance(saver, TorchMemorySaver) and saver is torch_memory_saver.torch_memory_saver
+assert saver._impl is None
+saver.hook_mode = "torch"
+import torch
+with saver.region(enable_cpu_backup=True):
+    tensor = torch.full((1000,), 42.0)
+saver.pause()
+saver.resume()
+assert tensor[0] == 42
+assert isinstance(saver._impl, _TorchMemorySaverImpl)
+assert isinstance(saver._impl._hook_util, HookUtilModeTorch)
+"""
+    )
+
+
+def test_library_lies_beside_the_package() -> None:
+    """Projects that are older than ``get_binary_path_from_package`` look there."""
+    run(
+        INSTALL
+        + """
+import torch_memory_saver, os
+from torch_memory_saver.utils import get_binary_path_from_package
+found = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
+assert "torch_memory_saver" in found.name
+for suffix in ("", "_cu12", "_cu13"):
+    assert (found.parent / f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so").exists()
+"""
+    )
+
+
+def test_install_after_another_one_was_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch_memory_saver.py").write_text("")
+    run(
+        """
+import torch_memory_saver, memsaver_core.compat
+try:
+    memsaver_core.compat.install()
+except ValueError as error:
+    assert "imported already" in str(error), error
+else:
+    raise SystemExit("no error")
+""",
+        PYTHONPATH=str(tmp_path),
+    )
+
+
+def test_subprocesses_too_when_asked(tmp_path: Path) -> None:
+    child = "import torch_memory_saver as t; print(t.TorchMemorySaver.__module__)"
+    code = f"""
+import subprocess, sys, memsaver_core.compat
+memsaver_core.compat.install(subprocesses=len(sys.argv) > 1)
+memsaver_core.compat.install(subprocesses=len(sys.argv) > 1)
+ran = subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True)
+print(ran.returncode, ran.stdout.strip())
+"""
+    (tmp_path / "torch_memory_saver.py").write_text("raise SystemExit(3)")  # one that is installed
+    assert run(code, PYTHONPATH=str(tmp_path)).split() == ["3"]
+    asked = run(code, "asked", PYTHONPATH=str(tmp_path)).split()
+    assert asked == ["0", "memsaver_core.compat.torch_memory_saver.entrypoint"]
+
+
+def test_distribution_provides_the_module() -> None:
+    run(
+        """
+import torch_memory_saver
+import torch_memory_saver.utils
+from torch_memory_saver import torch_memory_saver as saver
+assert torch_memory_saver.__name__ == "memsaver_core.compat.torch_memory_saver"
+assert saver.enabled
+import memsaver_core.compat
+memsaver_core.compat.install()
+""",
+        PYTHONPATH=str(ROOT / "compat"),
+    )
+
+
+def test_environment_variables(tmp_path: Path) -> None:
+    run(
+        INSTALL
+        + """
+import os, torch
+from torch_memory_saver import torch_memory_saver as saver
+assert saver.retain_cpu_backup is True
+assert os.path.isdir(os.environ["TMS_DISK_BACKUP_DIR"])
+cdll = saver._impl._binary_wrapper.cdll
+assert cdll.tms_get_interesting_region() and cdll.tms_get_enable_disk_backup()
+assert cdll.tms_get_cpu_backup_backend() == b"mmap"
+with saver.region(enable_disk_backup=True):
+    tensor = torch.randn(1000)
+expected = tensor.clone()
+saver.pause()
+fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+files = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+assert any(name.startswith(os.environ["TMS_DISK_BACKUP_DIR"]) for name in files), files
+saver.resume()
+assert torch.equal(tensor, expected)
+""",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_DISK_BACKUP="yes",
+        TMS_INIT_CPU_BACKUP_BACKEND="mmap",
+        TMS_RETAIN_CPU_BACKUP="true",
+        TMS_DISK_BACKUP_DIR=str(tmp_path / "backups"),
+        TMS_DISK_BACKUP_CHUNK_MB="64",
+    )
+
+
+def test_disabled() -> None:
+    run(
+        INSTALL
+        + """
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+saver.memory_margin_bytes = 1
+saver.set_disk_backup_dir("/tmp")
+with saver.region(enable_cpu_backup=True):
+    tensor = torch.ones(10)
+    with saver.disable():
+        torch.ones(10)
+saver.pause()
+assert tensor.sum() == 10
+assert saver.get_cpu_backup(tensor) is None
+saver.resume()
+""",
+        MEMSAVER_ENABLED="0",
+    )
+
+
+@pytest.mark.parametrize("retain", ["0", "1"])
+def test_resident_memory_after_a_resume(retain: str) -> None:
+    """B2: without retention the host memory of backups is back with the kernel after a resume; with it, it stays."""
+    run(
+        INSTALL
+        + """
+import os, time, torch
+from torch_memory_saver import torch_memory_saver as saver
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+with saver.region(enable_cpu_backup=True):
+    tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
+expected = tensor.clone()
+before = rss()
+saver.pause()
+saver.resume()
+retained = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
+deadline = time.monotonic() + 30
+while not retained and rss() > before + 32:
+    assert time.monotonic() < deadline, (before, rss())
+    time.sleep(0.01)
+assert (rss() > before + 160) == retained, (before, rss())
+assert torch.equal(tensor, expected)
+""",
+        TMS_RETAIN_CPU_BACKUP=retain,
+    )
+
+
+def preloaded(cudart: str, code: str, **environment: str) -> str:
+    return run(RAW_CUDA + code, FAKE_CUDART=cudart, LD_PRELOAD=PRELOAD, **environment)
+
+
+def test_raw_allocation_of_an_odd_size(cudart: str) -> None:
+    """With TMS_INIT_ENABLE, 6,912 bytes by cudaMalloc, paused and resumed from C, freed by cudaFree."""
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+import memsaver_core as ms, torch_memory_saver
+pointer = malloc(6912)
+assert runtime.fake_mallocs() == 0
+fill(pointer, 6912, 7)
+assert api.tms_pause(None) == 0
+(tag,) = ms.status().tags
+assert (tag.tag, tag.restore, tag.state) == ("default", "host", "released")
+assert api.tms_resume(b"default") == 0
+assert api.tms_pause(b"unknown") == 0
+assert content(pointer, 6912) == bytes([7]) * 6912
+assert api.cudaFree(pointer) == 0
+assert runtime.fake_frees() == 0
+assert ms.status().tags[0].bytes == 0
+assert api.cudaFree(None) == 0 and runtime.fake_frees() == 1
+""",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_raw_allocations_follow_the_region_of_their_thread(cudart: str) -> None:
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+import threading
+import memsaver_core as ms
+from torch_memory_saver import torch_memory_saver as saver
+outside = malloc(100)
+assert runtime.fake_mallocs() == 1
+assert api.cudaFree(outside) == 0 and runtime.fake_frees() == 1
+stream = ctypes.c_void_p(1)
+with saver.region("workspace"):
+    with saver.region("weights", enable_cpu_backup=True):
+        kept = malloc(100)
+        thread = threading.Thread(target=malloc, args=(100,))
+        thread.start()
+        thread.join()
+        assert runtime.fake_mallocs() == 2
+        with saver.disable():
+            malloc(100)
+        assert runtime.fake_mallocs() == 3
+        saver._impl._binary_wrapper.cdll.tms_set_interesting_region(False)
+        malloc(100)
+        saver._impl._binary_wrapper.cdll.tms_set_interesting_region(True)
+        assert runtime.fake_mallocs() == 4
+    later = ctypes.c_void_p()
+    assert api.cudaMallocAsync(ctypes.byref(later), ctypes.c_size_t(100), stream) == 0
+    runtime.fake_set_capturing(True)
+    captured = ctypes.c_void_p()
+    assert api.cudaMallocAsync(ctypes.byref(captured), ctypes.c_size_t(100), stream) == 0
+    runtime.fake_set_capturing(False)
+    assert runtime.fake_mallocs() == 5
+    assert api.cudaFreeAsync(captured, stream) == 0 and runtime.fake_frees() == 2
+fill(kept, 100, 9)
+fill(later, 100, 9)
+assert {tag.tag: tag.restore for tag in ms.status().tags} == {"weights": "host", "workspace": "zero"}
+saver.pause()
+saver.resume()
+assert content(kept, 100) == bytes([9]) * 100
+assert content(later, 100) == bytes(100)
+assert api.cudaFreeAsync(later, stream) == 0
+saver.pause("weights")
+assert api.cudaFree(kept) == 0 and runtime.fake_frees() == 2  # R7: freed while paused
+assert all(tag.bytes == 0 for tag in ms.status().tags), ms.status()
+""",
+    )
+
+
+def test_nested_regions_under_init_enable(cudart: str) -> None:
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+cdll = saver._ensure_initialized()._binary_wrapper.cdll
+def state():
+    return cdll.tms_get_interesting_region(), cdll.tms_get_enable_cpu_backup(), cdll.tms_get_current_tag()
+assert state() == (True, True, b"default")
+weights = malloc(5000)
+with saver.region(tag="grad_buffer", enable_cpu_backup=False):
+    assert state() == (True, False, b"grad_buffer")
+    gradients = malloc(5000)
+assert state() == (True, True, b"default")
+assert api.tms_get_interesting_region()  # one account, for C and Python
+fill(weights, 5000, 1)
+fill(gradients, 5000, 2)
+saver.pause()
+with saver.disable():
+    malloc(10)
+assert runtime.fake_mallocs() == 1
+saver.resume()
+assert content(weights, 5000) == bytes([1]) * 5000
+assert content(gradients, 5000) != bytes([2]) * 5000
+""",
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_raw_allocation_out_of_memory(cudart: str) -> None:
+    """T1: the code of cudaErrorMemoryAllocation, upon which torch frees its caches and tries again."""
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+import torch_memory_saver
+pointer = ctypes.c_void_p()
+assert api.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(2 << 30)) == 2
+malloc(1000)
+""",
+        TMS_INIT_ENABLE="1",
+    )
+
+
+def test_without_memsaver_the_library_changes_nothing(cudart: str) -> None:
+    preloaded(cudart, "assert api.cudaFree(malloc(10)) == 0 and runtime.fake_frees() == 1", TMS_INIT_ENABLE="1")
+
+
+def test_failure_of_an_operation_called_from_c(cudart: str) -> None:
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+import torch_memory_saver
+malloc(1000)
+from memsaver_core import _process
+_process.saver().fail("unmap", 1)
+assert api.tms_pause(None) == 1
+_process.saver().heal()
+assert api.tms_pause(None) == 0
+assert api.tms_resume(None) == 0
+""",
+        TMS_INIT_ENABLE="1",
+        MEMSAVER_FAULT_INJECTION="1",
+    )
+
+
+@pytest.mark.parametrize("inherit", ["0", "1"])
+def test_grandchildren_inherit_on_request_only(inherit: str) -> None:
+    """The child of configure_subprocess() has the library; what the child starts has it when asked."""
+    run(
+        INSTALL
+        + """
+import os, subprocess, sys
+from torch_memory_saver import configure_subprocess
+LOADED = "print(sum('torch_memory_saver_hook_mode_preload' in line for line in open('/proc/self/maps')) > 0)"
+CHILD = (
+    "import os, subprocess, sys, memsaver_core.compat; memsaver_core.compat.install(); import torch_memory_saver;"
+    + LOADED
+    + f"; print(subprocess.run([sys.executable, '-c', {LOADED!r}], capture_output=True, text=True).stdout)"
+)
+with configure_subprocess(), configure_subprocess():
+    assert os.environ["LD_PRELOAD"].count("torch_memory_saver") == 1
+    out = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+assert "LD_PRELOAD" not in os.environ
+assert out.stdout.split() == ["True", str(os.environ["MEMSAVER_PRELOAD_INHERIT"] == "1")], out
+""",
+        MEMSAVER_PRELOAD_INHERIT=inherit,
+    )
+
+
+def test_library_asks_for_nothing_and_exports_c_alone() -> None:
+    nm, readelf = shutil.which("nm"), shutil.which("readelf")
+    if nm is None or readelf is None:
+        pytest.skip("no binutils")
+    listed = subprocess.run([nm, "-D", "--defined-only", PRELOAD], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert {name for name in names if not name.startswith(("tms_", "memsaver_"))} == {
+        "cudaMalloc", "cudaFree", "cudaMallocAsync", "cudaFreeAsync",
+    }  # fmt: skip
+    dynamic = subprocess.run([readelf, "-d", PRELOAD], capture_output=True, text=True, check=True).stdout
+    needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "NEEDED" in line]
+    assert all(name.startswith(("libc.so", "ld-linux", "libdl.so")) for name in needed), needed
