@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 import pynvml
 import torch
+from _record import command
 
 from memsaver_server.cli.units import parse_size
 
@@ -222,7 +223,7 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -
         hibernation = hibernate(url, client, hibernations, empty, expected) if hibernations else None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "benchmarks/footprint.py", *sys.argv[1:]]),
+        "command": command("footprint.py"),
         "gpu": torch.cuda.get_device_name(0),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,

@@ -22,6 +22,7 @@ from typing import Any
 
 import pynvml
 import torch
+from _record import command
 from _workers import warm_host_memory
 
 from memsaver_server.cli.units import parse_size
@@ -243,7 +244,7 @@ def main() -> None:
     cycles = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0) if options.cycles else None
     result = {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "benchmarks/occupation.py", *sys.argv[1:]]),
+        "command": command("occupation.py"),
         "gpu": torch.cuda.get_device_name(0),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,

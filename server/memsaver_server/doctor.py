@@ -185,12 +185,12 @@ def _check_cuda_driver(machine: Machine) -> Iterator[Finding]:
     machine.cuda.cuDriverGetVersion(ctypes.byref(number))
     release = _driver_release()
     cuda = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
-    fine = number.value >= 11020
+    fine = number.value >= 11040
     yield Finding(
         "CUDA driver",
         Level.OK if fine else Level.BLOCKED,
         f"{release}, {cuda}" if release else cuda,
-        "" if fine else "update the driver: virtual memory management needs CUDA 11.2 or newer",
+        "" if fine else "update the driver: memsaver needs CUDA 11.4 or newer",
     )
 
 
