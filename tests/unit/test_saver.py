@@ -321,63 +321,6 @@ def test_allocation_without_memory() -> None:
     saver.free(saver.allocate(0, "t", "discard", 8 * MIB))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["out_of_memory", "invalid_value"])
-def test_every_driver_call_may_fail(policy: str, kind: str) -> None:
-    """After any failed call each chunk is mapped with its content or released with its backup, and the retry works."""
-    failures: list[tuple[str, str]] = []
-    for call, operation in [
-        ("synchronize", "release"),
-        ("digest", "release"),
-        ("copy_to_host", "release"),
-        ("record", "release"),
-        ("wait", "release"),
-        ("unmap", "release"),
-        ("release", "release"),
-        ("memory_info", "resume"),
-        ("create", "resume"),
-        ("map", "resume"),
-        ("allow_access", "resume"),
-        ("copy_to_device", "resume"),
-        ("fill_zero", "resume"),
-        ("record", "resume"),
-        ("digest", "resume"),
-        ("wait", "resume"),
-    ]:
-        for nth in range(1, 20):
-            saver = make(faulty=True)
-            sizes = [34 * MIB, MIB, MIB]  # three blocks and more, two arenas
-            tags = ["t", "t", "u"]
-            blocks = [(saver.allocate(0, tag, policy, size), size) for tag, size in zip(tags, sizes, strict=True)]
-            written = [fill(address, size, nth) for address, size in blocks]
-            if operation == "resume":
-                release(saver)
-            saver.fail(call, nth, kind)
-            run = release if operation == "release" else resume
-            try:
-                run(saver)
-                break
-            except (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError) as error:
-                failures.append((call, str(error)))
-            saver.heal()
-            if operation == "resume":
-                assert tag_status(saver, "t")["state"] == "released"
-                assert used(saver) == 0
-            run(saver)
-            if operation == "release":
-                assert used(saver) == 0
-                resume(saver)
-            assert used(saver) == sum(sizes)
-            if policy in ("host", "file"):
-                assert [content(address, size) for address, size in blocks] == written
-            if policy == "zero":
-                assert not any(view(address, size).any() for address, size in blocks)
-        else:
-            pytest.fail(f"{call} still failed the {operation} at call {nth}")
-    assert len(failures) >= 7
-    assert all(call in message for call, message in failures)
-
-
 def test_failed_release_can_be_resumed() -> None:
     """Invariant 4: what a failed release had given back comes back with its content."""
     saver = make(faulty=True)
