@@ -759,13 +759,14 @@ void Saver::retain() {
 
 // Only with operation_mutex_ held.
 void Saver::trim_later(bool drop_backups) {
+  drops_later_ = drops_later_ || drop_backups;
   if (retainer_waits_) return;
   if (retainer_.joinable()) retainer_.join();
   retainer_waits_ = true;
-  auto retainer = sys::start_thread([this, drop_backups] {
+  auto retainer = sys::start_thread([this] {
     const std::lock_guard<std::mutex> operation(operation_mutex_);
     retainer_waits_ = false;
-    if (drop_backups) drop_backups_now({});
+    if (std::exchange(drops_later_, false)) drop_backups_now({});
     std::vector<HostPool*> pools;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
