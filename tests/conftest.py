@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Before memsaver is loaded by whichever test comes first: one saver serves all tests of a process.
+os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
+
 import pytest
 import torch
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 # Before memsaver is loaded: these tests are about the service, and run on the host driver everywhere.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
-os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
 
 import httpx
 import pytest

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
-
-# Before memsaver is loaded, as in the service's own tests, whose engine serves here.
-os.environ.setdefault("MEMSAVER_DRIVER", "host")
-os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
 
 import httpx
 
 from memsaver_core._native import Saver
-from tests.service.conftest import driver, engine, http, memory, serve  # noqa: F401
 
 
-def test_everything_else_answers_while_a_copy_stalls(http: httpx.Client, driver: Saver) -> None:  # noqa: F811
+def test_everything_else_answers_while_a_copy_stalls(http: httpx.Client, driver: Saver) -> None:
     """S3: while a copy stands still, status, metrics, probes and operations answer, and name the phase."""
     before = driver.counts().get("copy_to_host", 0)
     driver.delay("copy_to_host", 2.0)
