@@ -169,8 +169,10 @@ class Machine(RuleBasedStateMachine):
         steps["resume"] += 1
         planned = self._take_plan()
         needed = sum(memory.bytes for memory in self._selected(tags) if memory.released)
-        device = ms.read_devices()[0]
-        free = device.total_bytes - device.used_bytes
+        free = 0
+        if not planned:  # the reading would meet the failure
+            device = ms.read_devices()[0]
+            free = device.total_bytes - device.used_bytes
         try:
             ms.resume(sorted(tags))
         except ms.MemsaverError as error:
@@ -342,6 +344,8 @@ def main() -> None:
                 stateful_step_count=count,
                 deadline=None,
                 database=None,
+                # The same programs every time, unless a longer search is asked for.
+                derandomize="MEMSAVER_MACHINE_EXAMPLES" not in os.environ,
                 suppress_health_check=list(HealthCheck),
             ),
         )
