@@ -17,12 +17,17 @@ def host_storage(saver: _native.Saver, device: int, tag: str, restore: str, nbyt
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is an ordinary tensor with a storage of its own kind (not fake, sparse, meta or a wrapper)."""
+    """Whether this is an ordinary tensor with a storage of its own kind.
+
+    Not fake, sparse, meta or a wrapper, and no lazy conjugate or negative, whose bit a move would lose.
+    """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout is torch.strided  # type: ignore[attr-defined]
         and tensor.device.type in ("cpu", "cuda")  # type: ignore[attr-defined]
         and not tensor.is_quantized  # type: ignore[attr-defined]
+        and not tensor.is_conj()  # type: ignore[attr-defined]
+        and not tensor.is_neg()  # type: ignore[attr-defined]
     )
 
 

@@ -69,7 +69,10 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device
     with region(tag, restore=restore, device=device), torch.no_grad():
         for tensor in tensors:
             if not is_plain(tensor):
-                raise ConfigurationError(f"only plain strided tensors can be adopted, not {type(tensor).__name__}")
+                raise ConfigurationError(
+                    f"only plain strided tensors can be adopted, not this {type(tensor).__name__} (a subclass, sparse, "
+                    "quantized, on a meta device, or a lazy conjugate or negative: resolve_conj() or resolve_neg() it)"
+                )
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or storage._cdata in storages or saver.owns(storage.data_ptr()):
                 continue

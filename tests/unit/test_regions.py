@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,15 @@ def test_report_is_measured(tag: str) -> None:
     back = ms.resume([tag])
     assert back.devices[0].delta_bytes == back.resumed_bytes == 4 << 20
     assert bool((tensor == 1).all())
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, lambda tensor: tensor.conj().imag], ids=["conjugate", "negative"])
+def test_adopt_refuses_what_a_move_would_change(lazy: Callable[[torch.Tensor], torch.Tensor], tag: str) -> None:
+    tensor = lazy(torch.randn(8, dtype=torch.complex64))
+    expected = tensor.clone()
+    with pytest.raises(ms.ConfigurationError, match="resolve_"):
+        ms.adopt(tensor, tag)
+    assert torch.equal(tensor, expected)
 
 
 def test_disabled_is_a_no_op() -> None:

@@ -1,0 +1,116 @@
+"""Any torch module attached: modules of several kinds, and what their calls see while memory is away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+import torch
+from torch import nn
+
+from memsaver_server import Settings, attach
+from memsaver_server.client import Client, DrainDeadlineError
+from memsaver_server.engines.module import ModuleEngine
+
+from . import module_examples
+from .module_examples import Example, check_occupation, example
+
+
+@pytest.mark.parametrize(
+    "make",
+    [module_examples.denoiser, module_examples.embedder, module_examples.mixture, module_examples.tied],
+    ids=lambda make: make.__name__,
+)
+def test_it_goes_and_comes_back(make: Callable[[int], Example]) -> None:
+    """R1: measured, by HTTP, with the same outputs from the same addresses."""
+    with example(make, 64) as made:
+        check_occupation(made, slack_bytes=0)
+
+
+def test_what_the_first_call_makes_is_a_workspace() -> None:
+    with example(module_examples.mixture, 64) as made, Client(made.server.url) as client:
+        *_, own, shared = made.held
+        made.run()
+        assert own.any()
+        assert shared.any()
+        assert client.release(["workspace"]).released_bytes >= own.nbytes + shared.nbytes
+        client.resume()
+        assert not own.any()
+        assert not shared.any()
+
+
+class Blocking(nn.Module):
+    """Its calls stay inside until they are told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(4096.0))
+        self.entered = Event()
+        self.go_on = Event()
+
+    def forward(self) -> torch.Tensor:
+        self.entered.set()
+        assert self.go_on.wait(60)
+        return self.weight.sum()
+
+
+def test_a_release_waits_for_calls_in_flight() -> None:
+    """R2: nothing is unmapped under a running forward; one that runs too long is named."""
+    model = Blocking()
+    engine = ModuleEngine(model)
+    with ThreadPoolExecutor() as threads, attach(engine) as server, Client(server.url) as client:
+        try:
+            call = threads.submit(model)
+            assert model.entered.wait(60)
+            with pytest.raises(DrainDeadlineError, match="Blocking"):
+                client.release(timeout_s=0.0)
+            release = threads.submit(client.release, timeout_s=60.0)
+            model.go_on.set()
+            assert call.result(60) == 4096 * 4095 / 2
+            assert release.result(60).released_bytes >= model.weight.nbytes
+            client.resume()
+            assert model() == call.result()
+        finally:
+            model.go_on.set()
+    engine.close()
+
+
+def test_calls_are_held_where_the_service_is_set_up_so() -> None:
+    """R12: a call during a release waits for the resume, and computes with what came back."""
+    model = nn.Linear(64, 64)
+    engine = ModuleEngine(model)
+    inputs = torch.randn(2, 64)
+    expected = model(inputs)
+    settings = Settings(while_released="queue", queue_limit=8)
+    with ThreadPoolExecutor() as threads, attach(engine, settings=settings) as server, Client(server.url) as client:
+        client.release()
+        calls = [threads.submit(model, inputs) for _ in range(3)]
+        while engine.held < 3:
+            assert not any(call.done() for call in calls)
+            time.sleep(0.001)
+        client.resume()
+        assert all(torch.equal(call.result(60), expected) for call in calls)
+    engine.close()
+
+
+def test_weights_that_are_given_up_come_back_by_a_state_dict_and_the_rest_by_itself() -> None:
+    """vLLM's level 2: the buffers that no state dict has are kept."""
+    model = nn.BatchNorm1d(64).eval()
+    model.register_buffer("table", torch.randn(64), persistent=False)
+    model.offsets = [torch.randn(64)]
+    assert model.running_mean is not None
+    model.running_mean.normal_()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = torch.randn(3, 64)
+    expected = model(inputs) + model.table + model.offsets[0]
+    engine = ModuleEngine(model)
+    with attach(engine) as server, Client(server.url) as client:
+        client.release(restore={"weights": "discard"})
+        client.resume()
+        with engine.request():
+            model.load_state_dict(saved)
+        assert torch.equal(model(inputs) + model.table + model.offsets[0], expected)
+    engine.close()
