@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test sanitize soak lint format ready clean
+.PHONY: help demo test sanitize soak fuzz lint format ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour
 
 soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant; prints what grows (minutes)
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+fuzz: $(READY)  ## requests that nobody would write, for as long as ARGS='--seconds N' says (a minute)
+	MEMSAVER_DRIVER=host $(BIN)/python -m tests.reliability.fuzz $(ARGS)
 
 lint: $(READY)  ## ruff, mypy --strict, clang-format; changes nothing
 	$(BIN)/ruff check .

@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from typing import Any
 import httpx
 import pynvml
 import torch
+from _probing import PATHS, Timeline, percentiles, probing
 from _record import command
 
 from memsaver_server.cli.units import parse_size
@@ -36,6 +36,12 @@ from memsaver_server.cli.units import parse_size
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "tests" / "data" / "qwen2-1.5b" / "config.json"
+
+#: The one published table of this kind: an engine with a model of this size on one H100, without CUDA graphs, released
+#: by its framework's own means. MiB and milliseconds.
+PUBLISHED = {"loaded": 40804, "given_back": 39846, "resume": 18}
+#: How long the probes are to look at a hibernated process, seconds.
+HIBERNATED_S = 0.2
 
 
 def used_mib(index: int = 0) -> float:
@@ -118,61 +124,55 @@ def phase_rows(answer: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-class Poller:
-    """Asks the probes of a server all the time, and keeps the slowest answer of each, seconds."""
+def sources(client: httpx.Client) -> list[dict[str, Any]]:
+    """What holds the device now, largest first, as the service explains it; the sum is checked against its count."""
+    [device] = client.get("/memory_occupation").raise_for_status().json()["devices"]
+    if sum(source["bytes"] for source in device["sources"]) != device["used_bytes"]:
+        raise RuntimeError(f"the sources do not add up to {device['used_bytes']} bytes: {device['sources']}")
+    found = [{"name": each["name"], "kind": each["kind"], "mib": each["bytes"] / MIB} for each in device["sources"]]
+    return sorted((each for each in found if each["mib"] > 0), key=lambda each: -each["mib"])
 
-    PATHS = ("/livez", "/memory_occupation", "/metrics")
 
-    def __init__(self, url: str) -> None:
-        self.slowest = dict.fromkeys(self.PATHS, 0.0)
-        self.answers = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(url,))
-        self._thread.start()
-
-    def _run(self, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=30) as client:
-            while not self._stop.is_set():
-                for path in self.PATHS:
-                    start = time.perf_counter()
-                    client.get(path).raise_for_status()
-                    self.slowest[path] = max(self.slowest[path], time.perf_counter() - start)
-                    self.answers += 1
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
+def seconds_of(answer: dict[str, Any], name: str) -> float:
+    return float(sum(phase["seconds"] for phase in answer["phases"] if phase["name"].startswith(name)))
 
 
 def hibernate(url: str, client: httpx.Client, cycles: int, empty: float, expected: list[list[int]]) -> dict[str, Any]:
     """Release with hibernation, wake and resume, again and again, with the probes asked all the while."""
-
-    def seconds(answer: dict[str, Any], name: str) -> float:
-        return float(sum(phase["seconds"] for phase in answer["phases"] if phase["name"] == name))
-
-    poller = Poller(url)
     rows = []
     answer: dict[str, Any] = {}
-    for cycle in range(cycles):
-        answer = client.post("/release_memory_occupation", json={"hibernate": True}).raise_for_status().json()
-        left = used_mib() - empty
-        resumed = client.post("/resume_memory_occupation").raise_for_status().json()
-        tokens = generate(client, 0 if cycle % 10 else 64)
-        rows.append(
-            {
-                "left_mib": left,
-                "hibernate_seconds": seconds(answer, "hibernate"),
-                "wake_seconds": seconds(resumed, "wake"),
-                "trim_seconds": seconds(answer, "trim"),
-                "tokens_equal": tokens == expected,
-            }
-        )
-    poller.stop()
+    asleep: list[dict[str, Any]] = []
+    timeline = Timeline()
+    with probing(url) as probes:
+        for cycle in range(cycles):
+            with timeline.operation("releasing", "hibernating", "hibernate", last=True) as done:
+                answer = client.post("/release_memory_occupation", json={"hibernate": True}).raise_for_status().json()
+                done(answer)
+            left = used_mib() - empty
+            with timeline.span("hibernated"):
+                asleep = sources(client)
+                time.sleep(HIBERNATED_S)
+            with timeline.operation("resuming", "waking", "wake", last=False) as done:
+                resumed = client.post("/resume_memory_occupation").raise_for_status().json()
+                done(resumed)
+            crowd = 0 if cycle % 10 else 64
+            with timeline.span("generating, 64 at once" if crowd else "generating, 1 at once"):
+                tokens = generate(client, crowd)
+            rows.append(
+                {
+                    "left_mib": left,
+                    "hibernate_seconds": seconds_of(answer, "hibernate"),
+                    "wake_seconds": seconds_of(resumed, "wake"),
+                    "trim_seconds": seconds_of(answer, "trim"),
+                    "tokens_equal": tokens == expected,
+                }
+            )
     return {
         "cycles": rows,
+        "sources": asleep,
         "last_release_phases": phase_rows(answer),
-        "slowest_probe_seconds": poller.slowest,
-        "probe_answers": poller.answers,
+        "last_resume_phases": phase_rows(resumed),
+        "probes": percentiles(probes.answers, timeline),
     }
 
 
@@ -191,12 +191,14 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -
         start_seconds = time.monotonic() - begin
         expected = generate(client, 64)
         health = client.get("/memory_occupation").json()
+        held = {"loaded": sources(client)}
         rows = []
         for cycle in range(cycles):
             loaded = used_mib() - empty
             released = client.post("/release_memory_occupation").raise_for_status().json()
             left = used_mib() - empty
             status = client.get("/memory_occupation").json()
+            held["released"] = sources(client)
             kv = client.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status().json()
             rest = client.post("/resume_memory_occupation").raise_for_status().json()
             resumed = used_mib() - empty
@@ -212,6 +214,7 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -
                     "tokens_equal": tokens == expected,
                     "release_milliseconds": released["seconds"] * 1e3,
                     "resume_milliseconds": (kv["seconds"] + rest["seconds"]) * 1e3,
+                    "kv_cache_milliseconds": kv["seconds"] * 1e3,
                     "kv_cache_mapping_milliseconds": 1e3
                     * next(p for p in kv["phases"] if p["name"] == "restore")["details"]["driver_seconds"],
                     "release_phases": phase_rows(released),
@@ -231,9 +234,78 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -
         "tags_after_load": health["tags"],
         "bare_process_mib": bare["mib"],
         "device_empty_mib": empty,
+        "sources": held,
         "cycles": rows,
         "hibernation": hibernation,
     }
+
+
+def beside_the_published(result: dict[str, Any]) -> list[str]:
+    """The published table's figures, and ours."""
+    rows, away = result["cycles"], result["hibernation"]
+    last = rows[-1]
+    left = PUBLISHED["loaded"] - PUBLISHED["given_back"]
+    lines = [
+        "## Beside the published table",
+        "",
+        "Published: one H100, a 1.5B model, no CUDA graphs. Ours: "
+        f"{result['gpu']}, a model of that size, CUDA graphs for batches of 1 to 64.",
+        "",
+        "| | published | memsaver |",
+        "|---|---|---|",
+        f"| footprint, MiB | {PUBLISHED['loaded']:,} | {last['loaded_mib']:,.0f} |",
+        f"| given back by a release | {PUBLISHED['given_back']:,} MiB, "
+        f"{100 * PUBLISHED['given_back'] / PUBLISHED['loaded']:.1f} % | "
+        f"{last['loaded_mib'] - last['released_mib']:,.0f} MiB, {last['given_back_percent']:.1f} % |",
+        f"| left after a release, MiB | {left:,} | {last['released_mib']:,.0f} |",
+    ]
+    if away:
+        worst = max(row["left_mib"] for row in away["cycles"])
+        lines.append(f"| left after a release that hibernates, MiB | | {worst:,.0f} |")
+    mapping = statistics.median(row["kv_cache_milliseconds"] for row in rows)
+    everything = statistics.median(row["resume_milliseconds"] for row in rows)
+    release = statistics.median(row["release_milliseconds"] for row in rows)
+    lines += [
+        f"| release | | {release:,.0f} ms |",
+        f"| resume | {PUBLISHED['resume']} ms | KV cache {mapping:,.0f} ms, with weights and graphs that were kept "
+        f"{everything:,.0f} ms |",
+    ]
+    if away:
+        slept, woke = (
+            statistics.median(row[key] for row in away["cycles"]) for key in ("hibernate_seconds", "wake_seconds")
+        )
+        lines.append(f"| hibernating adds | | {slept:,.2f} s to a release, {woke:,.2f} s to a resume |")
+    return [*lines, ""]
+
+
+def probe_table(probes: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """How long the probes took, by what the process did meanwhile."""
+    lines = [
+        "The probes' answers meanwhile, asked for by a process of its own; ms, median / 99th percentile / slowest:",
+        "",
+        "| while | answers | " + " | ".join(f"`{path}`" for path in PATHS) + " |",
+        "|---|---|" + "---|" * len(PATHS),
+    ]
+    for phase, by_path in probes.items():
+        cells = [
+            "{median:.1f} / {p99:.1f} / {max:.1f}".format(**by_path[path]) if path in by_path else "" for path in PATHS
+        ]
+        count = sum(int(each["count"]) for each in by_path.values())
+        lines.append(f"| {phase} | {count:,} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def source_table(held: dict[str, list[dict[str, Any]]]) -> list[str]:
+    names = list(dict.fromkeys(each["name"] for found in held.values() for each in found))
+    sizes = {when: {each["name"]: each["mib"] for each in found} for when, found in held.items()}
+    lines = [
+        "## What is on the device, by who holds it, MiB",
+        "",
+        "| | " + " | ".join(held) + " |",
+        "|---|" + "---|" * len(held),
+    ]
+    lines += [f"| {name} | " + " | ".join(f"{sizes[when].get(name, 0):,.0f}" for when in held) + " |" for name in names]
+    return [*lines, ""]
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -257,13 +329,11 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"Mapping the KV cache alone (tag `kv_cache`, restore `zero`): "
         f"{statistics.median(row['kv_cache_mapping_milliseconds'] for row in result['cycles']):.2f} ms (median).",
         "",
+        *beside_the_published(result),
     ]
     away = result["hibernation"]
     if away:
         rows = away["cycles"]
-        probes = ", ".join(
-            f"`{path}` {1e3 * slowest:,.0f} ms" for path, slowest in away["slowest_probe_seconds"].items()
-        )
         lines += [
             f"## Hibernated, {len(rows)} cycles",
             "",
@@ -280,15 +350,22 @@ def to_markdown(result: dict[str, Any]) -> str:
                 )
             ),
             "",
-            f"Tokens equal in {sum(row['tokens_equal'] for row in rows)} of {len(rows)} cycles. Slowest answer of "
-            f"{away['probe_answers']:,} probes meanwhile: {probes}.",
+            f"Tokens equal in {sum(row['tokens_equal'] for row in rows)} of {len(rows)} cycles.",
             "",
+            *probe_table(away["probes"]),
         ]
-    for title, key in (
-        ("Release", "release_phases"),
-        ("Resume of kv_cache", "resume_kv_cache_phases"),
-        ("Resume of the rest", "resume_rest_phases"),
-    ):
+    lines += source_table({**result["sources"], **({"hibernated": away["sources"]} if away else {})})
+    tables = [
+        ("Release", last["release_phases"]),
+        ("Resume of kv_cache", last["resume_kv_cache_phases"]),
+        ("Resume of the rest", last["resume_rest_phases"]),
+    ]
+    if away:
+        tables += [
+            ("Release that hibernates", away["last_release_phases"]),
+            ("Resume that wakes", away["last_resume_phases"]),
+        ]
+    for title, phases in tables:
         lines += [
             f"## {title}, last cycle",
             "",
@@ -298,7 +375,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines += [
             f"| {row['phase']} | {row['milliseconds']:,.2f} | {row['before_mib']:,.0f} | {row['after_mib']:,.0f} | "
             f"{row['delta_mib']:+,.0f} |"
-            for row in last[key]
+            for row in phases
         ]
         lines.append("")
     lines += ["## Tags, last release", "", "| tag | restore | released MiB | copied MiB | unchanged MiB |"]

@@ -24,7 +24,7 @@ from memsaver_core.errors import (
     UnknownTagError,
     UnsupportedError,
 )
-from memsaver_core.graphs import GraphPool, graph
+from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
 from memsaver_core.hibernation import blockers as hibernation_blockers
 from memsaver_core.meter import read_devices
 from memsaver_core.operations import check_tags, prepare_backup, release, resume, status
@@ -41,7 +41,9 @@ from memsaver_core.reports import (
     Status,
     TagReport,
     TagStatus,
+    TorchMemory,
 )
+from memsaver_core.torch_memory import read_torch_memory
 
 __all__ = [
     "DEFAULT_POLICIES",
@@ -66,6 +68,7 @@ __all__ = [
     "Status",
     "TagReport",
     "TagStatus",
+    "TorchMemory",
     "UnknownTagError",
     "UnsupportedError",
     "adopt",
@@ -75,9 +78,11 @@ __all__ = [
     "driver_name",
     "enabled",
     "graph",
+    "graph_memory_bytes",
     "hibernation_blockers",
     "prepare_backup",
     "read_devices",
+    "read_torch_memory",
     "region",
     "release",
     "resume",

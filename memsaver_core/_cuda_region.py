@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,12 +15,27 @@ from memsaver_core import _native
 _lock = threading.Lock()
 _stack = threading.local()
 _allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
-_pools: dict[tuple[int, str, str], torch.cuda.MemPool] = {}
-_pools_while_released: dict[tuple[int, str, str], tuple[int, torch.cuda.MemPool]] = {}
+_pools: dict[tuple[int, str, str], Pool] = {}
+_pools_while_released: dict[tuple[int, str, str], tuple[int, Pool]] = {}
 _region_pool_ids: set[tuple[int, ...]] = set()
 _releases: dict[str, int] = {}
 
 _DEFAULT_POOL_ID = (0, 0)
+
+
+class Pool:
+    """A torch memory pool. Once nothing refers to it, what is free in it goes back with torch's caches.
+
+    torch's own object is never destroyed: where that happens while any pool is in use or a graph is captured, in
+    whichever thread, torch ends the process.
+    """
+
+    def __init__(self, device: int, allocator: Any = None) -> None:
+        with torch.cuda.device(device):
+            self.torch_pool = torch.cuda.MemPool(allocator)
+        self.id = self.torch_pool.id
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_pool))
+        weakref.finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
 
 
 def note_release(tags: list[str]) -> None:
@@ -28,7 +45,7 @@ def note_release(tags: list[str]) -> None:
             _releases[tag] = _releases.get(tag, 0) + 1
 
 
-def new_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+def new_pool(device: int, tag: str, restore: str) -> Pool:
     """A torch memory pool whose segments are allocations of the saver."""
     number = _native.allocator_for(tag, restore)
     allocator = _allocators.get(number)
@@ -37,23 +54,22 @@ def new_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
             _native.__file__, f"memsaver_torch_malloc_{number}", "memsaver_torch_free"
         )
         _allocators[number] = allocator  # torch calls into it for as long as any segment lives
-    with torch.cuda.device(device):
-        return torch.cuda.MemPool(allocator.allocator())
+    return Pool(device, allocator.allocator())
 
 
-def new_graph_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+def new_graph_pool(device: int, tag: str, restore: str) -> Pool:
     """A pool for CUDA graphs. All of its segments are content: replays use blocks that torch holds free."""
     with _lock:
         return new_pool(device, tag, restore)
 
 
-def _new_region_pool(device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+def _new_region_pool(device: int, tag: str, restore: str) -> Pool:
     pool = new_pool(device, tag, restore)
     _region_pool_ids.add((pool.id[0], pool.id[1]))
     return pool
 
 
-def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> torch.cuda.MemPool:
+def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> Pool:
     key = (device, tag, restore)
     released = any(each["tag"] == tag and each["released_bytes"] > 0 for each in saver.status()["tags"])
     with _lock:
@@ -72,6 +88,20 @@ def _pool_for(saver: _native.Saver, device: int, tag: str, restore: str) -> torc
         return present[1]
 
 
+def forget_pools(tag: str | None = None, restore: str | None = None) -> bool:
+    """Let regions of ``tag`` and policy ``restore``, of all where they are None, begin anew; whether there were any.
+
+    What nobody uses of their pools is the driver's again after the next ``torch.cuda.empty_cache()``; the rest stays
+    under its tag until its tensors end.
+    """
+    with _lock:
+        keys = [key for key in {*_pools, *_pools_while_released} if tag in (None, key[1]) and restore in (None, key[2])]
+        for key in keys:
+            _pools.pop(key, None)
+            _pools_while_released.pop(key, None)
+    return bool(keys)
+
+
 class CudaRegion:
     """Routes torch's allocations of this thread on ``device`` to the saver, under ``tag``."""
 
@@ -80,7 +110,7 @@ class CudaRegion:
         self._device = torch.cuda.current_device() if device is None else device
         self._tag = tag
         self._restore = restore
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool: Pool | None = None
         self._routing: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> CudaRegion:
@@ -110,7 +140,7 @@ class CudaRegion:
 
     def _route(self) -> None:
         assert self._pool is not None
-        routing = torch.cuda.use_mem_pool(self._pool, device=self._device)
+        routing = torch.cuda.use_mem_pool(self._pool.torch_pool, device=self._device)
         routing.__enter__()
         self._routing = routing
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native
+from memsaver_core._sharing import refuse_to_share
 from memsaver_core.errors import ConfigurationError, ForkedProcessError
 from memsaver_core.settings import CoreSettings
 
@@ -94,6 +95,7 @@ def saver() -> _native.Saver:
                 faulty=values.fault_injection,
             )
             _native.activate(_saver)
+            refuse_to_share(_saver)
             _pid = os.getpid()
             # torch frees what regions hold until the very end of the process, when the driver is gone.
             atexit.register(_saver.close)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from memsaver_core import _process
+from memsaver_core import _process, meter
 from memsaver_core.policies import PolicyLike, policy_for
+
+_alive: WeakSet[Any] = WeakSet()
+
+
+def alive() -> list[torch.cuda.CUDAGraph]:
+    """The graphs made by ``graph`` that still live."""
+    return list(_alive)
+
+
+def graph_memory_bytes(index: int) -> int:
+    """What captured graphs hold of a device beside the memory of their tensors.
+
+    Of graphs made by ``graph`` it is what the process's count of the device rose by at their capture, where NVML tells
+    processes apart; to that comes what the driver holds for allocations inside of graphs. Others are not told apart.
+    """
+    own = sum(each._memsaver_own[1] for each in list(_alive) if each._memsaver_own[0] == index)
+    return int(own) + meter.read_graph_pool(index)
 
 
 class GraphPool:
@@ -57,4 +76,41 @@ def graph(
     """
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph
-    return torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
+    capture = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
+    return capture if own.id is None else _Measured(cuda_graph, capture)
+
+
+class _Measured:
+    """A capture that notes what the graph itself takes of the device."""
+
+    def __init__(self, cuda_graph: Any, capture: AbstractContextManager[Any]) -> None:
+        self._graph = cuda_graph
+        self._capture = capture
+        self._device = torch.cuda.current_device()
+        self._graph._memsaver_own = (self._device, 0)
+        _alive.add(cuda_graph)
+
+    def __enter__(self) -> Any:
+        entered = self._capture.__enter__()
+        self._before = self._beside_tensors()
+        return entered
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        suppressed = self._capture.__exit__(kind, error, traceback)
+        self._graph._memsaver_own = (self._device, max(0, self._beside_tensors() - self._before))
+        return suppressed
+
+    def _beside_tensors(self) -> int:
+        """What the process holds of the device and is neither a region nor torch's; 0 where NVML does not tell."""
+        saver = _process.saver()
+        process = next((each.process_bytes for each in meter.read_devices() if each.index == self._device), None)
+        if process is None:
+            return 0
+        here = self._device
+        # torch counts what is live in regions, whether it is mapped or not.
+        unmapped = sum(
+            tag["bytes_by_device"].get(here, 0) - tag["mapped_by_device"].get(here, 0) for tag in saver.status()["tags"]
+        )
+        return int(process + unmapped - torch.cuda.memory_reserved(here))

@@ -2,114 +2,71 @@
 
 The driver checkpoints a process on behalf of another one only, so the calls come from a small helper process, started
 at the first use. While hibernated, every CUDA call of this process waits; ``wake`` brings the context back as it was:
-addresses, streams, modules and captured graphs.
+addresses, streams, modules and captured graphs. On the host driver, which has no context, what the process still holds
+of the device stops counting, and what it asks for waits.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
-import subprocess
 import sys
 import threading
 from functools import lru_cache
-from pathlib import Path
 
-import torch
-
-from memsaver_core import _native, _process
-from memsaver_core.errors import DriverError, MemsaverError, UnsupportedError
-
-#: The first driver that can checkpoint (CUDA 12.8).
-OLDEST_DRIVER = "570"
+from memsaver_core import _process
+from memsaver_core._helper import Helper, StepFailedError
+from memsaver_core.blockers import observe, reasons
+from memsaver_core.errors import (
+    ConfigurationError,
+    ContextLostError,
+    DriverError,
+    MemsaverError,
+    OutOfDeviceMemoryError,
+    UnsupportedError,
+)
 
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
 _lock = threading.Lock()  # one request to the helper at a time
-_helper: _Helper | None = None
+_helper: Helper | None = None
 _hibernated = False
+_failure = ""
+_devices: dict[str, int] = {}  # numbers of the devices in use, by uuid
+_held: dict[str, int] = {}  # what the checkpoint gave back, by uuid: a restore needs it again
+_restore_failed = False
 
 #: Held by whoever calls NVML in this process: such a call must not be in flight when the process is checkpointed.
 device_lock = threading.Lock()
 _away = False
 
 
-class _Helper:
-    """The helper process and the socket to it."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                [_helper_path(), str(os.getpid())], stdin=theirs.fileno(), stdout=theirs.fileno()
-            )
-        except OSError as error:
-            ours.close()
-            raise MemsaverError(f"the hibernation helper cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._socket = ours
-        self._answers = ours.makefile("r")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, request: str) -> list[str]:
-        """The words of the answer. Raises MemsaverError where the helper is gone."""
-        try:
-            self._socket.sendall(f"{request}\n".encode())
-            answer = self._answers.readline()
-        except OSError as error:
-            answer = ""
-            self._process.kill()
-            reason: OSError | None = error
-        else:
-            reason = None
-        if not answer:
-            self._process.wait()
-            raise MemsaverError(
-                f"the hibernation helper (process {self.pid}) ended during {request.split()[0]!r}; repeat the call"
-            ) from reason
-        return answer.split()
-
-
 def blockers() -> list[str]:
     """Why this process cannot be hibernated now, each with what to do; empty where nothing seems to stand in the way.
 
-    Looks at what can be seen from here: the driver, MPS, NCCL, memory shared with other processes, peer access. It does
-    not see managed memory, or what libraries do behind torch's back; the driver refuses what it cannot checkpoint.
+    Looks at what can be seen from here: the helper, the driver, MPS, torch's NCCL groups, tensors shared by CUDA IPC,
+    peer access. It does not see what libraries do behind torch's back.
     """
-    if not _process.enabled():
-        return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
-    if _process.driver_name() != "cuda":
-        return ["the host driver has no device context to hibernate"]
-    found = []
-    if not _native.can_checkpoint():
-        found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
-    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps/control").exists():
-        found.append("the process runs under CUDA MPS, which cannot be checkpointed; run it without MPS")
-    # get_backend() says "undefined" where torch chose a backend for each kind of device by itself.
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and "nccl" in str(torch.distributed.get_backend_config()):
-        found.append("NCCL communicators are alive; destroy the process group first")
-    reductions = sys.modules.get("torch.multiprocessing.reductions")
-    if reductions is not None and len(reductions.shared_cache):
-        found.append("tensors are shared with other processes by CUDA IPC; drop them first")
-    if _process.settings().peer_access and len(_process.saver().devices()) > 1:
-        found.append("devices reach each other's memory (MEMSAVER_PEER_ACCESS); turn that off")
-    return found
+    if _failure:
+        return [_failure]
+    return [] if _away else reasons(observe())
 
 
 def is_hibernated() -> bool:
     """Whether the context is checkpointed, so that CUDA calls of this process wait."""
     return _hibernated
+
+
+def failure() -> str:
+    """Why this process can never be woken again, or an empty string."""
+    return _failure
+
+
+def check() -> None:
+    """Raises ContextLostError where this process can never be woken again."""
+    if _failure:
+        raise ContextLostError(_failure)
 
 
 def helper_pid() -> int | None:
@@ -130,12 +87,12 @@ def read_memory(uuid: str) -> tuple[int, int, int] | None:
     try:
         if _helper is None or not _helper.alive:
             return None
-        answer = _helper.ask(f"memory {uuid}")
-    except MemsaverError:
+        total, used, own = map(int, _helper.ask("memory", uuid))
+    except (MemsaverError, StepFailedError):
         return None
     finally:
         _lock.release()
-    return (int(answer[1]), int(answer[2]), int(answer[3])) if answer[0] == "ok" else None
+    return total, used, own
 
 
 def hibernate() -> dict[str, float]:
@@ -149,25 +106,28 @@ def hibernate() -> dict[str, float]:
 
     Raises:
         UnsupportedError: something stands in the way; nothing was changed.
-        DriverError: the driver refused; the process runs on as before.
+        DriverError: the driver refused; the message says whether the process runs on as before.
+        ContextLostError: the driver lost the process; nothing but a restart helps.
         MemsaverError: the helper ended; the process runs on as before, or is hibernated: ``is_hibernated`` tells.
     """
-    reasons = [] if _hibernated else blockers()
-    if reasons:
-        raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons))
+    check()
+    if found := blockers():
+        raise UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
     with _lock:
         if _hibernated:
             return {}
+        _note_devices()
         with device_lock:
             _set(away=True, hibernated=False)
         try:
-            answer = _ask(f"hibernate {LOCK_TIMEOUT_MS}")
-        except MemsaverError:
-            _find_out()
-            raise
+            locked, checkpointed, *held = _ask("hibernate", LOCK_TIMEOUT_MS, *_devices)
+        except (MemsaverError, StepFailedError) as error:
+            raise _undone(error) from None
+        _held.clear()
+        _held.update(zip(held[::2], map(int, held[1::2]), strict=True))
         _set(away=True, hibernated=True)
         _wake_at_exit()
-        return {"lock_seconds": float(answer[1]), "checkpoint_seconds": float(answer[2])}
+        return {"lock_seconds": float(locked), "checkpoint_seconds": float(checkpointed)}
 
 
 def wake() -> dict[str, float]:
@@ -177,23 +137,48 @@ def wake() -> dict[str, float]:
         Seconds of the steps.
 
     Raises:
-        DriverError: the driver refused (the devices lack memory for the context, say); still hibernated, repeat it.
+        OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, repeat it.
+        DriverError: the driver refused; the message says whether the process is still hibernated.
+        ContextLostError: the driver cannot restore the process; nothing but a restart helps.
+        MemsaverError: the helper ended; repeat it.
     """
+    global _restore_failed
+    check()
     with _lock:
         if not _hibernated:
             return {}
         try:
-            answer = _ask("wake")
-        except MemsaverError:
-            _find_out()
-            raise
+            restored, unlocked = _ask("wake", *(word for item in _held.items() for word in item))
+        except (MemsaverError, StepFailedError) as error:
+            raised = _undone(error)
+            if _away:
+                raise raised from None
+            return {"unlock_repeats": 1.0}  # all was back but for the unlock, which worked the second time
+        _restore_failed = False
         _set(away=False, hibernated=False)
-        return {"restore_seconds": float(answer[1]), "unlock_seconds": float(answer[2])}
+        return {"restore_seconds": float(restored), "unlock_seconds": float(unlocked)}
+
+
+def fail(step: str, *, times: int = 1, lost: bool = False) -> None:
+    """For tests: make the next ``times`` of ``step`` fail: ``lock``, ``checkpoint``, ``restore`` or ``unlock``.
+
+    Args:
+        lost: from then on the process cannot be restored, either.
+
+    Raises:
+        ConfigurationError: without MEMSAVER_FAULT_INJECTION.
+    """
+    if not _process.settings().fault_injection:
+        raise ConfigurationError("this process was started without MEMSAVER_FAULT_INJECTION=1")
+    with _lock:
+        _ask("fail", step, times, "lost" if lost else "error")
 
 
 @lru_cache
 def _wake_at_exit() -> None:
     """Have the interpreter's exit wake the process: torch's teardown calls CUDA, and would wait for ever."""
+    if _process.driver_name() != "cuda":
+        return
 
     def wake_or_leave() -> None:
         try:
@@ -210,36 +195,74 @@ def _set(*, away: bool, hibernated: bool) -> None:
     _away, _hibernated = away, hibernated
 
 
-def _find_out() -> None:
-    """Learn from the driver what a failed step has left, and undo half of one: a process is never left locked."""
+def _undone(error: MemsaverError | StepFailedError) -> MemsaverError:
+    """Learn from the driver what a failed step has left, undo half of one, and return the error to raise."""
+    global _failure, _restore_failed
+    state = _state_after_undo()
+    # The driver (seen on 580) cannot restore a process once a restore of it has failed half way, and does not say so.
+    stuck = False
+    if isinstance(error, StepFailedError) and "estore" in error.call and not error.needed_bytes:
+        stuck = _restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"
+        _restore_failed = True
+    if state == "failed" or stuck:
+        _failure = f"{error}: the driver cannot restore this process; restart it"
+        _set(away=True, hibernated=False)
+        return (
+            ContextLostError(_failure, error.call, error.code)
+            if isinstance(error, StepFailedError)
+            else (ContextLostError(_failure))
+        )
+    # Where nobody can tell, it may be hibernated; a wake finds out.
+    running = state == "running"
+    _set(away=not running, hibernated=not running)
+    if not isinstance(error, StepFailedError):
+        return error
+    if error.needed_bytes:
+        return OutOfDeviceMemoryError(
+            f"{error} [device {error.device}, {error.needed_bytes} bytes needed, {error.free_bytes} free]; the process "
+            "is still hibernated: free device memory and repeat the call",
+            error.needed_bytes,
+            error.free_bytes,
+            _index_of(error.device),
+        )
+    consequence = {
+        "running": "the process runs on as before",
+        "checkpointed": "the process is still hibernated; repeat the call",
+        "locked": "the process is back on the device, but its calls still wait; resume again",
+    }.get(state, "the driver does not tell what state the process is in; resume it")
+    return DriverError(f"{error}; {consequence}", call=error.call, code=error.code)
+
+
+def _state_after_undo() -> str:
+    """The process's state in the driver's eyes. One left locked, with its memory in place, is unlocked first."""
     try:
-        state = _ask("state")[1]
+        [state] = _ask("state")
         if state == "locked":
             _ask("wake")
             state = "running"
+    except StepFailedError as error:
+        return error.state
     except MemsaverError:
-        state = "unknown"  # as it was
-    if state != "unknown":
-        _set(away=state != "running", hibernated=state != "running")
+        return "unknown"
+    return state
 
 
-def _ask(request: str) -> list[str]:
+def _ask(*request: object) -> list[str]:
     """Ask the helper, starting one if need be: what is checkpointed is the driver's, so any helper will do."""
     global _helper
     if _helper is None or not _helper.alive:
-        _helper = _Helper()
-    answer = _helper.ask(request)
-    if answer[0] == "ok":
-        return answer
-    _, call, code, state = answer
-    consequence = {
-        "running": "the process runs on as before",
-        "checkpointed": "the process is still hibernated; free device memory and repeat the call",
-        "locked": "the process is locked; repeat the call",
-        "failed": "the process cannot be restored: restart it",
-    }.get(state, "the driver does not tell what state the process is in")
-    raise DriverError(f"{call} failed: {code}; {consequence}", call=call, code=code)
+        saver = _process.saver()
+        _helper = Helper(saver.driver_name(), saver.accounts(), faults=_process.settings().fault_injection)
+    return _helper.ask(*request)
 
 
-def _helper_path() -> str:
-    return str(Path(_native.__file__).with_name("memsaver-hibernate"))
+def _note_devices() -> None:
+    saver = _process.saver()
+    _devices.clear()
+    if saver.driver_name() == "cuda":
+        _devices.update((saver.device_info(index)["uuid"], index) for index in saver.devices())
+
+
+def _index_of(device: str) -> int:
+    """The number of a device that the helper named: by its uuid, or on the host driver by the number itself."""
+    return int(device) if device.isdecimal() else _devices.get(device, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,15 @@ def read_devices() -> tuple[DeviceMemory, ...]:
     saver = _process.saver()
     read = _read_cuda if saver.driver_name() == "cuda" else _read_host
     return tuple(read(saver, index) for index in saver.devices() or [0])
+
+
+def read_graph_pool(index: int) -> int:
+    """What the driver holds of a device for allocations inside of CUDA graphs; 0 while nobody may ask it."""
+    saver = _process.existing_saver()
+    if saver is None or saver.driver_name() != "cuda":
+        return 0
+    with hibernation.device_lock:
+        return 0 if hibernation.is_away() else saver.graph_memory(index)
 
 
 def _read_host(saver: _native.Saver, index: int) -> DeviceMemory:
@@ -53,6 +63,22 @@ def _read_cuda(saver: _native.Saver, index: int) -> DeviceMemory:
     return last
 
 
+def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
+    """Read a device of other processes, known by an earlier reading of theirs; that one where NVML cannot be used.
+
+    Args:
+        last: the earlier reading.
+        pids: the processes whose memory is ``process_bytes``.
+    """
+    handle = _nvml_handle(last.uuid)
+    if handle is None:
+        return last
+    import pynvml
+
+    used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+    return replace(last, used_bytes=used, process_bytes=_process_bytes(handle, pids))
+
+
 def _read_nvml(saver: _native.Saver, index: int) -> DeviceMemory:
     info = _device_info(saver, index)
     uuid, name = info["uuid"], info["name"]
@@ -64,7 +90,7 @@ def _read_nvml(saver: _native.Saver, index: int) -> DeviceMemory:
 
     # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return DeviceMemory(index, uuid, name, int(memory.total), int(memory.used), _process_bytes(handle))
+    return DeviceMemory(index, uuid, name, int(memory.total), int(memory.used), _process_bytes(handle, {os.getpid()}))
 
 
 @lru_cache
@@ -84,11 +110,12 @@ def _nvml_handle(uuid: str) -> Any:
         return None
 
 
-def _process_bytes(handle: Any) -> int | None:
+def _process_bytes(handle: Any, pids: Collection[int]) -> int | None:
     import pynvml
 
+    told: int | None = None
     with contextlib.suppress(pynvml.NVMLError):
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-    return None
+            if process.pid in pids and process.usedGpuMemory is not None:
+                told = (told or 0) + int(process.usedGpuMemory)
+    return told

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from memsaver_core import _native, _process, hibernation
+from memsaver_core import _native, _process, _trim, hibernation
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.meter import read_devices
 from memsaver_core.phases import PhaseLog
@@ -66,7 +65,8 @@ def release(
         tags: which; None or empty for all.
         restore: another policy for this release, by tag.
         trim: also give back what libraries keep for speed: cuBLAS workspaces (where no CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory. By default where ``hibernate``.
+            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own. By
+            default where ``hibernate``. Modules that nobody uses any more stay: who loaded them alone can unload them.
         hibernate: last of all, give back the CUDA context itself; every CUDA call of this process then waits for the
             resume.
         log: a log to append the phases to; the report then covers all that it holds.
@@ -74,6 +74,7 @@ def release(
     Raises:
         UnknownTagError: before anything was done.
         UnsupportedError: this process cannot be hibernated; before anything was done.
+        ContextLostError: this process was hibernated and can never be woken again.
         OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
     """
@@ -82,6 +83,7 @@ def release(
     check_tags(list(overrides))
     if not _process.enabled():
         return _nothing("release")
+    hibernation.check()
     log = log or PhaseLog()
     saver = _process.saver()
     if hibernation.is_hibernated():  # then all of this is done
@@ -96,11 +98,17 @@ def release(
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
         _after_release(saver, [tag["tag"] for tag in result["tags"]])
-    if hibernate if trim is None else trim:
-        with log.phase("trim"):
-            _trim(saver)
+    trims = hibernate if trim is None else trim
+    if trims:
+        with log.phase("trim_workspaces") as details:
+            details["kept_for_graphs"] = float(not _trim.workspaces())
     with log.phase("empty_cache"):
         _empty_cache(saver)
+    if trims:
+        with log.phase("trim_graphs"):
+            saver.trim_graph_memory()
+        with log.phase("trim_pinned") as details:
+            details["host_bytes"] = float(_trim.pinned())
     with log.phase("ipc_collect"):
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -126,11 +134,13 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         OutOfDeviceMemoryError: the device has too little free memory; everything is as before and the call can be
             repeated.
         BackupError: content differs from what was kept; everything is as before.
+        ContextLostError: this process was hibernated and can never be woken again.
         MemsaverError: a driver call failed; everything is as before.
     """
     names = check_tags(tags)
     if not _process.enabled():
         return _nothing("resume")
+    hibernation.check()
     log = log or PhaseLog()
     saver = _process.saver()
     if hibernation.is_hibernated():
@@ -180,11 +190,12 @@ def status() -> Status:
             hibernated=False,
         )
     now = saver.status()
+    lost = hibernation.failure()
     return Status(
         enabled=True,
         driver=saver.driver_name(),
-        state=now["state"],
-        failure=now["failure"],
+        state="failed" if lost else now["state"],
+        failure=lost or now["failure"],
         tags=tuple(TagStatus(**tag) for tag in now["tags"]),
         host_backup=HostBackupStatus(
             bytes=now["backup_bytes"],
@@ -221,17 +232,6 @@ def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str,
     from memsaver_core._cuda_region import dead_ranges
 
     return dead_ranges(saver)
-
-
-def _trim(saver: _native.Saver) -> None:
-    """Give back what libraries keep for speed and nothing needs while memory is released."""
-    saver.trim_graph_memory()
-    if not torch.cuda.is_initialized():
-        return
-    # A captured graph may use the workspace that its stream had at capture.
-    if not any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects()):
-        torch._C._cuda_clearCublasWorkspaces()
-    torch._C._host_emptyCache()
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:

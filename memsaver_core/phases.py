@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from memsaver_core.meter import read_devices
@@ -32,13 +32,19 @@ class PhaseLog:
 
     Args:
         on_phase: called with the name of each phase as it begins.
+        read: reads the devices; by default those of this process.
     """
 
-    def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_phase: Callable[[str], None] | None = None,
+        read: Callable[[], tuple[DeviceMemory, ...]] = read_devices,
+    ) -> None:
         self._on_phase = on_phase
+        self._read = read
         self._phases: list[PhaseReport] = []
         self._started = time.monotonic()
-        self._first = read_devices()
+        self._first = read()
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -52,7 +58,11 @@ class PhaseLog:
 
     def devices(self) -> tuple[DeviceDelta, ...]:
         """Device memory from when the log was made until now."""
-        return deltas(self._first, read_devices())
+        return deltas(self._first, self._read())
+
+    def add(self, phases: Iterable[PhaseReport]) -> None:
+        """Append phases that ran somewhere else."""
+        self._phases.extend(phases)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
@@ -60,10 +70,10 @@ class PhaseLog:
         if self._on_phase is not None:
             self._on_phase(name)
         details: dict[str, float] = {}
-        before = read_devices()
+        before = self._read()
         start = time.monotonic()
         try:
             yield details
         finally:
             seconds = time.monotonic() - start
-            self._phases.append(PhaseReport(name, seconds, deltas(before, read_devices()), details))
+            self._phases.append(PhaseReport(name, seconds, deltas(before, self._read()), details))

@@ -28,6 +28,19 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
+class TorchMemory:
+    """What torch's allocator holds of one device.
+
+    Attributes:
+        reserved_bytes: regions, whether mapped or released, and everything else.
+        cached_bytes: of what is outside of regions, what no tensor uses; None where finding out would take too long.
+    """
+
+    reserved_bytes: int
+    cached_bytes: int | None
+
+
+@dataclass(frozen=True)
 class DeviceDelta:
     """Two readings of one device, around a phase or a whole operation. ``delta_bytes`` is after minus before."""
 
@@ -49,8 +62,8 @@ class PhaseReport:
     """One step of an operation.
 
     Attributes:
-        name: drain, synchronize, pause, trim, empty_cache, ipc_collect, settle, hibernate; wake, restore,
-            repair, reopen.
+        name: drain, synchronize, pause, trim_workspaces, empty_cache, trim_graphs, trim_pinned, ipc_collect, settle,
+            hibernate; wake, restore, repair, reopen.
         seconds: how long it took.
         devices: the device-memory readings around it.
         details: what the phase has to say beyond that: seconds per kind of work (which overlap), bytes, GB/s.
@@ -138,6 +151,7 @@ class TagStatus:
         allocations: number of live allocations (torch's segments).
         chunks: number of physical handles.
         mapped_by_device: mapped bytes, retained ones included, by index of the device.
+        bytes_by_device: live bytes, mapped or not, by index of the device.
     """
 
     tag: str
@@ -151,6 +165,7 @@ class TagStatus:
     allocations: int
     chunks: int
     mapped_by_device: Mapping[int, int] = field(default_factory=dict)
+    bytes_by_device: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

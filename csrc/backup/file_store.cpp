@@ -2,9 +2,12 @@
 
 #include <fcntl.h>
 #include <linux/falloc.h>
+#include <linux/magic.h>
 #include <sys/statvfs.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -28,6 +31,12 @@ Error file_failure(const char* call, int code, const std::string& folder, std::s
       .with_advice(full          ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system"
                    : descriptors ? "raise the limit of open files (ulimit -n) or close some, and repeat"
                                  : "");
+}
+
+// A file system in memory promises half of the machine's, whatever is left of it.
+bool is_in_memory(int file) {
+  struct statfs about{};
+  return fstatfs(file, &about) == 0 && (about.f_type == TMPFS_MAGIC || about.f_type == RAMFS_MAGIC);
 }
 
 }  // namespace
@@ -75,7 +84,8 @@ void FileStore::check(std::size_t bytes) {
   open();
   struct statvfs status{};
   if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
-  const std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
+  std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
+  if (is_in_memory(file_)) free = std::min(free, available_memory_bytes());
   if (bytes > free) {
     throw Error(ErrorKind::out_of_host_memory, "the file system of " + folder_ + " has too little space for the backup")
         .with_memory(bytes, free)

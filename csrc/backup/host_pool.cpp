@@ -33,6 +33,12 @@ Error short_of_memory(const std::string& what, std::size_t needed, std::size_t f
       .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT, free host memory, or choose another restore policy for the tag");
 }
 
+// Pinned memory is never given up under pressure: whoever takes more than there is meets the OOM killer.
+void check_available(std::size_t bytes) {
+  const std::size_t available = available_memory_bytes();
+  if (bytes > available) throw short_of_memory("this machine has too little memory for the backup", bytes, available);
+}
+
 }  // namespace
 
 HostPool::HostPool(Driver& driver, std::size_t limit_bytes, int numa_node)
@@ -58,8 +64,7 @@ void HostPool::check(std::size_t bytes) {
   const std::size_t pinned = std::max(capacity_, target_);
   const std::size_t fresh = used_ + bytes > pinned ? used_ + bytes - pinned : 0;
   if (fresh == 0) return;
-  const std::size_t available = available_memory_bytes();
-  if (fresh > available) throw short_of_memory("this machine has too little memory for the backup", fresh, available);
+  check_available(fresh);
 }
 
 void HostPool::start_growth(std::size_t bytes) {
@@ -69,6 +74,14 @@ void HostPool::start_growth(std::size_t bytes) {
   growth_failure_ = nullptr;
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  const std::size_t there = capacity_ + under_way_;
+  try {
+    if (target_ > there) check_available(target_ - there);
+  } catch (const Error&) {
+    target_ = there;
+    growth_failure_ = std::current_exception();
+    return;
+  }
   const std::size_t slices = (target_ - capacity_ + kSliceBytes - 1) / kSliceBytes;
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
   const std::size_t wanted = std::min({kGrowers, cores, slices});
@@ -165,6 +178,7 @@ bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
 }
 
 HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
+  check_available(bytes);  // others may have taken what was there when the growth began
   void* const memory = sys::map_memory(bytes, 0);
   if (memory == MAP_FAILED) {
     throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
@@ -185,7 +199,8 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
 }
 
 std::vector<HostRange> HostPool::take(std::size_t bytes) {
-  bytes = round_up(bytes, page_bytes());
+  const std::size_t rest = round_up(bytes, page_bytes()) - bytes;
+  bytes += rest;
   std::unique_lock<std::mutex> lock(mutex_);
   bool tried = false;
   while (capacity_ - used_ < bytes) {
@@ -226,6 +241,10 @@ std::vector<HostRange> HostPool::take(std::size_t bytes) {
     }
   }
   used_ += bytes;
+  if (rest > 0) {
+    const HostRange& last = ranges.back();
+    std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
+  }
   return ranges;
 }
 

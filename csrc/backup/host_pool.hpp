@@ -40,8 +40,8 @@ class HostPool {
   // machine does not have the part of them that is not pinned yet.
   void check(std::size_t bytes);
 
-  // Grows in the background until `bytes` could be handed out beyond what is now. Returns at once; a failure reaches
-  // those who wait in take().
+  // Grows in the background until `bytes` could be handed out beyond what is now, where the machine has that much.
+  // Returns at once; a failure reaches those who wait in take().
   void start_growth(std::size_t bytes);
   // Returns when no growth is under way. Throws what stopped the last one.
   void wait_for_growth();
@@ -58,8 +58,9 @@ class HostPool {
     HostPool& pool_;
   };
 
-  // Ranges of `bytes` in all (rounded up to pages), waiting for a growth under way, and growing where none is.
-  // Throws ErrorKind::out_of_host_memory, with nothing taken.
+  // Ranges of `bytes` in all (rounded up to pages), waiting for a growth under way, and growing where none is. Their
+  // content is undefined, but what the last page has beyond `bytes` is zero: once they are written, nothing is left of
+  // whoever had them before. Throws ErrorKind::out_of_host_memory, with nothing taken.
   [[nodiscard]] std::vector<HostRange> take(std::size_t bytes);
   void give(const std::vector<HostRange>& ranges);
 

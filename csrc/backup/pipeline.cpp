@@ -243,7 +243,7 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
       FileTransfer transfer;
       {
         const Stopwatch watch(seconds_.host_memory);
-        transfer.bounce = pool_.take(room);
+        transfer.bounce = pool_.take(bytes);
       }
       try {
         copy(true, content.base, content.live, transfer.bounce);
@@ -264,7 +264,7 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
       if (sum_of(block.host) != room) {
         release_memory(block);
         const Stopwatch watch(seconds_.host_memory);
-        block.host = pool_.take(room);
+        block.host = pool_.take(bytes);
       }
       copy(true, content.base, content.live, block.host);
     }

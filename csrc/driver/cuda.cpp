@@ -129,6 +129,12 @@ class CudaDriver final : public Driver {
   void trim_graph_memory(int index) override {
     check("cuDeviceGraphMemTrim", api_->device_graph_mem_trim(at(index).ordinal));
   }
+  std::size_t graph_memory(int index) override {
+    std::uint64_t bytes = 0;
+    check("cuDeviceGetGraphMemAttribute",
+          api_->device_get_graph_mem_attribute(at(index).ordinal, cuda::kGraphMemReservedCurrent, &bytes));
+    return bytes;
+  }
 
   Stream create_stream(int index) override {
     const InContext in(*this, index);
@@ -251,15 +257,30 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // A thread that calls what is no part of a graph, as registering host memory is, invalidates captures that other
+  // threads have under way in their default mode, unless it says for a scope that it has nothing to do with them.
+  class BesideCaptures {
+   public:
+    explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }
+    BesideCaptures(const BesideCaptures&) = delete;
+    BesideCaptures& operator=(const BesideCaptures&) = delete;
+    ~BesideCaptures() { api_.exchange_capture_mode(&mode_); }
+
+   private:
+    const Api& api_;
+    int mode_ = cuda::kCaptureModeRelaxed;
+  };
+
   // Makes a device's context current for a scope, and the caller's own again after it.
   class InContext {
    public:
-    InContext(CudaDriver& driver, int index) : api_(*driver.api_) {
+    InContext(CudaDriver& driver, int index) : api_(*driver.api_), beside_captures_(api_) {
       CudaDevice& device = driver.at(index);
       const std::lock_guard<std::mutex> lock(device.mutex);
       enter(driver, device);
     }
-    InContext(CudaDriver& driver, int index, const std::lock_guard<std::mutex>&) : api_(*driver.api_) {
+    InContext(CudaDriver& driver, int index, const std::lock_guard<std::mutex>&)
+        : api_(*driver.api_), beside_captures_(api_) {
       enter(driver, driver.at(index));
     }
     InContext(const InContext&) = delete;
@@ -277,6 +298,7 @@ class CudaDriver final : public Driver {
       driver.check("cuCtxPushCurrent", api_.context_push(device.context));
     }
     const Api& api_;
+    const BesideCaptures beside_captures_;
   };
 
   void check(const char* symbol, Result result) const {
@@ -337,6 +359,24 @@ bool cuda_available(std::string* why) noexcept { return cuda::api(why) != nullpt
 bool cuda_can_checkpoint() noexcept {
   void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   return library != nullptr && dlsym(library, "cuCheckpointProcessCheckpoint") != nullptr;
+}
+
+bool cuda_reaches(int device, Address address) noexcept {
+  const Api* const api = cuda::api(nullptr);
+  cuda::Device ordinal = 0;
+  cuda::Context context = nullptr;
+  if (api == nullptr || api->device_get(&ordinal, device) != cuda::kSuccess) return false;
+  unsigned flags = 0;
+  int active = 0;
+  if (api->primary_context_get_state(ordinal, &flags, &active) != cuda::kSuccess || active == 0) return false;
+  if (api->primary_context_retain(&context, ordinal) != cuda::kSuccess) return false;
+  int access = 0;
+  if (api->context_push(context) == cuda::kSuccess) {
+    if (api->pointer_get_attribute(&access, cuda::kPointerAccessFlags, address) != cuda::kSuccess) access = 0;
+    api->context_pop(&context);
+  }
+  api->primary_context_release(ordinal);
+  return access != 0;
 }
 
 std::unique_ptr<Driver> open_cuda_driver() { return std::make_unique<CudaDriver>(); }

@@ -63,6 +63,10 @@ inline constexpr unsigned kStreamNonBlocking = 1;      // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kEventDisableTiming = 2;     // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kHostRegisterPortable = 1;   // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kHostRegisterDeviceMap = 2;  // CU_MEMHOSTREGISTER_DEVICEMAP
+inline constexpr int kCaptureModeRelaxed = 2;          // CU_STREAM_CAPTURE_MODE_RELAXED
+
+inline constexpr int kGraphMemReservedCurrent = 2;  // CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT
+inline constexpr int kPointerAccessFlags = 16;      // CU_POINTER_ATTRIBUTE_ACCESS_FLAGS
 
 inline constexpr int kAttributeComputeMajor = 75;
 inline constexpr int kAttributeComputeMinor = 76;
@@ -83,11 +87,16 @@ inline constexpr int kAttributeHostNumaId = 134;
   X(device_get_attribute, "cuDeviceGetAttribute", 2000, (int*, int, Device))                                       \
   X(device_total_mem, "cuDeviceTotalMem", 3020, (std::size_t*, Device))                                            \
   X(device_graph_mem_trim, "cuDeviceGraphMemTrim", 11040, (Device))                                                \
+  X(device_get_graph_mem_attribute, "cuDeviceGetGraphMemAttribute", 11040, (Device, int, void*))                   \
   X(device_can_access_peer, "cuDeviceCanAccessPeer", 4000, (int*, Device, Device))                                 \
+  X(pointer_get_attribute, "cuPointerGetAttribute", 4000, (void*, int, DevicePointer))                             \
+  X(primary_context_get_state, "cuDevicePrimaryCtxGetState", 7000, (Device, unsigned*, int*))                      \
   X(primary_context_retain, "cuDevicePrimaryCtxRetain", 7000, (Context*, Device))                                  \
+  X(primary_context_release, "cuDevicePrimaryCtxRelease", 11000, (Device))                                         \
   X(context_push, "cuCtxPushCurrent", 4000, (Context))                                                             \
   X(context_pop, "cuCtxPopCurrent", 4000, (Context*))                                                              \
   X(context_synchronize, "cuCtxSynchronize", 2000, ())                                                             \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010, (int*))                                     \
   X(mem_get_info, "cuMemGetInfo", 3020, (std::size_t*, std::size_t*))                                              \
   X(mem_get_granularity, "cuMemGetAllocationGranularity", 10020, (std::size_t*, const AllocationProperties*, int)) \
   X(mem_address_reserve, "cuMemAddressReserve", 10020,                                                             \

@@ -29,6 +29,12 @@ struct MemoryInfo {
   std::size_t total_bytes;
 };
 
+// Where a process's share of a device is accounted for, for a helper that checkpoints it from outside.
+struct DeviceAccount {
+  int file;
+  int slot;
+};
+
 // What a virtual-memory driver can do: the one seam to the machine.
 //
 // Every function throws Error and then has had no effect, unless its comment says otherwise. All may be called from
@@ -64,6 +70,8 @@ class Driver {
 
   // Gives back what the driver caches for allocations inside of CUDA graphs and no graph uses now.
   virtual void trim_graph_memory(int device) = 0;
+  // Bytes that it holds for them, in use or cached.
+  [[nodiscard]] virtual std::size_t graph_memory(int) { return 0; }
 
   [[nodiscard]] virtual Stream create_stream(int device) = 0;
   virtual void destroy_stream(int device, Stream stream) = 0;
@@ -91,6 +99,10 @@ class Driver {
   // Pins host memory for copies and kernels of every device.
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
+
+  // One for each device, where this process is checkpointed by way of its accounts; none where the operating system's
+  // number of it is enough. The descriptors stay the driver's.
+  [[nodiscard]] virtual std::vector<DeviceAccount> accounts() { return {}; }
 };
 
 // Whether libcuda is here and finds a device; where not, `why` says what is missing.
@@ -98,5 +110,9 @@ class Driver {
 
 // Whether the NVIDIA driver can checkpoint processes.
 [[nodiscard]] bool cuda_can_checkpoint() noexcept;
+
+// Whether kernels of `device` can use memory at `address` that another device holds: peer access is on. False where
+// that cannot be told. `device` must have a context.
+[[nodiscard]] bool cuda_reaches(int device, Address address) noexcept;
 
 }  // namespace memsaver

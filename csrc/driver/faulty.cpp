@@ -109,6 +109,10 @@ void FaultyDriver::trim_graph_memory(int device) {
   enter("trim_graph_memory");
   driver_->trim_graph_memory(device);
 }
+std::size_t FaultyDriver::graph_memory(int device) {
+  enter("graph_memory");
+  return driver_->graph_memory(device);
+}
 Stream FaultyDriver::create_stream(int device) {
   enter("create_stream");
   return driver_->create_stream(device);
@@ -158,5 +162,6 @@ void FaultyDriver::unregister_host(void* address) {
   enter("unregister_host");
   driver_->unregister_host(address);
 }
+std::vector<DeviceAccount> FaultyDriver::accounts() { return driver_->accounts(); }
 
 }  // namespace memsaver

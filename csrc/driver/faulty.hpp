@@ -42,6 +42,7 @@ class FaultyDriver final : public Driver {
   void unmap(int device, Address address, std::size_t bytes) override;
   void synchronize(int device) override;
   void trim_graph_memory(int device) override;
+  std::size_t graph_memory(int device) override;
   Stream create_stream(int device) override;
   void destroy_stream(int device, Stream stream) override;
   void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override;
@@ -58,6 +59,7 @@ class FaultyDriver final : public Driver {
   void stream_wait(int device, Stream stream, Event event) override;
   void register_host(void* address, std::size_t bytes) override;
   void unregister_host(void* address) override;
+  std::vector<DeviceAccount> accounts() override;
 
  private:
   struct Fault {

@@ -176,6 +176,12 @@ class HostDriver final : public Driver {
   void register_host(void*, std::size_t) override {}
   void unregister_host(void*) override {}
 
+  std::vector<DeviceAccount> accounts() override {
+    std::vector<DeviceAccount> accounts;
+    for (const auto& device : devices_) accounts.push_back({device->account->file(), device->account->slot()});
+    return accounts;
+  }
+
  private:
   HostDevice& at(int device) {
     if (device < 0 || device >= device_count()) {

@@ -1,11 +1,15 @@
 #include "driver/host_account.hpp"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <map>
 
@@ -51,7 +55,36 @@ struct HostAccount::Ledger {
   struct Slot {
     std::uint64_t used_bytes;
   } slots[kSlots];
+  struct Hibernation {
+    std::atomic<std::uint32_t> state;  // a State; also what those who wait for it wait on
+    std::uint32_t reserved;
+    std::uint64_t kept_bytes;  // what the process holds while it is checkpointed, and used_bytes does not count
+  } hibernations[kSlots];
+
+  // What a process that takes the slot, or leaves it, starts from.
+  void clear(int slot) {
+    slots[slot].used_bytes = 0;
+    hibernations[slot].kept_bytes = 0;
+    hibernations[slot].state = 0;
+  }
 };
+
+namespace {
+
+const char* name_of(HostAccount::State state) {
+  constexpr const char* names[] = {"running", "locked", "checkpointed", "failed"};
+  return names[static_cast<std::uint32_t>(state)];
+}
+
+// Between processes, hence not FUTEX_PRIVATE_FLAG.
+void wait_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, value, nullptr, nullptr, 0);
+}
+void wake_all(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace
 
 class HostAccount::Guard {
  public:
@@ -102,6 +135,21 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
   }
 }
 
+std::shared_ptr<HostAccount> HostAccount::of_another(int file, int slot) {
+  struct stat status{};
+  if (slot < 0 || slot >= kSlots || fstat(file, &status) != 0 ||
+      status.st_size < static_cast<off_t>(sizeof(HostAccount::Ledger))) {
+    throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " is no host device account");
+  }
+  std::shared_ptr<HostAccount> account(new HostAccount("", file));
+  account->map_ledger();
+  account->slot_ = slot;
+  account->own_ = false;
+  return account;
+}
+
+HostAccount::HostAccount(std::string path, int file) : path_(std::move(path)), file_(file) {}
+
 HostAccount::HostAccount(std::string path, int file, std::size_t capacity_bytes) : path_(std::move(path)), file_(file) {
   try {
     join(capacity_bytes);
@@ -112,12 +160,16 @@ HostAccount::HostAccount(std::string path, int file, std::size_t capacity_bytes)
   }
 }
 
-void HostAccount::join(std::size_t capacity_bytes) {
-  const Guard guard(*this);
-  if (ftruncate(file_, sizeof(Ledger)) != 0) throw failure("cannot be sized", path_);
+void HostAccount::map_ledger() {
   void* memory = mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) throw failure("cannot be mapped", path_);
   ledger_ = static_cast<Ledger*>(memory);
+}
+
+void HostAccount::join(std::size_t capacity_bytes) {
+  const Guard guard(*this);
+  if (ftruncate(file_, sizeof(Ledger)) != 0) throw failure("cannot be sized", path_);
+  map_ledger();
   int free_slot = -1;
   bool alone = true;
   for (int slot = 0; slot < kSlots; ++slot) {
@@ -134,17 +186,17 @@ void HostAccount::join(std::size_t capacity_bytes) {
                     path_ + " uses " + std::to_string(ledger_->capacity_bytes) + ": give all of them the same value");
   }
   ledger_->capacity_bytes = capacity_bytes;
-  ledger_->slots[free_slot].used_bytes = 0;
+  ledger_->clear(free_slot);
   auto lock = record(1 + free_slot, F_WRLCK);
   if (fcntl(file_, F_SETLK, &lock) != 0) throw failure("cannot lock a slot", path_);
   slot_ = free_slot;
 }
 
 HostAccount::~HostAccount() {
-  if (!path_.empty()) {
+  if (!path_.empty() && own_) {
     try {
       const Guard guard(*this);
-      ledger_->slots[slot_].used_bytes = 0;
+      ledger_->clear(slot_);
       bool alone = true;
       for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
       if (alone) unlink(path_.c_str());
@@ -152,12 +204,12 @@ HostAccount::~HostAccount() {
       // The kernel drops our slot with the descriptor; the file stays and is taken over.
     }
   }
-  munmap(ledger_, sizeof(Ledger));
+  if (ledger_ != nullptr) munmap(ledger_, sizeof(Ledger));
   close(file_);
 }
 
 bool HostAccount::slot_lives(int slot) const {
-  if (slot == slot_) return true;
+  if (own_ && slot == slot_) return true;
   auto lock = record(1 + slot, F_WRLCK);
   return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
@@ -172,20 +224,89 @@ std::size_t HostAccount::sum_of_the_living() {
   return sum;
 }
 
-void HostAccount::take(std::size_t bytes) {
-  const Guard guard(*this);
+std::size_t HostAccount::free_bytes() {
   const std::size_t used = sum_of_the_living();
-  const std::size_t free = ledger_->capacity_bytes > used ? ledger_->capacity_bytes - used : 0;
-  if (bytes > free) {
-    throw Error::from_driver(ErrorKind::out_of_device_memory, "create", "OUT_OF_MEMORY", "the host device is full")
-        .with_memory(bytes, free);
+  return ledger_->capacity_bytes > used ? ledger_->capacity_bytes - used : 0;
+}
+
+void HostAccount::take(std::size_t bytes) {
+  auto& state = ledger_->hibernations[slot_].state;
+  for (;;) {
+    {
+      const Guard guard(*this);
+      if (state == static_cast<std::uint32_t>(State::running)) {
+        const std::size_t free = free_bytes();
+        if (bytes > free) {
+          throw Error::from_driver(ErrorKind::out_of_device_memory, "create", "OUT_OF_MEMORY",
+                                   "the host device is full")
+              .with_memory(bytes, free);
+        }
+        ledger_->slots[slot_].used_bytes += bytes;
+        return;
+      }
+    }
+    for (std::uint32_t now = state; now != static_cast<std::uint32_t>(State::running); now = state) {
+      wait_while(state, now);
+    }
   }
-  ledger_->slots[slot_].used_bytes += bytes;
 }
 
 void HostAccount::give(std::size_t bytes) {
   const Guard guard(*this);
-  ledger_->slots[slot_].used_bytes -= bytes;
+  auto& hibernation = ledger_->hibernations[slot_];
+  // A process that failed for good may have been lost before its bytes were moved, or after.
+  (hibernation.kept_bytes >= bytes ? hibernation.kept_bytes : ledger_->slots[slot_].used_bytes) -= bytes;
+}
+
+HostAccount::State HostAccount::state() {
+  const Guard guard(*this);
+  return static_cast<State>(ledger_->hibernations[slot_].state.load());
+}
+
+// Only with the guard.
+void HostAccount::step(const char* call, State from, State to) {
+  auto& word = ledger_->hibernations[slot_].state;
+  const auto now = static_cast<State>(word.load());
+  if (now != from) {
+    throw Error::from_driver(ErrorKind::driver, call, "ILLEGAL_STATE", std::string("the process is ") + name_of(now));
+  }
+  word = static_cast<std::uint32_t>(to);
+  wake_all(word);
+}
+
+void HostAccount::lock() {
+  const Guard guard(*this);
+  step("lock", State::running, State::locked);
+}
+
+void HostAccount::checkpoint() {
+  const Guard guard(*this);
+  step("checkpoint", State::locked, State::checkpointed);
+  ledger_->hibernations[slot_].kept_bytes = ledger_->slots[slot_].used_bytes;
+  ledger_->slots[slot_].used_bytes = 0;
+}
+
+void HostAccount::restore() {
+  const Guard guard(*this);
+  auto& hibernation = ledger_->hibernations[slot_];
+  const std::size_t free = free_bytes();
+  if (hibernation.state == static_cast<std::uint32_t>(State::checkpointed) && hibernation.kept_bytes > free) {
+    throw Error::from_driver(ErrorKind::out_of_device_memory, "restore", "OUT_OF_MEMORY", "the host device is full")
+        .with_memory(hibernation.kept_bytes, free);
+  }
+  step("restore", State::checkpointed, State::locked);
+  ledger_->slots[slot_].used_bytes = hibernation.kept_bytes;
+  hibernation.kept_bytes = 0;
+}
+
+void HostAccount::unlock() {
+  const Guard guard(*this);
+  step("unlock", State::locked, State::running);
+}
+
+void HostAccount::lose() {
+  const Guard guard(*this);
+  ledger_->hibernations[slot_].state = static_cast<std::uint32_t>(State::failed);
 }
 
 std::size_t HostAccount::used_bytes() {

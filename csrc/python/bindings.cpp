@@ -91,6 +91,7 @@ py::dict to_dict(const SaverStatus& status) {
     dict["allocations"] = tag.allocations;
     dict["chunks"] = tag.chunks;
     dict["mapped_by_device"] = tag.mapped_by_device;
+    dict["bytes_by_device"] = tag.bytes_by_device;
     tags.append(dict);
   }
   py::dict dict;
@@ -322,6 +323,15 @@ PYBIND11_MODULE(_native, module) {
             for (const int device : saver->devices()) saver->driver().trim_graph_memory(device);
           },
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "graph_memory", [](PySaver& saver, int device) { return saver->driver().graph_memory(device); },
+          py::arg("device"), py::call_guard<py::gil_scoped_release>())
+      .def("accounts",
+           [](PySaver& saver) {
+             std::vector<std::pair<int, int>> accounts;
+             for (const auto& [file, slot] : saver->driver().accounts()) accounts.emplace_back(file, slot);
+             return accounts;
+           })
       .def("known_tags", [](PySaver& saver) { return saver->known_tags(); })
       .def("devices", [](PySaver& saver) { return saver->devices(); })
       .def(
@@ -425,6 +435,7 @@ PYBIND11_MODULE(_native, module) {
       },
       "Why CUDA cannot be used here; an empty string where it can.");
   module.def("can_checkpoint", &cuda_can_checkpoint);
+  module.def("reaches", &cuda_reaches, py::arg("device"), py::arg("address"), py::call_guard<py::gil_scoped_release>());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, py::arg("path"));
   module.def("available_memory_bytes", &available_memory_bytes);
   module.def(

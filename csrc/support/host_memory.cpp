@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <vector>
 
 namespace memsaver {
 
@@ -36,66 +37,80 @@ std::size_t leading_number(const std::string& text) {
   return end == text.c_str() ? kNoLimit : static_cast<std::size_t>(value);
 }
 
-std::size_t meminfo_bytes(const std::string& key) {
-  std::size_t bytes = kNoLimit;
-  each_line("/proc/meminfo", [&](const std::string& line) {
-    if (line.compare(0, key.size() + 1, key + ":") == 0) bytes = leading_number(line.substr(key.size() + 1)) * 1024;
-  });
-  return bytes;
-}
-
 std::size_t number_in(const std::string& path) {
   std::size_t value = kNoLimit;
   each_line(path, [&](const std::string& line) { value = leading_number(line); });
   return value;
 }
 
-// Page cache that the kernel gives up before it refuses memory.
-std::size_t reclaimable_in(const std::string& path) {
+// Page cache that the kernel gives up before it refuses memory, as in MemAvailable: weights that were read from files
+// leave as much of it as they are large.
+std::size_t reclaimable_in(const std::string& path, const std::vector<std::string>& keys) {
   std::size_t bytes = 0;
-  const std::string key = "inactive_file ";
   each_line(path, [&](const std::string& line) {
-    if (line.compare(0, key.size(), key) == 0) bytes = leading_number(line.substr(key.size()));
+    for (const auto& key : keys) {
+      if (line.compare(0, key.size() + 1, key + " ") == 0) bytes += leading_number(line.substr(key.size() + 1));
+    }
   });
   return bytes;
 }
 
-// The tightest (limit - usage) and limit over this process's control group and its parents, version 2 and 1.
-struct GroupMemory {
-  std::size_t limit = kNoLimit;
+// What there is and what could be taken: of the machine, and where that is less, of this process's control group and
+// its parents, version 2 and 1.
+class Memory {
+ public:
+  std::size_t total = kNoLimit;
   std::size_t available = kNoLimit;
 
-  void add(const std::string& folder, const char* limit_file, const char* usage_file) {
-    const std::size_t bound = number_in(folder + limit_file);
-    if (bound == kNoLimit) return;
-    std::size_t usage = number_in(folder + usage_file);
+  static Memory now() {
+    Memory memory;
+    each_line("/proc/meminfo", [&memory](const std::string& line) {
+      if (line.compare(0, 9, "MemTotal:") == 0) memory.total = leading_number(line.substr(9)) * 1024;
+      if (line.compare(0, 13, "MemAvailable:") == 0) memory.available = leading_number(line.substr(13)) * 1024;
+    });
+    memory.machine_ = memory.total;
+    each_line("/proc/self/cgroup", [&memory](const std::string& line) {
+      const auto second = line.rfind(':');
+      if (second == std::string::npos) return;
+      std::string group = line.substr(second + 1);
+      const bool unified = line.compare(0, 3, "0::") == 0;
+      if (!unified && line.find(":memory:") == std::string::npos) return;
+      for (;;) {
+        if (unified) {
+          memory.bound_by_version_2("/sys/fs/cgroup" + group);
+        } else {
+          memory.bound_by_version_1("/sys/fs/cgroup/memory" + group);
+        }
+        if (group.empty() || group == "/") break;
+        group.erase(group.rfind('/'));
+      }
+    });
+    return memory;
+  }
+
+ private:
+  void bound_by_version_2(const std::string& folder) {
+    // Beyond memory.high nobody is killed, but everybody in the group is slowed until next to nothing moves.
+    bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
+             folder + "/memory.current", folder + "/memory.stat", {"inactive_file", "active_file"});
+  }
+  void bound_by_version_1(const std::string& folder) {
+    // The usage is that of the groups below, too, and so are the totals alone.
+    bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes", folder + "/memory.stat",
+             {"total_inactive_file", "total_active_file"});
+  }
+  void bound_by(std::size_t bound, const std::string& usage_file, const std::string& stat_file,
+                const std::vector<std::string>& reclaimable) {
+    if (bound >= machine_) return;  // "unlimited" is a large number, too
+    total = std::min(total, bound);
+    std::size_t usage = number_in(usage_file);
     if (usage == kNoLimit) return;
-    usage -= std::min(usage, reclaimable_in(folder + "/memory.stat"));
-    limit = std::min(limit, bound);
+    usage -= std::min(usage, reclaimable_in(stat_file, reclaimable));
     available = std::min(available, usage > bound ? 0 : bound - usage);
   }
-};
 
-GroupMemory group_memory() {
-  GroupMemory memory;
-  each_line("/proc/self/cgroup", [&memory](const std::string& line) {
-    const auto second = line.rfind(':');
-    if (second == std::string::npos) return;
-    std::string group = line.substr(second + 1);
-    const bool unified = line.compare(0, 3, "0::") == 0;
-    if (!unified && line.find(":memory:") == std::string::npos) return;
-    for (;;) {
-      if (unified) {
-        memory.add("/sys/fs/cgroup" + group, "/memory.max", "/memory.current");
-      } else {
-        memory.add("/sys/fs/cgroup/memory" + group, "/memory.limit_in_bytes", "/memory.usage_in_bytes");
-      }
-      if (group.empty() || group == "/") break;
-      group.erase(group.rfind('/'));
-    }
-  });
-  return memory;
-}
+  std::size_t machine_ = kNoLimit;
+};
 
 }  // namespace
 
@@ -104,8 +119,8 @@ std::size_t page_bytes() noexcept {
   return bytes;
 }
 
-std::size_t machine_memory_bytes() { return std::min(meminfo_bytes("MemTotal"), group_memory().limit); }
+std::size_t machine_memory_bytes() { return Memory::now().total; }
 
-std::size_t available_memory_bytes() { return std::min(meminfo_bytes("MemAvailable"), group_memory().available); }
+std::size_t available_memory_bytes() { return Memory::now().available; }
 
 }  // namespace memsaver

@@ -880,6 +880,7 @@ SaverStatus Saver::status() const {
     tag.released_bytes += away;
     tag.resident_bytes += arena->live_bytes() - away;
     tag.mapped_by_device[key.device] += arena->mapped_bytes();
+    tag.bytes_by_device[key.device] += arena->live_bytes();
     tag.retained_bytes += arena->retained_bytes();
     tag.allocations += arena->allocations().size();
     tag.chunks += arena->chunks().size();

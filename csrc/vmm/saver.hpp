@@ -72,6 +72,7 @@ struct TagSnapshot {
   std::size_t allocations = 0;
   std::size_t chunks = 0;
   std::map<int, std::size_t> mapped_by_device;  // retained bytes included
+  std::map<int, std::size_t> bytes_by_device;   // live bytes, mapped or not
 };
 
 struct SaverStatus {

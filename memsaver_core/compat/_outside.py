@@ -9,24 +9,36 @@ from typing import Any
 import torch
 
 from memsaver_core import _cuda_region, _host_region, _process
-from memsaver_core._cuda_region import CudaRegion
+from memsaver_core._cuda_region import CudaRegion, Pool
 
 
 class _CudaOutside(CudaRegion):
     """Takes the place of a region, with a pool of torch's own or none."""
 
-    def __init__(self, pool: torch.cuda.MemPool | None) -> None:
-        self._pool = pool
+    def __init__(self, own_pool: bool) -> None:
         self._device = torch.cuda.current_device()
+        self._pool = Pool(self._device) if own_pool else None
         self._routing: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> _CudaOutside:
         regions = _cuda_region._regions()
         if regions:
             regions[-1]._leave()
-        self._route()
+        try:
+            self._route()
+        except BaseException:
+            if regions:
+                regions[-1]._route()
+            raise
         regions.append(self)
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._leave()
+        if self._pool is not None:
+            self._pool = None
+            torch.cuda.empty_cache()  # now, because torch's caches go back only while no pool is in use
+        super().__exit__(*exception)
 
     def _route(self) -> None:
         if self._pool is not None:
@@ -44,10 +56,8 @@ def outside(*, own_pool: bool = False) -> Iterator[None]:
     if not _process.enabled():
         yield
     elif _process.driver_name() == "cuda":
-        with _CudaOutside(torch.cuda.MemPool() if own_pool else None):
+        with _CudaOutside(own_pool):
             yield
-        if own_pool:
-            torch.cuda.empty_cache()
     else:
         regions: list[Any] = _host_region._regions()  # a region takes only what is made while it is the last one
         regions.append(None)

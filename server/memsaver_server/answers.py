@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import memsaver_core as ms
-from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport, TagStatus
+from memsaver_core.reports import (
+    DeviceDelta,
+    DeviceMemory,
+    HostBackupStatus,
+    OperationReport,
+    PhaseReport,
+    TagStatus,
+)
 from memsaver_server.occupation import Occupation
 from memsaver_server.operations import Operation
 from memsaver_server.problems import problem_of
@@ -76,7 +82,7 @@ def operation_status(operation: Operation) -> dict[str, Any]:
 
 def progress(operation: Operation) -> dict[str, Any] | None:
     """Return how far an operation in work is, as the core counts it; None where it copies nothing now."""
-    now = ms.status().progress
+    now = operation.memory.status().progress
     if operation.status != "running" or now.operation != operation.request.operation:
         return None
     rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
@@ -91,20 +97,19 @@ def progress(operation: Operation) -> dict[str, Any] | None:
 
 def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> dict[str, Any]:
     """Return what the process holds now; of the devices, what ``reading`` says."""
-    status = ms.status()
-    reason = occupation.closed_because()
-    running = occupation.operations.running
+    now = occupation.now()
+    status = now.status
     return {
         "enabled": status.enabled,
         "driver": status.driver,
-        "state": occupation.state,
+        "state": now.state,
         "hibernated": status.hibernated,
         "engine": engine,
-        "admission": {"open": not reason, "reason": reason},
-        "operation_id": running.id if running else None,
+        "admission": {"open": not now.closed_because, "reason": now.closed_because},
+        "operation_id": now.running.id if now.running else None,
         "tags": [_tag_status(tag) for tag in status.tags],
         "devices": [_occupied(device, reading) for device in reading.devices],
-        "host_backup": asdict(status.host_backup),
+        "host_backup": _host_backup(status.host_backup),
     }
 
 
@@ -160,7 +165,13 @@ def _metered(device: DeviceDelta) -> dict[str, Any]:
 
 def _tag_status(tag: TagStatus) -> dict[str, Any]:
     answer = asdict(tag)
-    del answer["mapped_by_device"]  # each device's sources say it
+    del answer["mapped_by_device"], answer["bytes_by_device"]  # each device's sources say it
+    return answer
+
+
+def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
+    answer = asdict(backup)
+    del answer["target_bytes"]  # how the pool grows is nobody's business outside
     return answer
 
 

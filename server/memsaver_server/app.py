@@ -26,6 +26,7 @@ from memsaver_server.operations import ConflictError, IdempotencyKeyError, Phase
 from memsaver_server.routes import dashboard, generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
 from memsaver_server.service import Service
 from memsaver_server.settings import Settings
+from memsaver_server.turns import TakeTurns
 
 logger = logging.getLogger("memsaver")
 
@@ -69,6 +70,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
     )
     app.state.memsaver = service
+    app.add_middleware(TakeTurns, turns=service.turns)
     for route in (sglang, vllm, tensorrt_llm, memory, operations, probes, dashboard):
         app.include_router(route.router)
     if isinstance(engine, GeneratingEngine):
@@ -103,4 +105,5 @@ async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
 async def _answer_unforeseen(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     problem = problems.problem_of(error)
-    return JSONResponse(problem.body(), problem.status)
+    # uvicorn ends the connection after such an error: a caller that kept it for the next request would be cut off.
+    return JSONResponse(problem.body(), problem.status, headers={"Connection": "close"})

@@ -17,7 +17,8 @@ import uvicorn
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
-from memsaver_server.engines.port import Engine
+from memsaver_server.connections import BoundedProtocol
+from memsaver_server.engines.port import Engine, memory_of
 from memsaver_server.settings import Settings
 from memsaver_server.trust import check_address
 
@@ -97,7 +98,7 @@ def attach(
         bound = _bind_unix(os.fspath(uds))
     config = uvicorn.Config(
         create_app(engine, settings),
-        http="h11",
+        http=BoundedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -112,7 +113,7 @@ def attach(
         bound.close()
         raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
     if ms.core_settings().prepare_backup:
-        ms.prepare_backup()  # the engine is loaded: the first release shall be as fast as the tenth
+        memory_of(engine).prepare_backup()  # the engine is loaded: the first release shall be as fast as the tenth
     return Attachment(server, bound, thread)
 
 

@@ -18,6 +18,7 @@ _MIN_TORCH = (2, 6)
 
 _CU_VMM_SUPPORTED = 102
 _CU_RDMA_WITH_VMM_SUPPORTED = 110
+_CU_MODULE_LAZY_LOADING = 2
 
 #: Both names are read by torch; the second came with torch 2.9.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -76,6 +77,7 @@ def examine() -> tuple[Finding, ...]:
         _check_expandable_segments,
         _check_nccl,
         _check_hibernation,
+        _check_module_loading,
         _check_host_driver,
         _check_host_memory,
     )
@@ -293,15 +295,34 @@ def _check_nccl(machine: Machine) -> Iterator[Finding]:
 
 
 def _check_hibernation(machine: Machine) -> Iterator[Finding]:
-    if not machine.has_gpu:
-        return
     import memsaver_core
 
     reasons = memsaver_core.hibernation_blockers()
     if reasons:
         yield Finding("hibernation", Level.NOTE, "not possible: " + "; ".join(reasons))
+    elif memsaver_core.driver_name() == "cuda":
+        found = "possible, unless the engine uses NCCL, CUDA IPC, managed memory or devices that reach each other"
+        yield Finding("hibernation", Level.OK, found)
     else:
-        yield Finding("hibernation", Level.OK, "possible, unless the engine uses NCCL, CUDA IPC or managed memory")
+        yield Finding("hibernation", Level.OK, "possible")
+
+
+def _check_module_loading(machine: Machine) -> Iterator[Finding]:
+    """Modules that nobody uses cannot be unloaded from outside: they are best not loaded."""
+    mode = ctypes.c_int()
+    if not machine.has_gpu or machine.cuda is None or not hasattr(machine.cuda, "cuModuleGetLoadingMode"):
+        return
+    if machine.cuda.cuModuleGetLoadingMode(ctypes.byref(mode)) != 0:
+        return
+    if mode.value == _CU_MODULE_LAZY_LOADING:
+        yield Finding("CUDA modules", Level.OK, "loaded as they are used")
+    else:
+        yield Finding(
+            "CUDA modules",
+            Level.WARNING,
+            "all of every library's are loaded at its first use: some hundred MiB that no release gives back",
+            "unset CUDA_MODULE_LOADING, or set it to LAZY; a release that hibernates gives them back, too",
+        )
 
 
 def _check_settings(machine: Machine) -> Iterator[Finding]:

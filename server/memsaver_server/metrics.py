@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import memsaver_core as ms
 from memsaver_server.occupation import Occupation
 from memsaver_server.operations import Operation
 from memsaver_server.readings import DeviceReadings
@@ -36,10 +36,24 @@ class _Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         bounds = [str(bound) for bound in PHASE_BUCKETS_S] + ["+Inf"]
-        return [(bound, float(sum(self.counts[: i + 1]))) for i, bound in enumerate(bounds)]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class Metrics(Collector):
+class _Source(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+
+def _registry_of(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_Source(collect))
+    return registry
+
+
+class Metrics:
     """What operations have done so far, and at each scrape what the core and the last device reading say."""
 
     def __init__(self, readings: DeviceReadings) -> None:
@@ -50,22 +64,26 @@ class Metrics(Collector):
         self._copied: Counter[tuple[str, str]] = Counter()
         self._moved: Counter[str] = Counter({"release": 0, "resume": 0})
         self._occupation: Occupation | None = None
-        self._registry = CollectorRegistry()
+        self._done = _registry_of(self._what_was_done)
+        self._held = _registry_of(self._what_is_held)
+        # Rendering what was done takes milliseconds, in which nobody else is answered; it changes with an operation.
+        self._done_text: bytes | None = None
 
     def watch(self, occupation: Occupation) -> None:
         """Report the state of ``occupation`` from now on."""
         self._occupation = occupation
-        self._registry.register(self)
 
     def count(self, operation: str, outcome: str) -> None:
         """Count a call of ``operation`` that ended as ``outcome``."""
         with self._lock:
+            self._done_text = None
             self._operations[operation, outcome] += 1
 
     def record(self, operation: Operation, outcome: str) -> None:
         """Count an operation that is done, with its phases and bytes."""
         name = operation.request.operation
         with self._lock:
+            self._done_text = None
             self._operations[name, outcome] += 1
             for phase in operation.phases:
                 self._phases.setdefault((name, phase.name), _Histogram()).observe(phase.seconds)
@@ -79,41 +97,43 @@ class Metrics(Collector):
 
     def scrape(self) -> bytes:
         """Return the exposition text. Waits for no operation and calls no driver."""
-        return generate_latest(self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._what_was_done()
-        yield from self._what_is_held()
+        done = self._done_text
+        if done is None:
+            with self._lock:
+                done = self._done_text = generate_latest(self._done)
+        return done + generate_latest(self._held)
 
     def _what_was_done(self) -> Iterator[Metric]:
-        with self._lock:
-            operations = CounterMetricFamily(
-                "memsaver_operations",
-                "Calls of release and resume, by how they ended.",
-                labels=["operation", "outcome"],
-            )
-            for labels, count in sorted(self._operations.items()):
-                operations.add_metric(list(labels), count)
-            phases = HistogramMetricFamily(
-                "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
-            )
-            for labels, histogram in sorted(self._phases.items()):
-                phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
-            copied = CounterMetricFamily(
-                "memsaver_copy_bytes",
-                "Content copied to or from backups; skipped: not copied, because the backup was still equal.",
-                labels=["direction", "skipped"],
-            )
-            for labels, count in sorted(self._copied.items()):
-                copied.add_metric(list(labels), count)
-            released = CounterMetricFamily("memsaver_released_bytes", "Device memory given back to the driver so far.")
-            released.add_metric([], self._moved["release"])
-            resumed = CounterMetricFamily("memsaver_resumed_bytes", "Device memory taken back from the driver so far.")
-            resumed.add_metric([], self._moved["resume"])
+        """Needs the lock."""
+        operations = CounterMetricFamily(
+            "memsaver_operations",
+            "Calls of release and resume, by how they ended.",
+            labels=["operation", "outcome"],
+        )
+        for labels, count in sorted(self._operations.items()):
+            operations.add_metric(list(labels), count)
+        phases = HistogramMetricFamily(
+            "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
+        )
+        for labels, histogram in sorted(self._phases.items()):
+            phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
+        copied = CounterMetricFamily(
+            "memsaver_copy_bytes",
+            "Content copied to or from backups; skipped: not copied, because the backup was still equal.",
+            labels=["direction", "skipped"],
+        )
+        for labels, count in sorted(self._copied.items()):
+            copied.add_metric(list(labels), count)
+        released = CounterMetricFamily("memsaver_released_bytes", "Device memory given back to the driver so far.")
+        released.add_metric([], self._moved["release"])
+        resumed = CounterMetricFamily("memsaver_resumed_bytes", "Device memory taken back from the driver so far.")
+        resumed.add_metric([], self._moved["resume"])
         yield from (operations, phases, copied, released, resumed)
 
     def _what_is_held(self) -> Iterator[Metric]:
-        status = ms.status()
+        assert self._occupation is not None  # nobody scrapes before
+        now = self._occupation.now()
+        status = now.status
         tags = GaugeMetricFamily("memsaver_tag_bytes", "Memory under each tag, by its state.", labels=["tag", "state"])
         for tag in status.tags:
             tags.add_metric([tag.tag, "resident"], tag.resident_bytes)
@@ -134,12 +154,9 @@ class Metrics(Collector):
         for device in self._readings.latest().devices:
             used.add_metric([str(device.index)], device.used_bytes)
             total.add_metric([str(device.index)], device.total_bytes)
-        yield from (tags, backups, used, total)
-        if self._occupation is not None:
-            now = self._occupation.state
-            state = GaugeMetricFamily("memsaver_state", "1 for the state that the process is in.", labels=["state"])
-            for name in STATES:
-                state.add_metric([name], float(name == now))
-            admission = GaugeMetricFamily("memsaver_admission_open", "1 while the engine takes requests.")
-            admission.add_metric([], float(not self._occupation.closed_because()))
-            yield from (state, admission)
+        state = GaugeMetricFamily("memsaver_state", "1 for the state that the process is in.", labels=["state"])
+        for name in STATES:
+            state.add_metric([name], float(name == now.state))
+        admission = GaugeMetricFamily("memsaver_admission_open", "1 while the engine takes requests.")
+        admission.add_metric([], float(not now.closed_because))
+        yield from (tags, backups, used, total, state, admission)

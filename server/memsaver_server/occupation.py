@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import memsaver_core as ms
+from memsaver_core import PhaseLog
 from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.reports import OperationReport, Status, TagStatus
-from memsaver_server.engines.port import DrainMode, Engine
+from memsaver_server.engines.port import DrainMode, Engine, Memory, memory_of
 from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest
 from memsaver_server.settings import Settings
 
@@ -54,6 +54,23 @@ class NotResidentError(Exception):
         super().__init__(f"the memory of {tag!r} is released; resume it first")
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What can be said of the process at one moment.
+
+    Attributes:
+        status: the core's account.
+        state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
+        closed_because: why the engine takes no requests, or an empty string where it does.
+        running: the operation in work, or None.
+    """
+
+    status: Status
+    state: str
+    closed_because: str
+    running: Operation | None
+
+
 class Occupation:
     """What the engine occupies of the device, and the only way to change it.
 
@@ -63,12 +80,14 @@ class Occupation:
 
     def __init__(self, engine: Engine, settings: Settings, on_finished: Callable[[Operation], None]) -> None:
         self._engine = engine
+        #: What holds the engine's memory: this process, or the ranks that the engine reaches.
+        self.memory = memory_of(engine)
         self._settings = settings
         self._on_finished = on_finished
-        self.operations = Operations(settings.history, self._finished)
+        self.operations = Operations(settings.history, self._finished, self.memory)
         self._lock = threading.Lock()
         # Held while memory moves, and while weights are written into it.
-        self._memory = threading.Lock()
+        self._moving = threading.Lock()
         # Guarded by the lock, and all that admission depends on beside the core's own state.
         self._quiescing = ""
         self._paused: Paused = ""
@@ -90,9 +109,9 @@ class Occupation:
             UnsupportedError: the process cannot be hibernated. Nothing was started.
             ConflictError, IdempotencyKeyError, TooManyOperationsError: see Operations.submit.
         """
-        ms.check_tags(None if request.tags is None else list(request.tags))
-        ms.check_tags([tag for tag, _ in request.restore])
-        if request.hibernate and ms.enabled() and (reasons := ms.hibernation_blockers()):
+        self.memory.check_tags(None if request.tags is None else list(request.tags))
+        self.memory.check_tags([tag for tag, _ in request.restore])
+        if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_blockers()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
         return self.operations.submit(request, self._release, wait=wait, key=key, client=client)
 
@@ -100,16 +119,16 @@ class Occupation:
         request, log = operation.request, operation.log
         assert isinstance(request, ReleaseRequest)
         assert log is not None
-        if not ms.enabled():
-            return ms.release(_listed(request.tags), log=log)
+        if not self.memory.enabled():
+            return self.memory.release(_listed(request.tags), log=log)
         self._check_usable()
         tags = self._cheapest(request)
         self._close_admission("memory is being released")
         try:
             with log.phase("drain"):
                 self._engine.drain(request.timeout_s, request.mode)
-            with self._memory:
-                return ms.release(
+            with self._moving:
+                return self.memory.release(
                     tags, log=log, restore=dict(request.restore), trim=request.trim, hibernate=request.hibernate
                 )
         finally:
@@ -122,7 +141,9 @@ class Occupation:
             return _listed(request.tags)
         override = dict(request.restore)
         candidates = [
-            tag for tag in ms.status().tags if tag.resident_bytes and (request.tags is None or tag.tag in request.tags)
+            tag
+            for tag in self.memory.status().tags
+            if tag.resident_bytes and (request.tags is None or tag.tag in request.tags)
         ]
         # Discarded before backed up, then what has a backup already; among equals the largest, so that few are touched.
         candidates.sort(key=lambda tag: (_keeps(tag, override), _uncopied(tag), -tag.resident_bytes))
@@ -149,19 +170,19 @@ class Occupation:
         Raises:
             As release.
         """
-        ms.check_tags(None if request.tags is None else list(request.tags))
+        self.memory.check_tags(None if request.tags is None else list(request.tags))
         return self.operations.submit(request, self._resume, wait=wait, key=key, client=client)
 
     def _resume(self, operation: Operation) -> OperationReport:
         request, log = operation.request, operation.log
         assert isinstance(request, ResumeRequest)
         assert log is not None
-        if not ms.enabled():
-            return ms.resume(_listed(request.tags), log=log)
+        if not self.memory.enabled():
+            return self.memory.resume(_listed(request.tags), log=log)
         self._check_usable()
-        away = released_tags(ms.status())
+        away = released_tags(self.memory.status())
         tags = self._with_unnamed(request.tags, away)
-        if away or self._to_repair or ms.status().hibernated:
+        if away or self._to_repair or self.memory.status().hibernated:
             self._close_admission("memory is being resumed")
         try:
             report = self._restore(tags, request.wait_for_memory_s, log)
@@ -185,17 +206,17 @@ class Occupation:
             alone = left <= self._unnamed and not left & COMMON_TAGS
         return [*tags, *sorted(left)] if alone else list(tags)
 
-    def _restore(self, tags: list[str] | None, wait_for_memory_s: float, log: ms.PhaseLog) -> OperationReport:
+    def _restore(self, tags: list[str] | None, wait_for_memory_s: float, log: PhaseLog) -> OperationReport:
         deadline = time.monotonic() + wait_for_memory_s
         while True:
             try:
-                with self._memory:
-                    return ms.resume(tags, log=log)
+                with self._moving:
+                    return self.memory.resume(tags, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
                     raise
                 with log.phase("wait_for_memory"):
-                    _wait_for_memory(short, deadline)
+                    _wait_for_memory(self.memory, short, deadline)
 
     def _repair(self) -> None:
         with self._lock:
@@ -237,8 +258,7 @@ class Occupation:
         """
         with self._lock:
             self._paused = ""
-            self._settle_admission()
-            return self._closed_because()
+            return self._settle_admission()
 
     def flush_cache(self) -> None:
         """Forget the engine's cached prefixes, whatever state the memory is in."""
@@ -252,36 +272,37 @@ class Occupation:
         Raises:
             NotResidentError: the weights are released. ``write`` was not called.
         """
-        with self._memory:
-            if "weights" in released_tags(ms.status()) or ms.status().hibernated:
+        with self._moving:
+            if "weights" in released_tags(self.memory.status()) or self.memory.status().hibernated:
                 raise NotResidentError("weights")
             return write()
 
     # -- what can be asked -----------------------------------------------------------------------------------------
 
+    def now(self) -> Moment:
+        """What can be said now, by one look at the core: each may have to wait for its turn with the interpreter."""
+        status = self.memory.status()
+        running = self.operations.running
+        state = status.state
+        if state != "failed" and running is not None and running.status == "running":
+            state = "releasing" if running.request.operation == "release" else "resuming"
+        with self._lock:
+            return Moment(status, state, self._closed_because(status), running)
+
     @property
     def state(self) -> str:
         """The process's state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``."""
-        state = ms.status().state
-        running = self.operations.running
-        if state == "failed" or running is None or running.status != "running":
-            return state
-        return "releasing" if running.request.operation == "release" else "resuming"
+        return self.now().state
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is away, or generation was put to sleep without releasing any."""
-        status = ms.status()
+        status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._paused == "asleep"
-
-    def closed_because(self) -> str:
-        """Why the engine takes no requests now, or an empty string where it does."""
-        with self._lock:
-            return self._closed_because()
 
     def is_alive(self) -> bool:
         """Whether this process can still serve, now or once it is resumed."""
-        return ms.status().state != "failed" and self._engine.is_alive()
+        return self.memory.status().state != "failed" and self._engine.is_alive()
 
     # -- admission -------------------------------------------------------------------------------------------------
 
@@ -296,16 +317,16 @@ class Occupation:
             self._quiescing = ""
             self._settle_admission()
 
-    def _settle_admission(self) -> None:
-        """Open admission where nothing stands in the way, and give the reason where something does. Needs the lock."""
-        reason = self._closed_because()
+    def _settle_admission(self) -> str:
+        """Open admission where nothing stands in the way; where something does, return what. Needs the lock."""
+        reason = self._closed_because(self.memory.status())
         if reason:
             self._engine.close_admission(reason, hold=self._hold())
         else:
             self._engine.open_admission()
+        return reason
 
-    def _closed_because(self) -> str:
-        status = ms.status()
+    def _closed_because(self, status: Status) -> str:
         if status.state == "failed":
             return f"the device context is lost: {status.failure}"
         if self._quiescing:
@@ -323,19 +344,19 @@ class Occupation:
 
     def _hold(self) -> int:
         """How many new requests may wait: a paused engine holds them, a released one where the operator wants that."""
-        paused_alone = self._paused and not self._quiescing and not released_tags(ms.status())
+        paused_alone = self._paused and not self._quiescing and not released_tags(self.memory.status())
         return self._settings.queue_limit if paused_alone or self._settings.while_released == "queue" else 0
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        status = ms.status()
+        status = self.memory.status()
         if status.state == "failed":
             raise UnusableError(f"the device context is lost ({status.failure}); restart the engine")
 
     def _note_released(self, request: ReleaseRequest, tags: Sequence[str] | None) -> None:
         """Remember whose content this release gave up. Asked of the core, so that a failed one counts as well."""
-        gone = [tag for tag in ms.status().tags if tag.released_bytes and (tags is None or tag.tag in tags)]
+        gone = [tag for tag in self.memory.status().tags if tag.released_bytes and (tags is None or tag.tag in tags)]
         with self._lock:
             self._lost.update(tag.tag for tag in gone if not _keeps(tag, dict(request.restore)))
             if request.tags is None:
@@ -344,7 +365,7 @@ class Occupation:
                 self._unnamed.difference_update(request.tags)
 
     def _note_resumed(self, away: set[str]) -> None:
-        back = away - released_tags(ms.status())
+        back = away - released_tags(self.memory.status())
         with self._lock:
             self._to_repair.update(back)
             self._unnamed.difference_update(back)
@@ -373,10 +394,10 @@ def _uncopied(tag: TagStatus) -> bool:
     return tag.backed_up_bytes < tag.bytes
 
 
-def _wait_for_memory(short: OutOfDeviceMemoryError, deadline: float) -> None:
+def _wait_for_memory(memory: Memory, short: OutOfDeviceMemoryError, deadline: float) -> None:
     """Return when the device has what was missing, or at the deadline. No co-tenant tells when it lets go."""
     while time.monotonic() < deadline:
         time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - time.monotonic())))
-        for device in ms.read_devices():
+        for device in memory.read_devices():
             if device.index == short.device and device.total_bytes - device.used_bytes >= short.needed_bytes:
                 return

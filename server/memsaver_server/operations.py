@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import memsaver_core as ms
+from memsaver_core import PhaseLog
 from memsaver_core.reports import OperationReport, PhaseReport
-from memsaver_server.engines.port import DrainMode
+from memsaver_server.engines.port import LOCAL_MEMORY, DrainMode, Memory
 
 #: More callers than this waiting for their turn are sent away.
 MAX_PENDING = 128
@@ -127,6 +127,7 @@ class Operation:
 
     Attributes:
         client: who asked first.
+        memory: what it works on.
         phase: what it does now, or an empty string.
         phase_starts: when each of its phases began, in their order.
         report: what it did, where it succeeded.
@@ -139,13 +140,14 @@ class Operation:
     request: OperationRequest
     client: str
     created_at: float
+    memory: Memory = LOCAL_MEMORY
     status: Status = "queued"
     started_at: float | None = None
     finished_at: float | None = None
     seconds: float = 0.0
     phase: str = ""
     phase_starts: list[float] = field(default_factory=list)
-    log: ms.PhaseLog | None = None
+    log: PhaseLog | None = None
     report: OperationReport | None = None
     error: BaseException | None = None
     state: str = ""
@@ -178,7 +180,7 @@ class Operation:
 
     def seconds_without_progress(self) -> float:
         """How long ago the phase began, or last moved bytes."""
-        moved_bytes = ms.status().progress.done_bytes
+        moved_bytes = self.memory.status().progress.done_bytes
         if moved_bytes != self._moved_bytes:
             self._moved_bytes = moved_bytes
             self._moved = time.monotonic()
@@ -188,14 +190,14 @@ class Operation:
         self.status = "running"
         self.started_at = time.time()
         self._started = self._moved = time.monotonic()
-        self.log = ms.PhaseLog(on_phase=self.enter_phase)
+        self.log = PhaseLog(self.enter_phase, self.memory.read_devices)
 
     def _finish(self, report: OperationReport | None, error: BaseException | None) -> None:
         self.seconds = time.monotonic() - self._started
         self.finished_at = time.time()
         self.report = None if report is None else replace(report, seconds=self.seconds)
         self.error = error
-        self.state = ms.status().state
+        self.state = self.memory.status().state
         self.phase = ""
         self.status = "succeeded" if error is None else "failed"
 
@@ -203,7 +205,8 @@ class Operation:
 class Operations:
     """The queue of operations and what is remembered of them."""
 
-    def __init__(self, history: int, on_finished: Callable[[Operation], None]) -> None:
+    def __init__(self, history: int, on_finished: Callable[[Operation], None], memory: Memory = LOCAL_MEMORY) -> None:
+        self._memory = memory
         self._history: OrderedDict[str, Operation] = OrderedDict()
         self._history_limit = history
         self._keys: OrderedDict[str, Operation] = OrderedDict()
@@ -255,7 +258,7 @@ class Operations:
                 raise ConflictError(request, conflicting)
             if len(self._pending) >= MAX_PENDING:
                 raise TooManyOperationsError
-            operation = Operation(id=uuid.uuid4().hex[:12], request=request, client=client, created_at=time.time())
+            operation = Operation(uuid.uuid4().hex[:12], request, client, time.time(), self._memory)
             self._pending.append((operation, work))
             self._remember(operation, key)
             if self._worker is None:

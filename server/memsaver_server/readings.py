@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 import memsaver_core as ms
-from memsaver_core.reports import DeviceMemory, Status
+from memsaver_core.blockers import nccl_groups
+from memsaver_core.reports import DeviceDelta, DeviceMemory, Status, TorchMemory
+from memsaver_server.engines.port import LOCAL_MEMORY, Memory
 
 logger = logging.getLogger("memsaver")
 
 #: How long readings are remembered, seconds, for whoever wants to see memory over time.
 REMEMBERED_S = 900.0
+#: How long somebody who wants a fresh reading waits for it at most, seconds. A device answers in a few milliseconds,
+#: but not while it is busy mapping memory.
+FRESH_S = 0.015
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,17 @@ class Reading:
     Attributes:
         at: when, in seconds since the epoch.
         status: the core's own account at that moment; None where there was no reading yet.
-        torch_bytes: what torch's allocator holds of each device, by its index: regions, whether mapped or released, and
-            everything else. A device on which torch holds nothing is not there.
+        torch: what torch holds of each device, by its index.
+        graph_bytes: what captured graphs hold of each device beside their tensors, by its index.
+        nccl: NCCL communicators are alive, and hold memory that nobody tells of.
     """
 
     at: float
     devices: tuple[DeviceMemory, ...] = ()
     status: Status | None = None
-    torch_bytes: Mapping[int, int] = field(default_factory=dict)
+    torch: Mapping[int, TorchMemory] = field(default_factory=dict)
+    graph_bytes: Mapping[int, int] = field(default_factory=dict)
+    nccl: bool = False
 
 
 class DeviceReadings:
@@ -43,13 +51,13 @@ class DeviceReadings:
     A driver call that blocks delays the readings, and nobody who reads them.
     """
 
-    def __init__(self, interval_s: float = 1.0) -> None:
+    def __init__(self, interval_s: float = 1.0, memory: Memory = LOCAL_MEMORY) -> None:
+        self._memory = memory
         self._interval_s = interval_s
         self._changed = threading.Condition()
         self._latest = Reading(0.0)
         self._past: deque[Reading] = deque(maxlen=int(REMEMBERED_S / interval_s))
-        self._reads = 0
-        self._wanted = 0
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -69,31 +77,44 @@ class DeviceReadings:
     def latest(self) -> Reading:
         """Return the last reading at once; one without devices where there was none yet."""
         self.start()
-        with self._changed:
-            return self._latest
+        return self._latest
 
     def past(self) -> list[Reading]:
         """Return the readings of the last ``REMEMBERED_S``, the oldest first."""
         with self._changed:
             return [reading for reading in self._past if reading.at > time.time() - REMEMBERED_S]
 
-    def fresh(self, timeout_s: float = 0.25) -> Reading:
+    def note(self, devices: Iterable[DeviceDelta]) -> None:
+        """Take what an operation read last for the last reading, so that who saw it end finds what it left."""
+        read = tuple(
+            DeviceMemory(each.index, each.uuid, each.name, each.total_bytes, each.used_after_bytes, each.process_bytes)
+            for each in devices
+        )
+        if not read:
+            return
+        reading = _with_accounts(time.time(), read, self._memory)
+        with self._changed:
+            self._latest = reading
+
+    async def fresh(self, timeout_s: float = FRESH_S) -> Reading:
         """Return a reading begun after this call; the last one where the driver takes longer than ``timeout_s``."""
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[None] = loop.create_future()
         self.start()
         with self._changed:
-            # A reading may be under way that began before this call: the one after it is wanted.
-            wanted = self._reads + 2
-            self._wanted = max(self._wanted, wanted)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._reads >= wanted or self._stopping, timeout_s)
-            return self._latest
+            self._waiting.append((loop, taken))
+            self._changed.notify()
+        await asyncio.wait({taken}, timeout=timeout_s)
+        return self._latest
 
     def _run(self) -> None:
         remembered_at = 0.0
         failing = False
         while True:
+            with self._changed:
+                waiting, self._waiting = self._waiting, []
             try:
-                reading = _read()
+                reading = _read(self._memory)
                 failing = False
             except Exception:
                 if not failing:
@@ -101,21 +122,40 @@ class DeviceReadings:
                 failing = True
                 reading = self._latest
             with self._changed:
-                self._latest = reading
+                if reading.at >= self._latest.at:  # else an operation has noted a later one
+                    self._latest = reading
+            for loop, taken in waiting:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(_settle, taken)
+            with self._changed:
                 # Extra readings, taken because somebody asked, must not push the past out.
                 if reading.at - remembered_at >= 0.9 * self._interval_s:
                     self._past.append(reading)
                     remembered_at = reading.at
-                self._reads += 1
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopping or self._wanted > self._reads, self._interval_s)
+                self._changed.wait_for(lambda: self._stopping or self._waiting, self._interval_s)
                 if self._stopping:
                     return
 
 
-def _read() -> Reading:
-    devices = ms.read_devices()
-    held = {}
-    if torch.cuda.is_initialized() and ms.driver_name() == "cuda":
-        held = {device.index: torch.cuda.memory_reserved(device.index) for device in devices}
-    return Reading(time.time(), devices, ms.status(), held)
+def _settle(taken: asyncio.Future[None]) -> None:
+    if not taken.done():
+        taken.set_result(None)
+
+
+def _read(memory: Memory) -> Reading:
+    began = time.time()
+    return _with_accounts(began, memory.read_devices(), memory)
+
+
+def _with_accounts(at: float, devices: tuple[DeviceMemory, ...], memory: Memory) -> Reading:
+    """What else is known of ``devices`` now; asks the driver for next to nothing."""
+    if memory is not LOCAL_MEMORY:
+        return Reading(at, devices, memory.status())
+    return Reading(
+        at,
+        devices,
+        memory.status(),
+        torch={device.index: ms.read_torch_memory(device.index) for device in devices},
+        graph_bytes={device.index: ms.graph_memory_bytes(device.index) for device in devices},
+        nccl=bool(nccl_groups()),
+    )

@@ -215,7 +215,7 @@ class OperationsAnswer(BaseModel):
 class SourceAnswer(BaseModel):
     """Who holds how much of a device. ``kind`` says what the name is: a tag may have any."""
 
-    kind: Literal["tag", "torch", "process", "others", "unexplained"]
+    kind: Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
     name: str
     bytes: int
 

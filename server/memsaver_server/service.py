@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from memsaver_server import audit, tracing
 from memsaver_server.answers import accepted_answer, operation_answer
-from memsaver_server.engines.port import Engine
+from memsaver_server.engines.port import Engine, memory_of
 from memsaver_server.metrics import Metrics
 from memsaver_server.occupation import Occupation
 from memsaver_server.operations import (
@@ -26,6 +26,7 @@ from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.signatures import SeenNonces
 from memsaver_server.trust import caller
+from memsaver_server.turns import Turns
 
 #: How often a caller that waits looks whether the operation is stuck, seconds.
 WATCH_S = 1.0
@@ -37,11 +38,12 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self.settings = settings
-        self.readings = DeviceReadings()
+        self.readings = DeviceReadings(memory=memory_of(engine))
         self.metrics = Metrics(self.readings)
         self.occupation = Occupation(engine, settings, self._record)
         self.metrics.watch(self.occupation)
         self.nonces = SeenNonces()
+        self.turns = Turns()
         self.closing = threading.Event()
 
     def close(self) -> None:
@@ -106,6 +108,8 @@ class Service:
         self.metrics.record(operation, outcome)
         audit.record(operation, outcome)
         tracing.record(operation, outcome)
+        if operation.phases:
+            self.readings.note(operation.phases[-1].devices)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

@@ -16,8 +16,8 @@ from memsaver_server.settings import Settings
 def bearer_is_right(request: Request, key: str) -> bool:
     """Compare the caller's key in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Header bytes arrive decoded as Latin-1; the key may be any text.
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+    # Header bytes arrive decoded as Latin-1; the key may be any text, and its last byte what Latin-1 calls a space.
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip(" \t").encode("latin-1"), key.encode())
 
 
 def check_key(request: Request, settings: Settings) -> None:

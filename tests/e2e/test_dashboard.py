@@ -104,6 +104,27 @@ def test_release_and_resume(page: playwright.Page, server: Server) -> None:
         assert box is None or box["x"] + box["width"] <= page.viewport_size["width"]
 
 
+def test_hibernate_and_wake(page: playwright.Page, server: Server) -> None:
+    page.goto(server.url)
+    state(page, "resident")
+    page.get_by_role("button", name="Hibernate").click()
+    dialog = page.get_by_role("dialog", name="Release all memory and hibernate?")
+    dialog.get_by_role("button", name="Cancel").click()
+    state(page, "resident")
+    page.get_by_role("button", name="Hibernate").click()
+    dialog.get_by_role("button", name="Hibernate").click()
+    state(page, "hibernated")
+    playwright.expect(page.locator("#admission")).to_contain_text("the process is hibernated")
+    playwright.expect(page.get_by_role("button", name="Hibernate")).to_be_disabled()
+    page.wait_for_function("document.querySelector('.device').dataset.used == 0")
+    phases = page.get_by_role("table", name="Phases of release").first.locator("tbody th").all_inner_texts()
+    assert {"trim_workspaces", "empty_cache", "trim_graphs", "trim_pinned", "hibernate"} <= set(phases)
+    page.get_by_role("button", name="Resume all").click()
+    state(page, "resident")
+    phases = page.get_by_role("table", name="Phases of resume").first.locator("tbody th").all_inner_texts()
+    assert phases[:2] == ["wake", "restore"]
+
+
 def test_one_tag_by_keyboard(page: playwright.Page, server: Server) -> None:
     page.goto(server.url)
     state(page, "resident")

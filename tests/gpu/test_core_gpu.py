@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
-import sys
-import textwrap
 import uuid
 from collections.abc import Iterator
 
@@ -15,6 +12,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _native, _process
+from tests.gpu.children import CoTenant, run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -38,17 +36,6 @@ def tag() -> Iterator[str]:
 
 def used_bytes() -> int:
     return ms.read_devices()[0].used_bytes
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **environment},
-        check=False,
-    )
 
 
 def test_content_addresses_and_device_count(tag: str) -> None:
@@ -108,10 +95,11 @@ def test_zero_content_needs_no_host_memory(tag: str) -> None:
     assert not zeros.any()
 
 
-def test_kernel_digest_equals_host_digest(tag: str) -> None:
+@pytest.mark.parametrize("nbytes", [16, 4096 - 16, 32 * 1024, 32 * 1024 + 16, 5 * MIB + 512, 64 * MIB])
+def test_kernel_digest_equals_host_digest(tag: str, nbytes: int) -> None:
     key = (0x0123456789ABCDEF, 0xFEDCBA9876543210, 0x1122334455667788, 0x8877665544332211)
     with ms.region(tag):
-        data = torch.randint(0, 256, (5 * MIB + 512,), dtype=torch.uint8, device="cuda")
+        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     on_device = _process.saver().digest(0, data.data_ptr(), data.numel(), key)
     assert on_device == _native.digest_of(data.cpu().numpy(), key)
@@ -276,27 +264,13 @@ def test_resume_while_another_process_holds_the_memory(tag: str) -> None:
         data = torch.randn(512 * MIB, device="cuda")  # 2 GiB
     expected = float(data.double().sum())
     ms.release([tag])
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import torch; free, _ = torch.cuda.mem_get_info(); t = torch.empty(free - (1 << 30), dtype=torch.uint8,"
-            " device='cuda'); print('held', flush=True); input()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline().strip() == "held"
+    with CoTenant() as tenant:
+        tenant.leave(1 << 30)
         with pytest.raises(ms.OutOfDeviceMemoryError) as caught:
             ms.resume([tag])
         assert caught.value.needed_bytes == 2048 * MIB
         assert caught.value.free_bytes < 2048 * MIB
         assert ms.status().state == "released"
-    finally:
-        holder.communicate("\n")
     ms.resume([tag])
     assert float(data.double().sum()) == expected
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=200,
         check=False,
-        env={**os.environ},
+        env={**os.environ, "MEMSAVER_FAULT_INJECTION": "1"},
     )
 
 
@@ -156,3 +157,243 @@ def test_clean_exit_while_hibernated() -> None:
     """T2: the interpreter exits cleanly in this state, too."""
     result = run("ms.release(hibernate=True)\nprint('end', flush=True)\n")
     assert (result.returncode, result.stdout.strip()) == (0, "end"), result.stderr
+
+
+def test_each_failed_step_is_undone_and_told() -> None:
+    """The process runs on, or is still hibernated, and says which; nothing is lost, and the repeat works."""
+    result = run(
+        """
+        def refused(call, words):
+            try:
+                call()
+            except ms.DriverError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(words)
+
+        def awake():
+            ms.resume()
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out.cpu(), expected)
+
+        hibernate = lambda: ms.release(hibernate=True)
+        for step in ("lock", "checkpoint"):
+            hibernation.fail(step)
+            refused(hibernate, f"{step} failed: INJECTED; the process runs on as before")
+            assert not ms.status().hibernated and not hibernation.is_away()
+            torch.cuda.synchronize()  # its calls do not wait
+            awake()
+        hibernation.fail("checkpoint")
+        hibernation.fail("unlock")  # of the undo
+        refused(hibernate, "the process runs on as before")
+        awake()
+        hibernate()
+        hibernation.fail("restore")
+        refused(ms.resume, "restore failed: INJECTED; the process is still hibernated; repeat the call")
+        assert ms.status().hibernated and used() - empty <= 16
+        awake()
+        hibernate()
+        hibernation.fail("unlock", times=2)
+        refused(ms.resume, "its calls still wait; resume again")
+        awake()
+        hibernate()
+        hibernation.fail("unlock")
+        assert ms.resume().phases[0].details["unlock_repeats"] == 1
+        awake()
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+def test_a_process_that_cannot_be_restored_is_failed() -> None:
+    """Nothing waits for a device that will not come back."""
+    result = run(
+        """
+        ms.release(hibernate=True)
+        hibernation.fail("restore", lost=True)
+        for call in (ms.resume, ms.release, ms.resume):
+            try:
+                call()
+            except ms.ContextLostError as error:
+                print(error)
+        print(ms.status().state, ms.status().failure, ms.read_devices()[0].used_bytes >= 0, flush=True)
+        os._exit(0)  # an orderly end would wait for the device
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("the driver cannot restore this process; restart it") == 4
+    assert "\nfailed " in result.stdout
+
+
+def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
+    """R3: refused with figures before the driver is asked, which would lose the process; then the same call works."""
+    result = run(
+        """
+        ms.release(["kv_cache"], hibernate=True)
+        code = "import sys, torch\\nfree = torch.cuda.mem_get_info()[0]\\n"
+        code += "held = torch.empty(free - (300 << 20), dtype=torch.uint8, device='cuda')\\n"
+        code += "print('has it', flush=True); sys.stdin.read()"
+        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline() == "has it\\n"
+        for _ in range(2):
+            try:
+                ms.resume()
+            except ms.OutOfDeviceMemoryError as error:
+                assert error.needed_bytes > error.free_bytes > 0 and error.device == 0, error
+                assert "still hibernated" in str(error), error
+            else:
+                raise AssertionError("there was room")
+        assert ms.status().hibernated
+        other.communicate()
+        while used() - empty > 16:  # its memory goes a moment after it
+            time.sleep(0.05)
+        ms.resume()
+        graph.replay()
+        assert torch.equal(out.cpu(), expected)
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+def test_managed_memory_is_seen_and_refused() -> None:
+    """The driver would not keep a process in a good state that it finds this in."""
+    result = run(
+        """
+        import ctypes
+        cuda = ctypes.CDLL("libcuda.so.1")
+        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        address = ctypes.c_uint64()
+        assert cuda.cuMemAllocManaged(ctypes.byref(address), ctypes.c_size_t(8 << 20), 1) == 0
+        [reason] = ms.hibernation_blockers()
+        assert "managed memory" in reason, reason
+        try:
+            ms.release(hibernate=True)
+        except ms.UnsupportedError as error:
+            assert "managed memory" in str(error) and "nothing was released" in str(error)
+        assert ms.status().state == "resident"
+        graph.replay()
+        assert torch.equal(out.cpu(), expected)
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+def test_nccl_and_shared_tensors_are_seen_and_refused() -> None:
+    result = run(
+        """
+        import tempfile
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.all_reduce(torch.ones(1, device="cuda"))
+            assert "NCCL" in ms.hibernation_blockers()[0]
+            dist.destroy_process_group()
+        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        shared = torch.ones(1000, device="cuda")
+        queue = mp.get_context("spawn").SimpleQueue()
+        queue.put(shared)
+        assert "CUDA IPC" in ms.hibernation_blockers()[0]
+        del shared
+        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        print("fine")
+        os._exit(0)  # nobody takes from the queue
+        """
+    )
+    assert "fine" in result.stdout, result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_peer_access_is_seen_and_refused() -> None:
+    result = run(
+        """
+        other = torch.ones(1000, device="cuda:1")
+        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        assert torch.cuda.can_device_access_peer(0, 1)
+        other.to("cuda:0")  # torch turns peer access on for the copy
+        torch.cuda.synchronize()
+        [reason] = ms.hibernation_blockers()
+        assert "reach each other's memory" in reason, reason
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+def test_each_step_of_a_trim_gives_back_what_it_names() -> None:
+    """Of a process without graphs, the workspaces go too; with one, they stay, and the report says so."""
+    result = run(
+        """
+        held = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+        del held
+        passing = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        del passing
+        report = ms.release(trim=True)
+        phases = {phase.name: phase for phase in report.phases}
+        delta = {name: sum(device.delta_bytes for device in phase.devices) for name, phase in phases.items()}
+        assert delta["empty_cache"] <= -(256 << 20), delta
+        assert phases["trim_pinned"].details["host_bytes"] in (0, 64 << 20), phases["trim_pinned"]
+        assert phases["trim_workspaces"].details["kept_for_graphs"] == 1
+        ms.resume()
+        graph.replay()
+        assert torch.equal(out.cpu(), expected)
+        del graph
+        report = ms.release(trim=True)
+        phases = {phase.name: phase for phase in report.phases}
+        assert phases["trim_workspaces"].details["kept_for_graphs"] == 0
+        print("fine", delta)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert "fine" in result.stdout
+
+
+def test_what_remains_is_explained() -> None:
+    """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
+    result = run(
+        """
+        from memsaver_server.readings import Reading
+        from memsaver_server.sources import sources
+        graphs = []
+        for size in range(8):
+            graphs.append(torch.cuda.CUDAGraph())
+            with ms.graph(graphs[-1], stream=stream):
+                kept = static @ weights
+        torch.cuda.synchronize()
+
+        def explain(when):
+            [device] = ms.read_devices()
+            reading = Reading(
+                0.0, (device,), ms.status(), {0: ms.read_torch_memory(0)}, {0: ms.graph_memory_bytes(0)}
+            )
+            found = sources(device, reading)
+            assert sum(each.bytes for each in found) == device.used_bytes
+            print(when, {each.name: round(each.bytes / 2**20, 1) for each in found}, flush=True)
+            return {each.kind: each.bytes for each in found if each.kind != "tag"}
+
+        explain("loaded")
+        for each in graphs:
+            each.replay()
+        torch.cuda.synchronize()
+        explain("replayed")
+        ms.release(trim=True)
+        assert explain("released")["torch"] < 64 << 20
+        ms.release(hibernate=True)
+        found = explain("hibernated")
+        assert found["process"] <= 16 << 20
+        ms.resume()
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert "fine" in result.stdout

@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 
 import memsaver_core as ms
-from memsaver_core.reports import DeviceMemory, Status, TagStatus
+from memsaver_core.reports import DeviceMemory, Status, TagStatus, TorchMemory
 from memsaver_server.readings import Reading
 from memsaver_server.sources import Source, sources
 
+MIB = 1 << 20
 GIB = 1 << 30
+KEPT = "what the driver keeps of a hibernated process"
 
 
-def tag(name: str, mapped: dict[int, int], live: int) -> TagStatus:
-    resident = sum(mapped.values())
-    return TagStatus(name, "host", "resident", live, resident, live - resident, 0, 0, 1, 1, mapped)
+def tag(name: str, mapped: dict[int, int], live: dict[int, int]) -> TagStatus:
+    size, resident = sum(live.values()), sum(mapped.values())
+    return TagStatus(name, "host", "resident", size, resident, size - resident, 0, 0, 1, 1, mapped, live)
 
 
 def device(used: int, process: int | None, index: int = 0) -> DeviceMemory:
@@ -26,51 +28,79 @@ def device(used: int, process: int | None, index: int = 0) -> DeviceMemory:
 @pytest.fixture
 def status() -> Status:
     """Weights on two devices, of which the second's are released; a cache on the first."""
-    tags = (tag("weights", {0: 20 * GIB, 1: 0}, 40 * GIB), tag("kv_cache", {0: 30 * GIB}, 30 * GIB))
+    tags = (
+        tag("weights", {0: 20 * GIB, 1: 0}, {0: 20 * GIB, 1: 20 * GIB}),
+        tag("kv_cache", {0: 30 * GIB}, {0: 30 * GIB}),
+    )
     return replace(ms.status(), driver="cuda", tags=tags)
 
 
-def held(*devices: DeviceMemory, status: Status, torch_bytes: dict[int, int]) -> list[dict[tuple[str, str], int]]:
-    reading = Reading(1.0, devices, status, torch_bytes)
+def held(*devices: DeviceMemory, **read: object) -> list[dict[tuple[str, str], int]]:
+    reading = Reading(1.0, devices, **read)  # type: ignore[arg-type]
     found = [sources(each, reading) for each in devices]
     for each, parts in zip(devices, found, strict=True):
         assert sum(part.bytes for part in parts) == each.used_bytes
         assert all(part.bytes >= 0 for part in parts)
-    return [{(part.kind, part.name): part.bytes for part in parts} for parts in found]
+    return [{(part.kind, part.name): part.bytes for part in parts if part.bytes} for parts in found]
 
 
-def test_one_device_is_told_apart(status: Status) -> None:
-    tags = tuple(replace(tag, bytes=sum(tag.mapped_by_device.values())) for tag in status.tags)
-    [parts] = held(device(60 * GIB, 55 * GIB), status=replace(status, tags=tags), torch_bytes={0: 54 * GIB})
+def test_what_a_process_holds_is_told_apart(status: Status) -> None:
+    [parts] = held(
+        device(60 * GIB, 55 * GIB),
+        status=status,
+        torch={0: TorchMemory(54 * GIB, 3 * GIB)},
+        graph_bytes={0: 40 * MIB},
+    )
     assert parts == {
         ("tag", "weights"): 20 * GIB,
         ("tag", "kv_cache"): 30 * GIB,
-        ("torch", "torch outside regions"): 4 * GIB,
-        ("process", "context and libraries"): 1 * GIB,
+        ("torch", "torch outside regions"): 1 * GIB,
+        ("cache", "torch's cache"): 3 * GIB,
+        ("graphs", "captured graphs, beside their tensors"): 40 * MIB,
+        ("process", "context and modules"): GIB - 40 * MIB,
         ("others", "other processes"): 5 * GIB,
     }
 
 
 def test_each_device_has_its_own(status: Status) -> None:
+    """torch counts released regions as well: on the second device it holds nothing else."""
     first, second = held(
-        device(60 * GIB, 55 * GIB), device(3 * GIB, 1 * GIB, 1), status=status, torch_bytes={0: 54 * GIB, 1: 20 * GIB}
+        device(60 * GIB, 55 * GIB),
+        device(3 * GIB, 1 * GIB, 1),
+        status=status,
+        torch={0: TorchMemory(54 * GIB, None), 1: TorchMemory(20 * GIB, 0)},
+        nccl=True,
     )
     assert first["tag", "weights"] == 20 * GIB
-    assert first["process", "context, libraries and torch outside regions"] == 5 * GIB
-    assert second["tag", "weights"] == second["tag", "kv_cache"] == 0
-    assert second["others", "other processes"] == 2 * GIB
+    assert first["torch", "torch outside regions, and its cache"] == 4 * GIB
+    assert first["process", "context and modules, NCCL"] == 1 * GIB
+    assert second == {("process", "context and modules, NCCL"): 1 * GIB, ("others", "other processes"): 2 * GIB}
+
+
+def test_a_hibernated_process_holds_what_the_driver_keeps(status: Status) -> None:
+    """Neither tags that were not released nor torch's own count say what is on the device now."""
+    [parts] = held(
+        device(10 * GIB, 4 * MIB), status=replace(status, hibernated=True), torch={0: TorchMemory(54 * GIB, 0)}
+    )
+    assert parts == {("process", KEPT): 4 * MIB, ("others", "other processes"): 10 * GIB - 4 * MIB}
 
 
 def test_what_the_driver_does_not_tell_is_called_unexplained(status: Status) -> None:
-    [parts] = held(device(60 * GIB, None), status=status, torch_bytes={0: 70 * GIB})
-    assert parts["unexplained", "context and libraries, other processes"] == 10 * GIB
+    [parts] = held(device(60 * GIB, None), status=status, torch={0: TorchMemory(54 * GIB, 0)})
+    assert parts["torch", "torch outside regions"] == 4 * GIB
+    assert parts["unexplained", "context and modules, other processes"] == 6 * GIB
 
 
 def test_a_count_that_lags_behind_is_never_exceeded(status: Status) -> None:
-    [parts] = held(device(25 * GIB, 24 * GIB), status=status, torch_bytes={})
-    assert list(parts.values()) == [20 * GIB, 5 * GIB, 0, 0, 0]
+    """Nor do sources of this process take what the driver counts for others."""
+    [parts] = held(device(40 * GIB, 24 * GIB), status=status, torch={0: TorchMemory(50 * GIB, 0)})
+    assert parts == {
+        ("tag", "weights"): 20 * GIB,
+        ("tag", "kv_cache"): 4 * GIB,
+        ("others", "other processes"): 16 * GIB,
+    }
 
 
 def test_without_a_core_all_of_it_is_unexplained() -> None:
     [part] = [part for part in sources(device(GIB, None), Reading(1.0, (device(GIB, None),))) if part.bytes]
-    assert part == Source("unexplained", "context and libraries, other processes", GIB)
+    assert part == Source("unexplained", "context and modules, torch outside regions, other processes", GIB)

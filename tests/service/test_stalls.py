@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+import memsaver_core as ms
 from memsaver_core._native import Saver
 
 
@@ -26,3 +27,20 @@ def test_everything_else_answers_while_a_copy_stalls(http: httpx.Client, driver:
         assert '"pause"' in answers["/operations"].text
         assert release.result().status_code == 200
     assert http.post("/resume_memory_occupation").status_code == 200
+
+
+def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Client, driver: Saver) -> None:
+    """S3: whoever asks what is occupied does not wait for the device; the state is told as it is now all the same."""
+    before = http.get("/memory_occupation").json()["devices"]
+    assert before
+    calls = driver.counts()["memory_info"]
+    driver.delay("memory_info", 5.0)
+    with ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(ms.read_devices)
+        while driver.counts()["memory_info"] == calls:
+            pass
+        answers = [http.get("/memory_occupation").json() for _ in range(3)]
+        assert not stuck.done()  # all of them came while the device was silent
+        driver.heal()
+    assert all(answer["devices"][0]["total_bytes"] == before[0]["total_bytes"] for answer in answers)
+    assert all(answer["state"] == "resident" for answer in answers)

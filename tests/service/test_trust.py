@@ -37,9 +37,10 @@ def test_without_the_key_nothing_happens(serve: Serve, path: str, given: str | N
     assert occupation.json()["state"] == "resident"
 
 
-def test_with_the_key_everything_works(serve: Serve) -> None:
-    http = serve(api_key="clé")
-    headers = {b"Authorization": "Bearer clé".encode()}
+@pytest.mark.parametrize("key", ["clé", "voilà", "Å"])
+def test_with_the_key_everything_works(serve: Serve, key: str) -> None:
+    http = serve(api_key=key)
+    headers = {b"Authorization": f"Bearer {key}".encode()}
     assert http.post("/release_memory_occupation", headers=headers).status_code == 200
     assert http.post("/wake_up", headers=headers).status_code == 200
 

@@ -59,6 +59,13 @@ def test_a_capacity_that_is_no_size_blocks() -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_what_stands_in_the_way_of_hibernation_is_told_beforehand() -> None:
+    assert findings()["hibernation"]["level"] == "ok"
+    found = findings(MEMSAVER_ENABLED="0")["hibernation"]
+    assert found["level"] == "note"
+    assert "MEMSAVER_ENABLED" in found["found"]
+
+
 def test_a_disabled_saver_is_pointed_out() -> None:
     found = findings(MEMSAVER_ENABLED="0")["saver"]
     assert found["level"] == "warning"

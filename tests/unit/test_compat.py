@@ -352,6 +352,20 @@ def test_setting_the_state_of_a_thread_as_a_whole() -> None:
             wrapper.cdll.tms_set_current_tag(wrong)
 
 
+def test_pools_of_regions_are_let_go_of(tag: str) -> None:
+    """On the host driver there are none, and projects that drop theirs go on."""
+    with torch_memory_saver.region(tag, enable_cpu_backup=True):
+        tensor = torch.ones(10)
+    pools = torch_memory_saver._ensure_initialized()._mem_pools
+    assert pools.pop((tag, True), None) is None
+    with pytest.raises(KeyError):
+        pools.pop((tag, True, False, "pinned", 0))
+    pools.clear()
+    torch_memory_saver.pause(tag)
+    torch_memory_saver.resume(tag)
+    assert float(tensor.sum()) == 10
+
+
 def test_arguments_that_exclude_each_other(tag: str) -> None:
     with pytest.raises(AssertionError), torch_memory_saver.region(tag, enable_cpu_backup=True, enable_disk_backup=True):
         pass
@@ -360,9 +374,12 @@ def test_arguments_that_exclude_each_other(tag: str) -> None:
         torch_memory_saver.region(tag, cpu_backup_backend="mmap"),
     ):
         pass
-    for wrong in ("", "paper"):
-        with pytest.raises(ValueError, match="'pinned' or 'mmap'"):
-            torch_memory_saver.region(tag, enable_cpu_backup=True, cpu_backup_backend=wrong).__enter__()  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match="'pinned' or 'mmap'"),
+        torch_memory_saver.region(tag, enable_cpu_backup=True, cpu_backup_backend="paper"),  # type: ignore[arg-type]
+    ):
+        pass
+    assert not torch_memory_saver._ensure_initialized()._binary_wrapper.cdll.tms_get_interesting_region()
 
 
 def test_savers_share_one_memory(tag: str) -> None:

@@ -1,14 +1,14 @@
 """Calls as engines and trainers make them of torch_memory_saver, on the host driver.
 
-The functions, arguments and order are those of ``TorchMemorySaverAdapter`` in SGLang and tokenspeed, and of the train
-actors of slime and miles.
+The functions, arguments and order are those of ``TorchMemorySaverAdapter`` in SGLang (commit 1373e4f547e8) and in
+tokenspeed (commit 0667f01e6968), and of the train actors of slime and miles. Captures: tests/gpu/test_compat_gpu.py.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -35,8 +35,8 @@ def module() -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-class Adapter:
-    """SGLang's and tokenspeed's."""
+class SglangAdapter:
+    """Holds the module's own object."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -58,11 +58,37 @@ class Adapter:
     def disable(self) -> AbstractContextManager[None]:
         return self._memory_saver.disable()
 
-    def pause(self, tag: str) -> None:
+    def pause(self, tag: str | None) -> None:
         return self._memory_saver.pause(tag=tag)
 
-    def resume(self, tag: str) -> None:
+    def resume(self, tag: str | None) -> None:
         return self._memory_saver.resume(tag=tag)
+
+
+class TokenspeedAdapter:
+    """Makes an object of its own. A tag may be missing; graphs stay, and nothing is disabled."""
+
+    enabled = True
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._memory_saver = module.TorchMemorySaver()
+
+    def configure_subprocess(self) -> AbstractContextManager[None]:
+        return self._module.configure_subprocess()
+
+    def region(self, tag: str | None = None, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
+        return self._memory_saver.region(tag=tag or "default", enable_cpu_backup=enable_cpu_backup)
+
+    def pause(self, tag: str | None = None) -> None:
+        return self._memory_saver.pause(tag=tag)
+
+    def resume(self, tag: str | None = None) -> None:
+        return self._memory_saver.resume(tag=tag)
+
+
+Adapter = SglangAdapter | TokenspeedAdapter
+each_adapter = pytest.mark.parametrize("adapt", [SglangAdapter, TokenspeedAdapter])
 
 
 class Model(torch.nn.Module):
@@ -76,7 +102,7 @@ class Model(torch.nn.Module):
 
 
 class Scheduler:
-    """Weights without a backup, their static state stashed by the engine itself, and a KV cache."""
+    """Weights without a backup, their buffers stashed by the engine itself, and a KV cache."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -106,9 +132,10 @@ class Scheduler:
             self.adapter.resume("kv_cache")
 
 
-def test_scheduler_of_an_engine(module: ModuleType) -> None:
+@each_adapter
+def test_scheduler_of_an_engine(module: ModuleType, adapt: Callable[[ModuleType], Adapter]) -> None:
     """A rollout engine between two steps: all away, weights back and overwritten, then the cache (R14: as zeros)."""
-    adapter = Adapter(module)
+    adapter = adapt(module)
     assert adapter.enabled
     with adapter.configure_subprocess():
         pass  # an engine starts its scheduler here
@@ -131,8 +158,9 @@ def test_scheduler_of_an_engine(module: ModuleType) -> None:
         scheduler.cache.fill_(1)
 
 
-def test_weights_with_a_backup(module: ModuleType) -> None:
-    adapter = Adapter(module)
+@each_adapter
+def test_weights_with_a_backup(module: ModuleType, adapt: Callable[[ModuleType], Adapter]) -> None:
+    adapter = adapt(module)
     with adapter.region("weights", enable_cpu_backup=True):
         model = Model()
     inputs = torch.randn(3, 64)
@@ -140,6 +168,38 @@ def test_weights_with_a_backup(module: ModuleType) -> None:
     adapter.pause("weights")
     adapter.resume("weights")
     assert torch.equal(model(inputs), expected)
+    adapter.pause(None)
+    adapter.resume(None)
+    assert torch.equal(model(inputs), expected)
+
+
+def test_tag_that_an_adapter_leaves_out(module: ModuleType) -> None:
+    adapter = TokenspeedAdapter(module)
+    with adapter.region(enable_cpu_backup=True):
+        tensor = torch.ones(10)
+    adapter.pause("default")
+    assert [tag.state for tag in ms.status().tags if tag.tag == "default"] == ["released"]
+    adapter.resume("default")
+    assert float(tensor.sum()) == 10
+
+
+def test_memory_that_an_adapter_leaves_out(module: ModuleType) -> None:
+    adapter = SglangAdapter(module)
+    with adapter.region("weights"):
+        with adapter.disable():
+            ordinary = torch.ones(10)
+        weights = torch.ones(10)
+    owned = [_process.saver().owns(each.data_ptr()) for each in (ordinary, weights)]
+    assert owned == [False, True]
+
+
+def test_mode_that_others_chose_first(module: ModuleType) -> None:
+    """A trainer's import sets one mode, and the engine in the same process the other, before the first use."""
+    saver = module.TorchMemorySaver()
+    saver.hook_mode = "torch"
+    saver.hook_mode = "preload"
+    with saver.region("weights"):
+        assert _process.saver().owns(torch.ones(10).data_ptr())
 
 
 def test_train_actor(module: ModuleType) -> None:
@@ -186,7 +246,7 @@ def test_library_that_must_have_ordinary_memory(module: ModuleType) -> None:
 
 def test_regions_of_several_threads(module: ModuleType) -> None:
     """A region is its thread's alone: the tag and the backup of others are not touched."""
-    adapter = Adapter(module)
+    adapter = SglangAdapter(module)
     made: dict[str, torch.Tensor] = {}
     ready = threading.Barrier(2)
 

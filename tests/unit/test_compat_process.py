@@ -107,6 +107,14 @@ assert isinstance(saver._impl._hook_util, HookUtilModeTorch)
     )
 
 
+@pytest.mark.parametrize("mode", ["preload", "torch"])
+def test_script_that_knows_nothing_of_memsaver(mode: str) -> None:
+    """What torch_memory_saver's README shows runs unchanged after install()."""
+    script = str(ROOT / "tests/data/torch_memory_saver_script.py")
+    code = INSTALL + "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0])"
+    assert run(code, script, mode, str(32 << 20)).endswith("done\n")
+
+
 def test_library_lies_beside_the_package() -> None:
     """Projects that are older than ``get_binary_path_from_package`` look there."""
     run(

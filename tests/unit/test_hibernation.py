@@ -1,29 +1,284 @@
-"""Hibernation where there is no GPU: refused with its reasons, before anything is done."""
+"""Hibernation on the host driver: the same states, helper and failures as on a GPU, on a device without a context."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_core import hibernation
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's answer")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's twins of tests/gpu")
+
+MIB = 1 << 20
 
 
-def test_host_driver_refuses_before_anything_is_released() -> None:
+@dataclass
+class Kept:
+    tag: str
+    tensor: torch.Tensor
+
+    def is_intact(self) -> bool:
+        return float(self.tensor.sum()) == self.tensor.numel()
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
-        tensor = torch.ones(1000)
-    assert ms.hibernation_blockers() == ["the host driver has no device context to hibernate"]
-    with pytest.raises(ms.UnsupportedError, match=r"no device context.*nothing was released"):
-        ms.release([tag], hibernate=True)
-    assert next(each.state for each in ms.status().tags if each.tag == tag) == "resident"
-    assert float(tensor.sum()) == 1000
+        tensor = torch.ones(MIB)
+    yield Kept(tag, tensor)
+    ms.resume()
 
 
-def test_trim_is_a_phase_with_its_own_delta() -> None:
+def used_bytes() -> int:
+    return sum(device.used_bytes for device in ms.read_devices())
+
+
+def phases(report: ms.OperationReport) -> list[str]:
+    return [phase.name for phase in report.phases]
+
+
+def test_what_was_not_released_goes_and_comes_back(kept: Kept) -> None:
+    """The device counts nothing of a hibernated process, released or not; a resume of any tag wakes all of it."""
+    before = used_bytes()
+    assert before >= 4 * MIB
+    report = ms.release(["workspace"], hibernate=True)
+    assert phases(report)[-1] == "hibernate"
+    assert sum(device.delta_bytes for device in report.phases[-1].devices) == -before
+    assert (ms.status().hibernated, used_bytes()) == (True, 0)
+    assert ms.release(hibernate=True).released_bytes == 0  # a repeat is success
+    assert phases(ms.resume(["workspace"]))[0] == "wake"
+    assert (ms.status().hibernated, used_bytes()) == (False, before)
+    assert kept.is_intact()
+
+
+def test_what_is_asked_for_meanwhile_waits(kept: Kept) -> None:
+    ms.release(hibernate=True)
+    with ThreadPoolExecutor(1) as pool:
+
+        def allocate() -> torch.Tensor:
+            with ms.region(kept.tag, restore="host"):
+                return torch.ones(10)
+
+        waiting = pool.submit(allocate)
+        assert ms.status().hibernated
+        assert not waiting.done()
+        ms.resume()
+        assert float(waiting.result().sum()) == 10
+    assert kept.is_intact()
+
+
+def test_what_is_freed_meanwhile_does_not_come_back(kept: Kept) -> None:
+    """R7: in this state, too."""
+    with ms.region(kept.tag, restore="host"):
+        passing = torch.ones(MIB)
+    before = used_bytes()
+    ms.release(["workspace"], hibernate=True)
+    del passing
+    ms.resume()
+    assert used_bytes() == before - 4 * MIB
+    assert kept.is_intact()
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint"])
+def test_a_failed_hibernation_is_undone(kept: Kept, step: str) -> None:
+    """The tags are released, as far as the release got; the process runs on, and both a repeat and a resume work."""
+    hibernation.fail(step)
+    with pytest.raises(ms.DriverError, match=f"{step} failed: INJECTED; the process runs on as before") as raised:
+        ms.release([kept.tag], hibernate=True)
+    assert (raised.value.call, raised.value.code) == (step, "INJECTED")
+    assert (ms.status().state, ms.status().hibernated) == ("released", False)
+    ms.release([kept.tag], hibernate=True)
+    assert ms.status().hibernated
+    ms.resume()
+    assert kept.is_intact()
+
+
+def test_an_undo_that_fails_is_done_again(kept: Kept) -> None:
+    """A process is never left locked behind a failed hibernation."""
+    hibernation.fail("checkpoint")
+    hibernation.fail("unlock")
+    with pytest.raises(ms.DriverError, match="runs on as before"):
+        ms.release(hibernate=True)
+    assert not ms.status().hibernated
+    ms.resume()
+    assert kept.is_intact()
+
+
+def test_a_failed_restore_leaves_it_hibernated(kept: Kept) -> None:
+    """R3: nothing is lost; the resume can be repeated."""
+    ms.release(hibernate=True)
+    hibernation.fail("restore", times=2)
+    for _ in range(2):
+        with pytest.raises(ms.DriverError, match="restore failed: INJECTED; the process is still hibernated"):
+            ms.resume()
+        assert (ms.status().state, ms.status().hibernated) == ("released", True)
+    ms.resume()
+    assert kept.is_intact()
+
+
+def test_a_failed_unlock_is_done_again(kept: Kept) -> None:
+    ms.release(hibernate=True)
+    hibernation.fail("unlock")
+    report = ms.resume()
+    assert report.phases[0].details["unlock_repeats"] == 1
+    assert kept.is_intact()
+    ms.release(hibernate=True)
+    hibernation.fail("unlock", times=2)
+    with pytest.raises(ms.DriverError, match="its calls still wait; resume again"):
+        ms.resume()
+    assert ms.status().hibernated
+    ms.resume()
+    assert kept.is_intact()
+
+
+def test_a_killed_helper_is_replaced(kept: Kept) -> None:
+    """What is hibernated is known to the driver, not to the helper."""
+    ms.release(hibernate=True)
+    helper = hibernation.helper_pid()
+    assert helper is not None
+    os.kill(helper, signal.SIGKILL)
+    os.waitid(os.P_PID, helper, os.WEXITED | os.WNOWAIT)
+    ms.resume()
+    assert hibernation.helper_pid() not in (None, helper)
+    assert kept.is_intact()
+
+
+def test_each_step_of_a_trim_has_its_own_delta() -> None:
+    trims = ["trim_workspaces", "empty_cache", "trim_graphs", "trim_pinned"]
     report = ms.release(["workspace"], trim=True)
-    assert "trim" in [phase.name for phase in report.phases]
-    assert "trim" not in [phase.name for phase in ms.release(["workspace"]).phases]
+    found = [phase for phase in report.phases if phase.name in trims]
+    assert [phase.name for phase in found] == trims
+    assert all(len(phase.devices) == len(report.devices) for phase in found)
+    assert not [name for name in phases(ms.release(["workspace"])) if name.startswith("trim")]
+    ms.release(hibernate=True, trim=False)
+    assert not [name for name in phases(ms.resume()) if name.startswith("trim")]
+
+
+# What ends a process, or needs a second one.
+
+SETUP = textwrap.dedent(
+    """
+    import os, signal, subprocess, sys
+    import torch
+    import memsaver_core as ms
+    from memsaver_core import hibernation
+
+    with ms.region("weights"):
+        weights = torch.ones(1 << 20)
+    """
+)
+
+
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", SETUP + textwrap.dedent(code)]
+
+
+def settings(**changes: str) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEMSAVER_")}
+    return {**inherited, "MEMSAVER_DRIVER": "host", "MEMSAVER_FAULT_INJECTION": "1", **changes}
+
+
+def run(code: str, **changes: str) -> str:
+    ended = subprocess.run(
+        program(code), capture_output=True, text=True, timeout=120, check=False, env=settings(**changes)
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_process_that_cannot_be_restored_is_failed() -> None:
+    told = run(
+        """
+        ms.release(hibernate=True)
+        hibernation.fail("restore", lost=True)
+        for call in (ms.resume, ms.resume, ms.release, lambda: ms.release(hibernate=True)):
+            try:
+                call()
+            except ms.ContextLostError as error:
+                print(error)
+        print(ms.status().state, ms.status().failure)
+        print(ms.hibernation_blockers())
+        os._exit(0)
+        """
+    ).splitlines()
+    assert len(told) == 6
+    assert all("cannot restore this process; restart it" in line for line in told)
+    assert told[4].startswith("failed ")
+
+
+def test_a_wake_needs_the_memory_that_a_co_tenant_took() -> None:
+    """R3: out of memory on wake, with figures; the co-tenant lets go, and the same call works."""
+    name = f"hibernated-{uuid.uuid4().hex[:8]}"
+    told = run(
+        """
+        ms.release(["kv_cache"], hibernate=True)
+        code = "import sys, torch, memsaver_core as ms\\nwith ms.region('theirs'): t = torch.ones(3 << 18)\\n"
+        code += "print('has it', flush=True); sys.stdin.read()"
+        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdout.readline() == "has it\\n"
+        try:
+            ms.resume()
+        except ms.OutOfDeviceMemoryError as error:
+            print(error.needed_bytes, error.free_bytes, error.device, ms.status().hibernated, error)
+        other.communicate()
+        ms.resume()
+        print(float(weights.sum()))
+        """,
+        MEMSAVER_HOST_DEVICE=name,
+        MEMSAVER_HOST_CAPACITY=str(6 * MIB),
+    ).splitlines()
+    assert told[0].startswith(f"{4 * MIB} {3 * MIB} 0 True restore failed: OUT_OF_MEMORY")
+    assert "still hibernated: free device memory and repeat the call" in told[0]
+    assert told[1] == str(float(MIB))
+
+
+def test_a_killed_engine_leaves_nothing_behind() -> None:
+    """S5: the helper ends with it, and its share of the device is free."""
+    name = f"hibernated-{uuid.uuid4().hex[:8]}"
+    changes = {"MEMSAVER_HOST_DEVICE": name, "MEMSAVER_HOST_CAPACITY": str(6 * MIB)}
+    code = """
+        ms.release(["kv_cache"], hibernate=True)
+        print(hibernation.helper_pid(), flush=True)
+        sys.stdin.read()
+        """
+    with subprocess.Popen(
+        program(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings(**changes)
+    ) as engine:
+        assert engine.stdout is not None
+        helper = os.pidfd_open(int(engine.stdout.readline()))
+        engine.kill()
+    with os.fdopen(helper):
+        import select
+
+        assert select.select([helper], [], [], 60)[0], "the helper outlived its engine"
+    assert run("print(ms.read_devices()[0].used_bytes)", **changes).split() == [str(4 * MIB)]
+
+
+def test_a_clean_exit_while_hibernated() -> None:
+    """T2: the interpreter exits cleanly in this state, too."""
+    assert run("ms.release(['kv_cache'], hibernate=True)\nprint('end')\n") == "end\n"
+
+
+def test_faults_need_the_setting() -> None:
+    told = run(
+        """
+        try:
+            hibernation.fail("lock")
+        except ms.ConfigurationError as error:
+            print(error)
+        """,
+        MEMSAVER_FAULT_INJECTION="0",
+    )
+    assert "without MEMSAVER_FAULT_INJECTION=1" in told

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import memsaver_core as ms
 from memsaver_core import _native, _process
 from memsaver_core.compat import _state
+from memsaver_core.compat._mem_pools import MemPools
 from memsaver_core.compat._state import MisuseError
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
 from memsaver_core.compat.torch_memory_saver.hooks.base import HookMode, HookUtilBase
@@ -197,6 +198,7 @@ class _TorchMemorySaverImpl:
         self._hook_util = HookUtilBase.create(hook_mode)
         # The preload library, where there is one, goes by its own account of the region, whatever the mode.
         self._binary_wrapper = BinaryWrapper(_state.attach_library())
+        self._mem_pools = MemPools()
         _state.initialize()
 
     @contextmanager
@@ -313,12 +315,9 @@ class _TorchMemorySaverImpl:
 
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
-    if backend is None:
-        return
-    if not enable_cpu_backup:
+    """Which kinds there are is checked where the thread's state is set."""
+    if backend is not None and not enable_cpu_backup:
         raise MisuseError("cpu_backup_backend is for enable_cpu_backup=True")
-    if not _state.check_backend(backend):
-        raise MisuseError("cpu_backup_backend is 'pinned' or 'mmap'")
 
 
 def _graph_pool(pool: Any, tag: str) -> ms.GraphPool | None:

@@ -24,6 +24,7 @@ from memsaver_server.schemas import (
 _STATE_STYLES = {
     "resident": "green",
     "released": "cyan",
+    "hibernated": "cyan",
     "releasing": "yellow",
     "resuming": "yellow",
     "mixed": "yellow",
@@ -132,7 +133,8 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
     """What the engine holds now."""
     admission = occupation.admission
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
-    head = Text.assemble("state ", state_text(occupation.state), "   admission ", opened)
+    state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
+    head = Text.assemble("state ", state_text(state), "   admission ", opened)
     head.append(f"   engine {occupation.engine}, driver {occupation.driver}", style="dim")
     parts: list[RenderableType] = [head]
     if not occupation.enabled:

@@ -105,7 +105,9 @@ function details(operation) {
 }
 
 function note(details) {
-  const { copied_bytes: copied, gigabytes_per_second: rate } = details;
+  const { copied_bytes: copied, gigabytes_per_second: rate, host_bytes: unpinned, kept_for_graphs: kept } = details;
+  if (unpinned) return `unpinned ${size(unpinned)} of host memory`;
+  if (kept) return "kept for captured graphs";
   if (!copied) return "";
   // The rate of a few kilobytes says nothing about the link.
   return rate && copied >= 1 << 20 ? `copied ${size(copied)}, ${rate.toFixed(1)} GB/s` : `copied ${size(copied)}`;

@@ -118,9 +118,14 @@ function newestFirst() {
   return [...operations.values()].sort((a, b) => b.created_at - a.created_at);
 }
 
+/** The process's state; one that is hibernated has everything else away, too. */
+function stateNow() {
+  return occupation?.hibernated && occupation.state === "released" ? "hibernated" : occupation?.state;
+}
+
 function drawState() {
-  const state = connected ? (occupation?.state ?? "connecting") : "not connected";
-  $("state").textContent = connected && occupation?.hibernated ? `${state}, hibernated` : state;
+  const state = connected ? (stateNow() ?? "connecting") : "not connected";
+  $("state").textContent = state;
   $("state").dataset.state = connected ? state : "unknown";
   if (occupation) {
     $("engine").textContent = occupation.engine;
@@ -136,6 +141,7 @@ function drawState() {
   const idle = connected && occupation?.enabled && !running();
   const any = (field) => Boolean(occupation?.tags.some((tag) => tag[field] > 0));
   allow($("release"), idle && any("resident_bytes"));
+  allow($("hibernate"), idle && !occupation.hibernated && occupation.state !== "failed");
   allow($("resume"), idle && (any("released_bytes") || occupation.state === "released" || occupation.hibernated));
 }
 
@@ -384,21 +390,26 @@ $("range").addEventListener("change", (event) => {
 $("release").addEventListener("click", () => {
   if (may($("release"))) confirmRelease(null);
 });
+$("hibernate").addEventListener("click", () => {
+  if (may($("hibernate"))) confirmRelease(null, { hibernate: true });
+});
 $("resume").addEventListener("click", () => {
   if (may($("resume"))) send("resume", {});
 });
 
-function confirmRelease(tags) {
+function confirmRelease(tags, { hibernate = false } = {}) {
   const dialog = $("confirm");
   const what = tags ? tagList(tags) : "all memory";
-  $("confirm-title").textContent = `Release ${what}?`;
+  $("confirm-title").textContent = hibernate ? "Release all memory and hibernate?" : `Release ${what}?`;
   $("confirm-text").textContent =
     `${occupation.engine} takes no requests until it is resumed. ` +
-    "What its tags keep is backed up first; the process stays alive.";
+    "What its tags keep is backed up first; the process stays alive." +
+    (hibernate ? " Last of all its device context goes, too; whatever it asks of the device then waits." : "");
+  $("confirmed").textContent = hibernate ? "Hibernate" : "Release";
   dialog.returnValue = "cancel";
   dialog.onclose = () => {
     if (dialog.returnValue === "release") {
-      send("release", { mode: $("mode").value, ...(tags ? { tags } : {}) });
+      send("release", { mode: $("mode").value, ...(tags ? { tags } : {}), ...(hibernate ? { hibernate } : {}) });
     }
   };
   dialog.showModal();

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import memsaver_core
+from memsaver_core import PhaseLog
+from memsaver_core.reports import DeviceMemory, OperationReport, Status
 
 #: What a drain does to requests in flight. ``wait``: let them end. ``abort``: end them now, each with what it has so
 #: far. ``keep``: freeze each where it is, to go on when admission opens.
@@ -28,6 +32,47 @@ class DrainTimeoutError(Exception):
 
 class AdmissionClosedError(Exception):
     """The engine takes no requests now; the message says why."""
+
+
+class Memory(Protocol):
+    """What holds the engine's memory. Each member promises what the function of that name in ``memsaver_core`` does.
+
+    ``memsaver_core`` itself is one: the memory of this process. An engine whose memory is in other processes brings one
+    that reaches them, as its attribute ``memory``: to the service they are one, and all of them or none are released.
+    """
+
+    def enabled(self) -> bool: ...
+
+    def check_tags(self, tags: Sequence[str] | None) -> list[str]: ...
+
+    def release(
+        self,
+        tags: Sequence[str] | None = None,
+        *,
+        restore: Mapping[str, str] | None = None,
+        trim: bool | None = None,
+        hibernate: bool = False,
+        log: PhaseLog | None = None,
+    ) -> OperationReport: ...
+
+    def resume(self, tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport: ...
+
+    def status(self) -> Status: ...
+
+    def read_devices(self) -> tuple[DeviceMemory, ...]: ...
+
+    def hibernation_blockers(self) -> list[str]: ...
+
+    def prepare_backup(self) -> None: ...
+
+
+#: The memory of this process.
+LOCAL_MEMORY = cast(Memory, memsaver_core)
+
+
+def memory_of(engine: object) -> Memory:
+    """What holds the memory of ``engine``."""
+    return cast(Memory, getattr(engine, "memory", LOCAL_MEMORY))
 
 
 @runtime_checkable

@@ -93,7 +93,7 @@ async def _feed(service: Service) -> AsyncIterator[str]:
         if marks != told or time.monotonic() >= beat_at:
             told = marks
             beat_at = time.monotonic() + (RUNNING_BEAT_S if service.occupation.operations.running else BEAT_S)
-            reading = await asyncio.to_thread(service.readings.fresh)
+            reading = await service.readings.fresh()
             occupied = occupation_answer(service.occupation, service.engine.name, reading)
             yield _event("occupation", {"at": reading.at, **occupied})
         await asyncio.sleep(TICK_S)

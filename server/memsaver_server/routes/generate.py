@@ -43,6 +43,8 @@ async def generate(request: Request, service: ServiceOf) -> JSONResponse:
     engine = cast(GeneratingEngine, service.engine)
     asked: dict[str, Any] = await json_of(request)
     try:
-        return JSONResponse(await engine.generate(asked))
+        generated = await engine.generate(asked)
     except ValueError as error:
         raise BadRequestError(str(error)) from None
+    await service.turns.wait()  # a batch of them ends at once
+    return JSONResponse(generated)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
 
 from memsaver_server.answers import occupation_answer
 from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard
@@ -15,7 +13,7 @@ router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 
 
 @router.get("/memory_occupation", response_model=OccupationAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
-async def memory_occupation(service: ServiceOf) -> dict[str, Any]:
+async def memory_occupation(service: ServiceOf) -> JSONResponse:
     """States, tags, devices and backups. Waits for no operation; a device that does not answer is as last read."""
-    reading = await asyncio.to_thread(service.readings.fresh)
-    return occupation_answer(service.occupation, service.engine.name, reading)
+    reading = await service.readings.fresh()
+    return JSONResponse(occupation_answer(service.occupation, service.engine.name, reading))

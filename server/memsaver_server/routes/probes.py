@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from memsaver_server.engines.port import AdmissionClosedError, GeneratingEngine
+from memsaver_server.occupation import Moment
 from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard, guard_probes
 from memsaver_server.schemas import HealthAnswer
 from memsaver_server.service import Service
@@ -27,19 +28,22 @@ GENERATE_TIMEOUT_S = 20.0
 @router.get("/health", response_model=HealthAnswer, responses=_UNWELL)
 async def alive(service: ServiceOf) -> JSONResponse:
     """Whether the process can serve, now or once it is resumed: an engine asleep is alive, a dead one is not."""
-    return _health(service, "" if service.occupation.is_alive() else _dead_because(service))
+    now = service.occupation.now()
+    return _health(now, _dead_because(service, now))
 
 
 @router.get("/readyz", response_model=HealthAnswer, responses=_UNWELL)
 async def ready(service: ServiceOf) -> JSONResponse:
     """Whether the engine takes requests now."""
-    return _health(service, _unready_because(service))
+    now = service.occupation.now()
+    return _health(now, _dead_because(service, now) or now.closed_because)
 
 
 @router.get("/health_generate", response_model=HealthAnswer, responses={**_UNWELL, 403: PROBLEMS[403]})
 async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResponse:
     """Whether the engine generates a token now."""
-    reason = _unready_because(service)
+    now = service.occupation.now()
+    reason = _dead_because(service, now) or now.closed_because
     if not reason and isinstance(service.engine, GeneratingEngine):
         one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
@@ -50,7 +54,8 @@ async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResp
             reason = str(closed)
         except Exception as error:
             reason = f"cannot generate: {type(error).__name__}: {error}"
-    return _health(service, reason)
+        now = service.occupation.now()
+    return _health(now, reason)
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses={401: PROBLEMS[401]})
@@ -59,14 +64,13 @@ async def metrics(service: ServiceOf) -> Response:
     return Response(service.metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _dead_because(service: Service) -> str:
-    return service.occupation.closed_because() or f"engine {service.engine.name!r} is dead"
+def _dead_because(service: Service, now: Moment) -> str:
+    """Why the process can never serve again, or an empty string."""
+    if now.state != "failed" and service.engine.is_alive():
+        return ""
+    return now.closed_because or f"engine {service.engine.name!r} is dead"
 
 
-def _unready_because(service: Service) -> str:
-    return _dead_because(service) if not service.occupation.is_alive() else service.occupation.closed_because()
-
-
-def _health(service: Service, reason: str) -> JSONResponse:
-    body = {"status": "unavailable" if reason else "ok", "state": service.occupation.state, "reason": reason}
+def _health(now: Moment, reason: str) -> JSONResponse:
+    body = {"status": "unavailable" if reason else "ok", "state": now.state, "reason": reason}
     return JSONResponse(body, 503 if reason else 200)

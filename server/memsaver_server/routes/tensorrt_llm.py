@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-import memsaver_core as ms
+from memsaver_server.engines.port import Memory
 from memsaver_server.occupation import released_tags
 from memsaver_server.operations import Operation
 from memsaver_server.routes.requests import PROBLEMS, ServiceOf, body_of, fields_of, service_of, takes
@@ -44,7 +44,7 @@ async def release_memory(
     request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
 ) -> JSONResponse:
     """Release memory, as ``/release_memory_occupation`` does."""
-    ours = fields.model_copy(update={"tags": _translated(fields.tags), "run_async": False})
+    ours = fields.model_copy(update={"tags": _translated(fields.tags, service.occupation.memory), "run_async": False})
     return _answer(await service.release(request, ours))
 
 
@@ -53,19 +53,22 @@ async def resume_memory(
     request: Request, service: ServiceOf, fields: Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
 ) -> JSONResponse:
     """Resume memory, as ``/resume_memory_occupation`` does."""
-    ours = fields.model_copy(update={"tags": _translated(fields.tags), "run_async": False})
+    ours = fields.model_copy(update={"tags": _translated(fields.tags, service.occupation.memory), "run_async": False})
     return _answer(await service.resume(request, ours))
 
 
 @router.get("/memory_status", response_model=MemoryStatusAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
 async def memory_status(service: ServiceOf) -> dict[str, Any]:
     """What is parked now."""
-    return {"state": STATES[service.occupation.state], "parked_tags": sorted(released_tags(ms.status()))}
+    return {
+        "state": STATES[service.occupation.state],
+        "parked_tags": sorted(released_tags(service.occupation.memory.status())),
+    }
 
 
-def _translated(tags: list[str] | None) -> list[str] | None:
+def _translated(tags: list[str] | None, memory: Memory) -> list[str] | None:
     """Call the weights by our name, unless the engine has a tag of the other name."""
-    ours = {tag.tag for tag in ms.status().tags}
+    ours = {tag.tag for tag in memory.status().tags}
     return tags and ["weights" if tag in WEIGHT_TAGS and tag not in ours else tag for tag in tags]
 
 

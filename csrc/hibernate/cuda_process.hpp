@@ -1,0 +1,13 @@
+#pragma once
+
+#include <memory>
+
+#include "hibernate/nvml.hpp"
+#include "hibernate/process.hpp"
+
+namespace memsaver::hibernate {
+
+// A process on the CUDA driver. Throws StepError where this driver cannot checkpoint.
+[[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid, Nvml& nvml);
+
+}  // namespace memsaver::hibernate

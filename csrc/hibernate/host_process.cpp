@@ -1,0 +1,89 @@
+#include "hibernate/host_process.hpp"
+
+#include <algorithm>
+#include <functional>
+
+#include "driver/host_account.hpp"
+#include "support/error.hpp"
+#include "support/transaction.hpp"
+
+namespace memsaver::hibernate {
+
+namespace {
+
+// All devices of the process take each step, or none does.
+class HostProcess final : public Process {
+ public:
+  explicit HostProcess(const std::vector<std::string>& accounts) {
+    for (const auto& account : accounts) {
+      const auto colon = account.find(':');
+      if (colon == std::string::npos) throw Error(ErrorKind::configuration, "'" + account + "' is no account");
+      accounts_.push_back(
+          HostAccount::of_another(std::stoi(account.substr(0, colon)), std::stoi(account.substr(colon + 1))));
+    }
+  }
+
+  const char* state() override {
+    auto worst = HostAccount::State::running;
+    for (const auto& account : accounts_) worst = std::max(worst, account->state());
+    switch (worst) {
+      case HostAccount::State::running:
+        return "running";
+      case HostAccount::State::locked:
+        return "locked";
+      case HostAccount::State::checkpointed:
+        return "checkpointed";
+      case HostAccount::State::failed:
+        return "failed";
+    }
+    return "unknown";
+  }
+
+  // A call in flight holds the account for no longer than it takes, so nobody waits for it.
+  void lock(unsigned) override {
+    all([](HostAccount& account) { account.lock(); }, [](HostAccount& account) { account.unlock(); });
+  }
+  ByDevice checkpoint(const ByDevice&) override {
+    all([](HostAccount& account) { account.checkpoint(); }, [](HostAccount& account) { account.restore(); });
+    return {};  // the accounts know what they kept
+  }
+  void restore(const ByDevice&) override {
+    all([](HostAccount& account) { account.restore(); }, [](HostAccount& account) { account.checkpoint(); });
+  }
+  void unlock() override {
+    all([](HostAccount& account) { account.unlock(); }, [](HostAccount& account) { account.lock(); });
+  }
+  void lose() override {
+    for (const auto& account : accounts_) account->lose();
+  }
+
+ private:
+  using Step = std::function<void(HostAccount&)>;
+
+  void all(const Step& step, const Step& undo) {
+    Transaction transaction;
+    for (std::size_t i = 0; i < accounts_.size(); ++i) {
+      try {
+        step(*accounts_[i]);
+      } catch (const Error& error) {
+        StepError failed(error.call, error.code);
+        failed.device = std::to_string(i);
+        failed.needed_bytes = error.needed_bytes;
+        failed.free_bytes = error.free_bytes;
+        throw failed;
+      }
+      transaction.on_rollback([&account = *accounts_[i], &undo] { undo(account); });
+    }
+    transaction.commit();
+  }
+
+  std::vector<std::shared_ptr<HostAccount>> accounts_;
+};
+
+}  // namespace
+
+std::unique_ptr<Process> open_host_process(const std::vector<std::string>& accounts) {
+  return std::make_unique<HostProcess>(accounts);
+}
+
+}  // namespace memsaver::hibernate

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+namespace memsaver::hibernate {
+
+// What NVML tells of a device's memory, from a process for which it does not wait.
+class Nvml {
+ public:
+  struct Memory {
+    std::size_t total_bytes;
+    std::size_t free_bytes;
+    std::size_t used_bytes;
+    std::size_t process_bytes;  // 0 where NVML does not list the process
+  };
+
+  // Nothing where NVML cannot be used or does not know the device.
+  [[nodiscard]] std::optional<Memory> memory_of(const std::string& uuid, int process);
+
+ private:
+  // Layouts of NVML's versions 2 and 3, which it keeps.
+  struct DeviceMemory {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+  };
+  struct RunningProcess {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+  };
+  static constexpr unsigned kProcesses = 256;
+
+  bool load();
+
+  int (*handle_by_uuid_)(const char*, void**) = nullptr;
+  int (*memory_)(void*, DeviceMemory*) = nullptr;
+  int (*processes_)(void*, unsigned*, RunningProcess*) = nullptr;
+  RunningProcess list_[kProcesses] = {};
+};
+
+}  // namespace memsaver::hibernate

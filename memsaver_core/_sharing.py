@@ -1,0 +1,48 @@
+"""Tensors of regions cannot be shared with other processes, and say so where torch is asked to share them.
+
+CUDA has no IPC handle for memory that can be released, and a process that had it open would keep it from the driver; by
+itself torch says "invalid argument". On the host driver torch would move the tensor to shared memory instead, out of
+its region and to another address, and say nothing.
+
+torch has no hook there: queues, pipes, ``share_memory_()`` and engines that call torch's reductions themselves meet in
+three methods of ``torch.UntypedStorage`` alone. So these get a look at the address in front, once there is a saver;
+for all other memory they do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memsaver_core import _native
+from memsaver_core.errors import UnsupportedError
+
+_METHODS = ("_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+
+def refuse_to_share(saver: _native.Saver) -> None:
+    """From now on, sharing memory of ``saver`` with another process raises UnsupportedError."""
+    for name in _METHODS:
+        setattr(torch.UntypedStorage, name, _guarded(saver, getattr(torch.UntypedStorage, name)))
+
+
+def _guarded(saver: _native.Saver, share: Callable[..., Any]) -> Callable[..., Any]:
+    process = os.getpid()
+
+    @functools.wraps(share)
+    def guarded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        # A forked child has no saver of its own; what it shares is copied.
+        if os.getpid() == process and saver.owns(storage.data_ptr()):
+            tag = saver.backup_of(storage.data_ptr(), 1, 0)["tag"]
+            raise UnsupportedError(
+                f"a tensor of region {tag!r} ({storage.nbytes()} bytes at {storage.data_ptr():#x}) cannot be shared "
+                "with another process, because its memory can be released; share a clone() that is made outside of "
+                "any region"
+            )
+        return share(storage, *args, **kwargs)
+
+    return guarded

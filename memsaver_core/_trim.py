@@ -1,0 +1,47 @@
+"""What libraries keep of a device for speed, and how it is given back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from memsaver_core import graphs
+
+_torch: Any = torch._C  # these calls have no public names
+
+
+def workspaces() -> bool:
+    """Give cuBLAS's workspaces back to torch's cache. False, and nothing done, where a CUDA graph may use them."""
+    if not torch.cuda.is_initialized():
+        return True
+    if may_be_graphs():
+        return False
+    _torch._cuda_clearCublasWorkspaces()
+    return True
+
+
+def pinned() -> int:
+    """Unpin the host memory that torch only caches. Returns its bytes, 0 where this torch does not tell."""
+    if not torch.cuda.is_initialized():
+        return 0
+    before = _pinned_bytes()
+    _torch._host_emptyCache()
+    return max(0, before - _pinned_bytes())
+
+
+def may_be_graphs() -> bool:
+    """Whether a captured CUDA graph may be alive, ours or anybody's.
+
+    Those not made by ``graph`` are looked for among all objects, which takes up to a tenth of a second; so that is done
+    last. What gc.freeze() has put away cannot be looked at.
+    """
+    if graphs.alive() or gc.get_freeze_count():
+        return True
+    return any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
+
+
+def _pinned_bytes() -> int:
+    stats = getattr(torch.cuda, "host_memory_stats", None)  # since torch 2.8
+    return int(stats().get("allocated_bytes.current", 0)) if stats is not None else 0

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class Worker:
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.model_runner: Any = None
+        self._sleep_saved_buffers: dict[str, torch.Tensor] = {}
+        self._backend: Any = None
+
+    def _get_sleep_mode_backend(self) -> Any:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+        if self._backend is None:
+            self._backend = SleepModeBackendFactory.create_backend(self.vllm_config.model_config)
+        return self._backend
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return nullcontext()
+        allocator = get_mem_allocator_instance()
+        if tag == "weights":
+            assert allocator.get_current_usage() == 0
+        return allocator.use_memory_pool(tag=tag)
+
+    def init_device(self) -> None:
+        self.model_runner = GPUModelRunner()
+
+    def load_model(self) -> None:
+        with self._maybe_get_memory_pool_context("weights"):
+            self.model_runner.load_model()
+
+    def initialize_from_config(self, config: int) -> None:
+        with self._maybe_get_memory_pool_context("kv_cache"):
+            self.model_runner.initialize_kv_cache(config)
+
+    def compile_or_warm_up_model(self) -> str:
+        self.model_runner.workspaces._ensure_workspace_size(1 << 20)
+        return "warm"
+
+    def sleep(self, level: int = 1) -> None:
+        if level == 2:
+            buffers = self.model_runner.model.named_buffers()
+            self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in buffers}
+        self._get_sleep_mode_backend().suspend(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._get_sleep_mode_backend().resume(tags)
+        for name, buffer in self.model_runner.model.named_buffers():
+            if name in self._sleep_saved_buffers:
+                buffer.data.copy_(self._sleep_saved_buffers[name])
+        self._sleep_saved_buffers = {}
+        if tags is None or "kv_cache" in tags:
+            self.model_runner.post_kv_cache_wake_up()

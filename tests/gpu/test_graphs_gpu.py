@@ -1,0 +1,229 @@
+"""CUDA graphs over memory that goes and comes back. Each test uses tags of its own: all share one saver."""
+
+from __future__ import annotations
+
+import gc
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import memsaver_core as ms
+from memsaver_core import _process
+from memsaver_server import attach
+from memsaver_server.engines.transformers import TransformersEngine
+from tests.gpu.children import run_python
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+SIZE = 1024
+QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
+
+
+@pytest.fixture
+def tag() -> Iterator[str]:
+    """A start of tags that no other test uses; what is left under them is resumed at the end."""
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    yield name
+    gc.collect()
+    torch.cuda.synchronize()
+    ms.resume([each for each in _process.saver().known_tags() if each.startswith(name)] or None)
+    torch.cuda.empty_cache()
+
+
+class Attention:
+    """A step as an engine's: weights, a cache that the graph reads, static input and output."""
+
+    def __init__(self, tag: str) -> None:
+        self.tags = [f"{tag}-w", f"{tag}-kv", f"{tag}-g"]
+        with ms.region(self.tags[0], restore="host"):
+            self.weights = torch.randn(SIZE, SIZE, device="cuda") / 32
+        with ms.region(self.tags[1], restore="zero"):
+            self.cache = torch.randn(SIZE, SIZE, device="cuda") / 32
+        with ms.region(self.tags[2], restore="host"):
+            self.given = torch.randn(64, SIZE, device="cuda")
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            self.step()
+        torch.cuda.synchronize()
+
+    def step(self, times: int = 1) -> torch.Tensor:
+        state = self.given
+        for _ in range(times):
+            state = torch.tanh((state @ self.weights) @ self.cache)
+        return state
+
+    def capture(self, pool: ms.GraphPool, times: int = 1) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with ms.graph(graph, pool=pool, stream=self.stream):
+            out = self.step(times)
+        return graph, out
+
+    def pool(self) -> ms.GraphPool:
+        return ms.GraphPool(self.tags[2], restore="host")
+
+
+def replayed(graph: torch.cuda.CUDAGraph, out: torch.Tensor) -> torch.Tensor:
+    out.fill_(2)  # nothing that a step yields
+    graph.replay()
+    return out.cpu()
+
+
+def bytes_of(tag: str) -> int:
+    return next(each.bytes for each in ms.status().tags if each.tag == tag)
+
+
+@pytest.mark.parametrize("policy", ["zero", "discard"])
+def test_weights_and_graph_come_back_where_the_cache_is_given_up(tag: str, policy: str) -> None:
+    """G1, R14: the graph replays over a cache that came back empty, and right over one that was written anew."""
+    engine = Attention(tag)
+    graph, out = engine.capture(engine.pool())
+    expected, cache = replayed(graph, out), engine.cache.cpu()
+    for _ in range(3):
+        ms.release(engine.tags, restore={engine.tags[1]: policy})
+        ms.resume(engine.tags)
+        if policy == "zero":
+            assert not replayed(graph, out).any()
+        engine.cache.copy_(cache)
+        assert torch.equal(replayed(graph, out), expected)
+
+
+def test_graphs_that_share_a_pool_replay_after_release(tag: str) -> None:
+    """G1, G2: all graphs of one pool replay right, in any order, and the pool's bytes went, measured."""
+    engine = Attention(tag)
+    pool = engine.pool()
+    graphs = [engine.capture(pool, times) for times in (4, 3, 2, 1)]
+    expected = [replayed(*each) for each in graphs]
+    cache = engine.cache.cpu()
+    assert all(_process.saver().owns(out.data_ptr()) for _, out in graphs)
+    for round_ in range(3):
+        before = ms.read_devices()[0].used_bytes
+        report = ms.release(engine.tags)
+        assert before - ms.read_devices()[0].used_bytes >= report.released_bytes - 16 * MIB
+        assert bytes_of(engine.tags[2]) > 0
+        ms.resume(engine.tags)
+        engine.cache.copy_(cache)
+        order = [3, 1, 0, 2] if round_ % 2 else [0, 1, 2, 3]
+        assert all(torch.equal(replayed(*graphs[i]), expected[i]) for i in order)
+
+
+def test_capture_after_resume(tag: str) -> None:
+    """G1: a graph captured after a resume, into the pool of one from before it, leaves both right."""
+    engine = Attention(tag)
+    pool = engine.pool()
+    graphs = [engine.capture(pool, 3)]
+    expected = [replayed(*graphs[0])]
+    cache = engine.cache.cpu()
+    for times in (2, 1, 4):
+        ms.release(engine.tags)
+        ms.resume(engine.tags)
+        engine.cache.copy_(cache)
+        graphs.append(engine.capture(pool, times))
+        expected.append(engine.step(times).cpu())
+        for each, right in zip(graphs, expected, strict=True):
+            assert torch.allclose(replayed(*each), right, rtol=1e-3, atol=1e-5)
+    assert torch.equal(replayed(*graphs[0]), expected[0])
+
+
+def test_graph_destroyed_while_released(tag: str) -> None:
+    """R7, T2: the graph's memory is not there when torch gives it back; the pool's other graph is right, and in the end
+    nothing is left under the tag."""
+    engine = Attention(tag)
+    pool = engine.pool()
+    given = engine.given.cpu()
+    doomed, doomed_out = engine.capture(pool, 4)
+    graph, out = engine.capture(pool)
+    expected, cache = replayed(graph, out), engine.cache.cpu()
+    ms.release(engine.tags)
+    del doomed, doomed_out
+    gc.collect()
+    torch.cuda.empty_cache()
+    ms.resume(engine.tags)
+    engine.cache.copy_(cache)
+    assert torch.equal(replayed(graph, out), expected)
+    ms.release(engine.tags)
+    del graph, out, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert bytes_of(engine.tags[2]) == 2 * MIB  # torch's segment with the static input
+    ms.resume(engine.tags)
+    assert torch.equal(engine.given.cpu(), given)
+
+
+@pytest.mark.parametrize("last", ["exit", "destroy"])
+def test_exit_while_released_with_graphs_alive(last: str) -> None:
+    """T2: several graphs of one pool, their memory released, and the interpreter ends, before or after they do."""
+    result = run_python(
+        f"""
+        import gc, torch, memsaver_core as ms
+        with ms.region("weights"):
+            weights = torch.randn(1024, 1024, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            weights @ weights
+        torch.cuda.synchronize()
+        pool = ms.GraphPool()
+        graphs = []
+        for times in (3, 2, 1):
+            graph = torch.cuda.CUDAGraph()
+            with ms.graph(graph, pool=pool, stream=stream):
+                out = weights
+                for _ in range(times):
+                    out = out @ weights
+            graphs.append((graph, out))
+            graph.replay()
+        torch.cuda.synchronize()
+        ms.release()
+        if {last!r} == "destroy":
+            del graph, out
+            graphs.clear()
+            gc.collect()
+        print("end", flush=True)
+        """
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "end"), result.stderr
+    assert "terminate" not in result.stderr
+    assert "memsaver: warning" not in result.stderr
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[], TransformersEngine]]:
+    engines: list[TransformersEngine] = []
+
+    def start() -> TransformersEngine:
+        engines.append(TransformersEngine(random_weights=QWEN2, kv_cache_bytes=1 << 30, batch_sizes=(1, 4)))
+        return engines[-1]
+
+    yield start
+    ms.resume()
+    for each in engines:
+        each.close()
+
+
+@pytest.mark.parametrize("order", [("cuda_graph", "kv_cache", "weights"), ("weights", "cuda_graph", "kv_cache")])
+def test_a_partly_resumed_engine_replays_nothing(
+    engine: Callable[[], TransformersEngine], order: tuple[str, ...]
+) -> None:
+    """R12: until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
+    serving = engine()
+    graphs = dict(serving._runner._graphs)
+    body = {"text": "a prompt", "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
+    with attach(serving) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+
+        def generate() -> httpx.Response:
+            return http.post("/generate", json=body)
+
+        before = generate().raise_for_status().json()["output_ids"]
+        assert len(before) == 24
+        http.post("/release_memory_occupation").raise_for_status()
+        for tag in order:
+            refused = generate()
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            http.post("/resume_memory_occupation", json={"tags": [tag]}).raise_for_status()
+        assert generate().raise_for_status().json()["output_ids"] == before
+        assert serving._runner._graphs == graphs

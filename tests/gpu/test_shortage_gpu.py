@@ -1,0 +1,112 @@
+"""A served engine and a co-tenant that compete for one GPU."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.serving import Server, serving
+from tests.gpu.children import ON_CUDA, CoTenant
+
+pytestmark = pytest.mark.gpu
+
+QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """An engine of about 12 GiB."""
+    options = ("--random-weights", str(QWEN2), "--kv-cache-bytes", "8GiB", "--batch-sizes", "1,4")
+    with serving(*options, changes=ON_CUDA) as server:
+        yield server
+        assert server.end(signal.SIGTERM) == 0, server.log
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        yield http
+
+
+@pytest.fixture
+def tenant() -> Iterator[CoTenant]:
+    with CoTenant() as tenant:
+        yield tenant
+
+
+def tokens(http: httpx.Client) -> list[list[int]]:
+    bodies = [
+        {"input_ids": list(range(3, 3 + length)), "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
+        for length in (4, 100, 600)
+    ]
+    return [http.post("/generate", json=body).raise_for_status().json()["output_ids"] for body in bodies]
+
+
+def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: CoTenant) -> None:
+    """R3: 503 with the figures, the engine lives with its backup intact, and after the co-tenant let go the retry is
+    token-identical. R11: meanwhile it is alive and not ready."""
+    before = tokens(http)
+    released = http.post("/release_memory_occupation").raise_for_status().json()["released_bytes"]
+    assert released > 11 * GIB
+    free = tenant.leave(GIB)
+    assert free < 2 * GIB
+    for _ in range(3):  # a client that tries again changes nothing
+        response = http.post("/resume_memory_occupation")
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) > 0
+        error = response.json()["error"]
+        assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
+        assert error["needed_bytes"] > 11 * GIB
+        assert 0 <= error["free_bytes"] < 2 * GIB
+    assert http.get("/livez").status_code == 200
+    assert http.get("/readyz").status_code == 503
+    assert http.post("/generate", json={"text": "now"}).status_code == 503
+    occupation = http.get("/memory_occupation").json()
+    assert sum(tag["resident_bytes"] for tag in occupation["tags"]) == 0
+    tenant.let_go()
+    answer = http.post("/resume_memory_occupation").raise_for_status().json()
+    assert (answer["state"], answer["resumed_bytes"]) == ("resident", released)
+    assert tokens(http) == before
+
+
+def test_resume_waits_for_a_co_tenant_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
+    """R3: with `wait_for_memory_s` the resume succeeds as soon as the memory is let go, without another request."""
+    before = tokens(http)
+    http.post("/release_memory_occupation").raise_for_status()
+    tenant.leave(GIB)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(http.post, "/resume_memory_occupation", json={"wait_for_memory_s": 100})
+        while phase_of_the_last(http) != "wait_for_memory":
+            assert not waiting.done()
+        assert http.get("/livez").status_code == 200
+        tenant.let_go()
+        answer = waiting.result().raise_for_status().json()
+    assert answer["state"] == "resident"
+    assert "wait_for_memory" in [phase["name"] for phase in answer["phases"]]
+    assert tokens(http) == before
+
+
+def test_a_part_that_fits_comes_back_while_the_rest_does_not(http: httpx.Client, tenant: CoTenant) -> None:
+    """R3, R12: what fits beside the co-tenant is resumed, what does not is refused, and nothing is computed."""
+    before = tokens(http)
+    http.post("/release_memory_occupation").raise_for_status()
+    tenant.leave(6 * GIB)
+    assert http.post("/resume_memory_occupation", json={"tags": ["weights"]}).status_code == 200
+    refused = http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
+    assert (refused.status_code, refused.json()["state"]) == (503, "released")
+    states = {tag["tag"]: tag["state"] for tag in http.get("/memory_occupation").json()["tags"]}
+    assert (states["weights"], states["kv_cache"], states["cuda_graph"]) == ("resident", "released", "released")
+    assert http.post("/generate", json={"text": "now"}).status_code == 503
+    tenant.let_go()
+    http.post("/resume_memory_occupation").raise_for_status()
+    assert tokens(http) == before
+
+
+def phase_of_the_last(http: httpx.Client) -> str:
+    return str(http.get("/operations").json()["operations"][0]["phase"])

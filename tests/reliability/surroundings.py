@@ -1,0 +1,119 @@
+"""Small surroundings for a process of its own: a control group with little memory, a disk with little space.
+
+What this machine does not allow is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+_FORK = multiprocessing.get_context("fork")
+_CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+
+
+def in_child(body: Callable[[], None]) -> None:
+    """Run in a forked child, so that the surroundings of the process end with it. A child that is killed fails."""
+
+    def run(pipe: Connection) -> None:
+        try:
+            body()
+            pipe.send(("done", ""))
+        except pytest.skip.Exception as reason:
+            pipe.send(("skipped", str(reason)))
+        except BaseException as error:
+            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+    ours, theirs = _FORK.Pipe()
+    process = _FORK.Process(target=run, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert ours.poll(120)
+    try:
+        outcome, reason = ours.recv()
+    except EOFError:
+        process.join()
+        pytest.fail(f"the child ended with {process.exitcode}")
+    process.join()
+    if outcome == "skipped":
+        pytest.skip(reason)
+    assert (outcome, reason) == ("done", "")
+
+
+class ControlGroup:
+    """A control group for processes that may have so much memory, version 2 or 1."""
+
+    def __init__(self, folder: Path, bound: str) -> None:
+        self._folder = folder
+        self._bound = bound
+
+    def limit(self, nbytes: int) -> None:
+        (self._folder / self._bound).write_text(str(nbytes))
+
+    def enter(self) -> None:
+        """Move this process in. What it had before still counts where it was."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def control_group(nbytes: int) -> Iterator[ControlGroup]:
+    """A new control group below this process's own, or below the nearest that may have such children."""
+    name = f"memsaver-{uuid.uuid4().hex[:12]}"
+    reasons = []
+    for parent, bound in _places():
+        folder = parent / name
+        try:
+            folder.mkdir()
+        except OSError as error:
+            reasons.append(f"{parent}: {error.strerror}")
+            continue
+        try:
+            if not (folder / bound).exists():
+                reasons.append(f"{parent}: memory is not handed down")
+                continue
+            group = ControlGroup(folder, bound)
+            group.limit(nbytes)
+            yield group
+            return
+        finally:
+            folder.rmdir()
+    pytest.skip("no control group with a memory limit can be made here: " + "; ".join(reasons or ["none is mounted"]))
+
+
+def _places() -> Iterator[tuple[Path, str]]:
+    """Where a child may be made, nearest first, and the name of its limit."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, bound = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        elif not controllers:
+            root, bound = Path("/sys/fs/cgroup"), "memory.max"
+        else:
+            continue
+        own = root / group.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_dir() and folder.is_relative_to(root):
+                yield folder, bound
+
+
+def keep_mounts_private() -> None:
+    """From now on this process's mounts are its own, and end with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS) != 0 or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
+        pytest.skip(f"no mount namespace can be made here: {os.strerror(ctypes.get_errno())}")
+
+
+def mount_small_disk(folder: Path, nbytes: int) -> None:
+    """Mount an empty file system of so many bytes; only after ``keep_mounts_private``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
+        pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")

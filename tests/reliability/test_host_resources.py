@@ -1,0 +1,205 @@
+"""The host's memory and disk run out, for real: in a control group and on a small disk of a child's own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_core.errors import OutOfHostMemoryError
+from tests.reliability.surroundings import control_group, in_child, keep_mounts_private, mount_small_disk
+from tests.unit.saver_memory import MIB, PAGE, content, fill
+
+GROUP = 192 * MIB
+
+
+def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
+    return _native.Saver(
+        driver="host", host_capacity=256 * MIB, file_folder=str(folder), verify="full", faulty=True, **settings
+    )
+
+
+def mark(address: int, nbytes: int) -> None:
+    """Write a word to each page; holds no copy of the content, which would count, too."""
+    for at in range(0, nbytes, PAGE):
+        ctypes.c_uint64.from_address(address + at).value = at + 1
+
+
+def is_marked(address: int, nbytes: int) -> bool:
+    return all(ctypes.c_uint64.from_address(address + at).value == at + 1 for at in range(0, nbytes, PAGE))
+
+
+def test_a_backup_larger_than_the_control_group_allows() -> None:
+    """B5: it is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
+    nbytes = 112 * MIB
+    with control_group(GROUP) as group:
+
+        def body() -> None:
+            group.enter()
+            saver = make()
+            address = saver.allocate(0, "t", "host", nbytes)
+            mark(address, nbytes)
+            with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup") as refused:
+                saver.release([], [], {})
+            assert refused.value.needed_bytes == nbytes
+            assert 0 < refused.value.free_bytes < GROUP - nbytes
+            assert saver.audit() == []
+            assert is_marked(address, nbytes)
+            group.limit(2 * GROUP)
+            saver.release([], [], {})
+            saver.resume([])
+            assert is_marked(address, nbytes)
+
+        in_child(body)
+
+
+def test_a_backup_prepared_in_the_background_keeps_to_the_control_group() -> None:
+    """B5: pinning memory ahead of the first release takes none that is not there."""
+    nbytes = 112 * MIB
+    with control_group(GROUP) as group:
+
+        def body() -> None:
+            group.enter()
+            saver = make()
+            mark(saver.allocate(0, "t", "host", nbytes), nbytes)
+            saver.prepare_backup()
+            with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup"):
+                saver.wait_until_prepared()
+            assert saver.status()["pool_capacity_bytes"] == 0
+            group.limit(2 * GROUP)
+            saver.prepare_backup()
+            saver.wait_until_prepared()
+            assert saver.status()["pool_capacity_bytes"] == nbytes
+
+        in_child(body)
+
+
+def test_page_cache_makes_way_for_a_backup(tmp_path: Path) -> None:
+    """B5: what the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
+    nbytes = 64 * MIB
+    with control_group(GROUP) as group:
+
+        def body() -> None:
+            group.enter()
+            path = tmp_path / "weights"
+            path.write_bytes(bytes(2 * nbytes))
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                for _ in range(2):  # read twice it is in active use, for all that the kernel knows
+                    file.seek(0)
+                    while file.read(MIB):
+                        pass
+            saver = make()
+            address = saver.allocate(0, "t", "host", nbytes)
+            mark(address, nbytes)
+            saver.release([], [], {})
+            saver.resume([])
+            assert is_marked(address, nbytes)
+
+        in_child(body)
+
+
+def test_a_backup_file_in_memory_keeps_to_the_control_group(tmp_path: Path) -> None:
+    """B5: files of a file system in memory count as memory, however much the file system says is free."""
+    nbytes = 112 * MIB
+    with control_group(GROUP) as group:
+
+        def body() -> None:
+            keep_mounts_private()
+            mount_small_disk(tmp_path, 4 * GROUP)
+            group.enter()
+            saver = make(tmp_path)
+            address = saver.allocate(0, "t", "file", nbytes)
+            mark(address, nbytes)
+            with pytest.raises(OutOfHostMemoryError, match="too little space") as refused:
+                saver.release([], [], {})
+            assert refused.value.needed_bytes == nbytes
+            assert refused.value.free_bytes < GROUP
+            assert saver.audit() == []
+            assert is_marked(address, nbytes)
+
+        in_child(body)
+
+
+@pytest.mark.parametrize(
+    ("figures", "available"),
+    [
+        ({"memory.max": "1000000", "memory.current": "400000"}, 600_000),
+        ({"memory.max": "1000000", "memory.high": "700000", "memory.current": "400000"}, 300_000),
+        ({"memory.max": "max", "memory.high": "700000", "memory.current": "800000"}, 0),
+        (
+            {
+                "memory.max": "1000000",
+                "memory.current": "900000",
+                "memory.stat": "anon 1\nactive_file 100000\ninactive_file 200000\nshmem 5\n",
+            },
+            400_000,
+        ),
+    ],
+)
+def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str, str], available: int) -> None:
+    """B5: the files as the kernel writes them, where it has put the root of this process's groups."""
+
+    def body() -> None:
+        keep_mounts_private()
+        for name, text in figures.items():
+            (tmp_path / name).write_text(text + "\n")
+        libc = ctypes.CDLL(None, use_errno=True)
+        bind = 0x1000
+        if libc.mount(os.fsencode(tmp_path), b"/sys/fs/cgroup", None, bind, None) != 0:
+            pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")
+        assert _native.available_memory_bytes() == available
+
+    in_child(body)
+
+
+def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
+    """R3: what was not written yet stays where it is, what was written comes back; with space again all goes on."""
+    part = 8 * MIB
+
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(tmp_path, 8 * part)
+        saver = make(tmp_path)
+        addresses = [saver.allocate(0, "t", "file", part) for _ in range(4)]
+        written = [fill(address, part, seed) for seed, address in enumerate(addresses)]
+        failures: list[Exception] = []
+
+        def release() -> None:
+            try:
+                saver.release([], [], {})
+            except OutOfHostMemoryError as error:
+                failures.append(error)
+
+        saver.delay("copy_to_host", 0.5)  # the look at the disk has been taken when this is reached
+        thread = threading.Thread(target=release)
+        thread.start()
+        while saver.counts().get("copy_to_host", 0) == 0:
+            pass
+        intruder = tmp_path / "intruder"
+        with intruder.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 6 * part)  # leaves space for two of four
+        saver.heal()
+        thread.join()
+        assert len(failures) == 1
+        assert "ENOSPC" in str(failures[0])
+        assert "tag 't'" in str(failures[0])
+        assert "MEMSAVER_FILE_DIR" in str(failures[0])
+        assert saver.audit() == []
+        saver.resume([])
+        assert [content(address, part) for address in addresses] == written
+        with pytest.raises(OutOfHostMemoryError):
+            saver.release([], [], {})
+        intruder.unlink()
+        saver.release([], [], {})
+        assert saver.status()["state"] == "released"
+        saver.resume([])
+        assert [content(address, part) for address in addresses] == written
+        assert saver.audit() == []
+
+    in_child(body)

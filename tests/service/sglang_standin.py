@@ -1,0 +1,322 @@
+"""A scheduler with the names of SGLang's, as far as memsaver uses them, and with an engine small enough to follow.
+
+Its model is a table of weights and a buffer, under ``weights``; the cache holds one number for each token, under
+``kv_cache``; the next token follows from the sum of the cached numbers. So lost weights, a lost buffer, and a cached
+prefix whose pages are gone all give other tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from queue import Empty, Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+VOCABULARY = 97
+PAGES = 4096
+
+# sglang.srt.managers.io_struct
+
+
+@dataclass
+class TokenizedGenerateReqInput:
+    rid: str
+    input_ids: list[int] = field(default_factory=list)
+    max_new_tokens: int = 8
+    http_worker_ipc: str | None = None
+
+
+@dataclass
+class TokenizedEmbeddingReqInput:
+    rid: str
+
+
+@dataclass
+class BatchTokenizedGenerateReqInput:
+    batch: list[TokenizedGenerateReqInput]
+
+    def __iter__(self) -> Iterator[TokenizedGenerateReqInput]:
+        return iter(self.batch)
+
+
+@dataclass
+class BatchTokenizedEmbeddingReqInput:
+    batch: list[TokenizedEmbeddingReqInput]
+
+    def __iter__(self) -> Iterator[TokenizedEmbeddingReqInput]:
+        return iter(self.batch)
+
+
+@dataclass
+class AbortReq:
+    rid: str = ""
+    abort_all: bool = False
+    finished_reason: dict[str, Any] | None = None
+
+
+@dataclass
+class PauseGenerationReqInput:
+    mode: str = "abort"
+
+
+@dataclass
+class ContinueGenerationReqInput:
+    torch_empty_cache: bool = False
+
+
+MESSAGES = (
+    TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput,
+    BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
+)  # fmt: skip
+
+# sglang.srt.utils.torch_memory_saver_adapter
+
+
+class Adapter:
+    """Its calls are those of tests/unit/test_compat_adapters.py."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
+        if not self.enabled:
+            return nullcontext()
+        saver = sys.modules[type(self).__module__].torch_memory_saver.torch_memory_saver
+        region: AbstractContextManager[None] = saver.region(tag=tag, enable_cpu_backup=enable_cpu_backup)
+        return region
+
+
+# sglang.srt.managers.scheduler
+
+
+class DisaggregationMode(Enum):
+    NULL = "null"
+    PREFILL = "prefill"
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.arange(VOCABULARY, dtype=torch.float64) + 1)
+        self.register_buffer("scale", torch.tensor([3.0], dtype=torch.float64))
+
+
+@dataclass(eq=False)
+class Req:
+    rid: str
+    tokens: list[int]
+    wanted: int
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    to_finish: bool = False
+
+    def finished(self) -> bool:
+        return len(self.output_ids) >= self.wanted
+
+
+class ScheduleBatch:
+    def __init__(self) -> None:
+        self.reqs: list[Req] = []
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+
+class Pool:
+    """The pages, and who holds them."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.free = list(range(PAGES))
+
+    def reset_aux_cache_allocator(self) -> None:
+        pass
+
+
+class Tree:
+    """Pages of prefixes that were computed."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[tuple[int, ...], list[int]] = {}
+
+    def reset(self) -> None:
+        self.prefixes.clear()
+
+
+class Tokenizer:
+    """What the tokenizer's process is sent: the answers, by request."""
+
+    def __init__(self) -> None:
+        self.answers: Queue[tuple[str, Any]] = Queue()
+
+    def send_output(self, output: Any, request: Any = None) -> None:
+        self.answers.put((getattr(output, "rid", "") or getattr(request, "rid", ""), output))
+
+
+class Scheduler:
+    def __init__(self, *, enable_memory_saver: bool = True, enable_weights_cpu_backup: bool = True, **ranks: int):
+        self.ps = SimpleNamespace(**{"tp_size": 1, "pp_size": 1, "dp_size": 1, **ranks})
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.rust_server = None
+        self.draft_worker = None
+        self.memory_saver_adapter = Adapter(enable_memory_saver)
+        with self.memory_saver_adapter.region("weights", enable_cpu_backup=enable_weights_cpu_backup):
+            model = Model()
+        with self.memory_saver_adapter.region("kv_cache"):
+            self.cache = torch.zeros(PAGES, dtype=torch.float64)
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=Tokenizer())
+        self.received: Queue[Any] = Queue()
+        self.req_to_token_pool = Pool()
+        self.token_to_kv_pool_allocator = Pool()
+        self.tree_cache = Tree()
+        self.gracefully_exit = False
+        self.waiting_queue: list[Req] = []
+        self.running_batch = ScheduleBatch()
+        self.last_batch: ScheduleBatch | None = None
+        self.chunked_req: Req | None = None
+        self.return_health_check_ipcs: deque[str | None] = deque()
+        self._engine_paused = False
+        #: Set to keep requests from ending: each step then computes nothing.
+        self.stalled = False
+
+    def run_event_loop(self) -> None:
+        while not self.gracefully_exit:
+            requests = []
+            try:
+                requests.append(self.received.get(timeout=0.01))
+                while True:
+                    requests.append(self.received.get_nowait())
+            except Empty:
+                pass
+            self.process_input_requests(requests)
+            if self._engine_paused:
+                continue
+            self.running_batch.reqs += self.waiting_queue
+            self.waiting_queue = []
+            if self.running_batch.is_empty():
+                self.last_batch = None
+                continue
+            if not self.stalled:
+                for request in self.running_batch.reqs:
+                    self._step(request)
+            self.running_batch.reqs = [each for each in self.running_batch.reqs if not self._end(each)]
+            self.last_batch = None
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        for request in recv_reqs:
+            if isinstance(request, TokenizedGenerateReqInput):
+                self.waiting_queue.append(Req(request.rid, list(request.input_ids), request.max_new_tokens))
+            elif isinstance(request, BatchTokenizedGenerateReqInput):
+                self.process_input_requests(list(request))
+            elif isinstance(request, AbortReq):
+                self.abort_request(request)
+            else:
+                raise TypeError(request)
+
+    def _step(self, request: Req) -> None:
+        model = self.tp_worker.model_runner.model
+        tokens = request.tokens + request.output_ids
+        with torch.no_grad():
+            known = self.tree_cache.prefixes.get(tuple(request.tokens))
+            if not request.pages and known is not None:
+                request.pages = list(known)
+            while len(request.pages) < len(tokens):
+                page = self.token_to_kv_pool_allocator.free.pop()
+                self.cache[page] = model.table[tokens[len(request.pages)]] * model.scale[0]
+                request.pages.append(page)
+            self.tree_cache.prefixes.setdefault(tuple(request.tokens), request.pages[: len(request.tokens)])
+            request.output_ids.append(int(self.cache[request.pages].sum().item()) % VOCABULARY)
+
+    def _end(self, request: Req) -> bool:
+        if not (request.finished() or request.to_finish):
+            return False
+        self.ipc_channels.send_to_tokenizer.send_output(request)
+        return True
+
+    def is_fully_idle(self, for_health_check: bool = False) -> bool:
+        return self.running_batch.is_empty() and not self.waiting_queue and self.chunked_req is None
+
+    def collect_inflight_reqs(self) -> set[Req]:
+        return set(self.running_batch.reqs)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        for request in [each for each in self.waiting_queue if recv_req.abort_all or each.rid == recv_req.rid]:
+            self.waiting_queue.remove(request)
+            self.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid))
+        for request in self.running_batch.reqs:
+            request.to_finish = request.to_finish or recv_req.abort_all or request.rid == recv_req.rid
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
+        assert recv_req.mode in ("in_place", "retract")
+        self._engine_paused = True
+        if recv_req.mode == "retract":
+            for request in self.running_batch.reqs:
+                request.pages = []
+            self.waiting_queue += self.running_batch.reqs
+            self.running_batch.reqs = []
+
+    def continue_generation(self, recv_req: ContinueGenerationReqInput) -> None:
+        self._engine_paused = False
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        if not self.is_fully_idle():
+            return False
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        return True
+
+    def maybe_send_health_check_signal(self) -> None:
+        if self.return_health_check_ipcs:
+            self.ipc_channels.send_to_tokenizer.send_output(self.return_health_check_ipcs.popleft())
+
+
+# sglang.srt.plugins.hook_registry
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+class HookRegistry:
+    @classmethod
+    def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
+        path, _, attribute = target.rpartition(".")
+        module, _, name = path.rpartition(".")
+        owner = getattr(sys.modules[module], name)
+        original = getattr(owner, attribute)
+        setattr(owner, attribute, lambda *arguments: hook(original, *arguments))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> type[Scheduler]:
+    """Put the modules where memsaver looks for SGLang's, for the length of a test. Returns the scheduler's class."""
+    scheduler: type[Scheduler] = type("Scheduler", (Scheduler,), {"__module__": "sglang.srt.managers.scheduler"})
+    adapter = type("Adapter", (Adapter,), {"__module__": "sglang.srt.utils.torch_memory_saver_adapter"})
+    monkeypatch.setattr(sys.modules[__name__], "Adapter", adapter)
+    content: dict[str, dict[str, Any]] = {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": {each.__name__: each for each in MESSAGES},
+        "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
+        "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.utils": {},
+        "sglang.srt.utils.torch_memory_saver_adapter": {"torch_memory_saver": torch_memory_saver},
+    }
+    for name, attributes in content.items():
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return scheduler

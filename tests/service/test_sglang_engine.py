@@ -1,0 +1,286 @@
+"""The service in a SGLang scheduler's process, over a stand-in for the scheduler, through real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import memsaver_core as ms
+from memsaver_core.compat import torch_memory_saver
+from memsaver_core.errors import ConfigurationError
+from memsaver_server import Settings
+from memsaver_server.engines import sglang
+from memsaver_server.engines.port import Engine
+
+from . import sglang_standin as standin
+
+PROMPT = [5, 17, 60, 2]
+
+
+class Serving:
+    """A scheduler that runs, what its clients were answered, and a client of the service."""
+
+    def __init__(self, scheduler: standin.Scheduler, **settings: Any) -> None:
+        self.scheduler = scheduler
+        self.attachment = sglang.attach(scheduler, settings=Settings(**settings))
+        self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
+        self.loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
+        self.loop.start()
+        self.answers: dict[str, Any] = {}
+
+    def send(self, tokens: list[int] = PROMPT, *, wanted: int = 8, rid: str = "") -> str:
+        request = standin.TokenizedGenerateReqInput(rid or uuid.uuid4().hex, tokens, wanted)
+        self.scheduler.received.put(request)
+        return request.rid
+
+    def answer(self, rid: str) -> Any:
+        """What became of a request."""
+        while rid not in self.answers:
+            name, output = self.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=30)
+            self.answers[name] = output
+        return self.answers.pop(rid)
+
+    def generate(self, tokens: list[int] = PROMPT) -> list[int]:
+        output: list[int] = self.answer(self.send(tokens)).output_ids
+        return output
+
+    def call(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        content: dict[str, Any] = answer.json()
+        return content
+
+    def close(self) -> None:
+        self.scheduler.stalled = False
+        self.http.post("/resume_memory_occupation")
+        self.http.close()
+        self.attachment.close()
+        self.scheduler.gracefully_exit = True
+        self.loop.join(30)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> type[standin.Scheduler]:
+    return standin.install(monkeypatch, torch_memory_saver)
+
+
+@pytest.fixture
+def serve(make: type[standin.Scheduler]) -> Iterator[Callable[..., Serving]]:
+    servings: list[Serving] = []
+
+    def start(*, weights_cpu_backup: bool = True, **settings: Any) -> Serving:
+        servings.append(Serving(make(enable_weights_cpu_backup=weights_cpu_backup), **settings))
+        return servings[-1]
+
+    yield start
+    for each in servings:
+        each.close()
+
+
+def waiting(serving: Serving, count: int) -> None:
+    """Return once ``count`` requests run."""
+    while len(serving.scheduler.running_batch.reqs) != count:
+        assert serving.loop.is_alive()
+        time.sleep(0.005)
+
+
+def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
+    assert isinstance(sglang.SglangEngine(make()), Engine)
+
+
+def test_release_and_resume(serve: Callable[..., Serving]) -> None:
+    """R13: the same tokens afterwards, and no prefix is taken from a cache whose pages are gone."""
+    serving = serve()
+    expected = serving.generate()
+    assert serving.scheduler.tree_cache.prefixes
+    for _ in range(2):
+        serving.call("/release_memory_occupation")
+        assert all(tag.released_bytes for tag in ms.status().tags if tag.tag in ("weights", "kv_cache") and tag.bytes)
+        refused = serving.answer(serving.send())
+        assert refused.finished_reason["status_code"] == 503
+        assert "released" in refused.finished_reason["message"]
+        assert serving.http.get("/readyz").status_code == 503
+        assert serving.http.get("/livez").status_code == 200
+        serving.call("/resume_memory_occupation")
+        assert not serving.scheduler.tree_cache.prefixes
+        assert serving.generate() == expected
+
+
+def test_a_release_waits_for_requests_in_flight(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    held_up = serving.call("/release_memory_occupation", 504, timeout_s=0.1)
+    assert held_up["error"]["pending"] == [rid]
+    assert all(not tag.released_bytes for tag in ms.status().tags)
+    serving.scheduler.stalled = False
+    assert serving.answer(rid).output_ids == expected
+    serving.call("/release_memory_occupation", timeout_s=0)
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
+def test_a_release_that_aborts(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    serving.call("/release_memory_occupation", mode="abort")
+    assert serving.answer(rid).to_finish
+    serving.call("/resume_memory_occupation")
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_a_release_that_keeps_requests(serve: Callable[..., Serving], keep_cache: bool) -> None:
+    """Requests that were running go on after the resume, and end with the tokens that they would have had."""
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    restore = {"kv_cache": "host"} if keep_cache else {}
+    serving.call("/release_memory_occupation", mode="keep", restore=restore)
+    assert serving.scheduler._engine_paused
+    serving.scheduler.stalled = False
+    serving.call("/resume_memory_occupation")
+    assert serving.answer(rid).output_ids == expected
+    assert serving.generate() == expected
+
+
+def test_requests_that_wait_for_the_memory(serve: Callable[..., Serving]) -> None:
+    serving = serve(while_released="queue", queue_limit=3)
+    expected = serving.generate()
+    serving.call("/release_memory_occupation")
+    first = serving.send()
+    batch = [standin.TokenizedGenerateReqInput(uuid.uuid4().hex, PROMPT) for _ in range(2)]
+    serving.scheduler.received.put(standin.BatchTokenizedGenerateReqInput(batch))
+    too_many = serving.send()
+    assert serving.answer(too_many).finished_reason["status_code"] == 503
+    serving.scheduler.received.put(standin.AbortReq(rid=batch[1].rid))
+    assert serving.answer(batch[1].rid).finished_reason is None
+    serving.call("/resume_memory_occupation")
+    assert serving.answer(first).output_ids == expected
+    assert serving.answer(batch[0].rid).output_ids == expected
+
+
+def test_health_checks_by_generation_are_answered_while_released(serve: Callable[..., Serving]) -> None:
+    """R11: a sleeping worker is not a dead one."""
+    serving = serve()
+    serving.call("/release_memory_occupation")
+    serving.send(rid="HEALTH_CHECK_1")
+    assert serving.answer("") is None
+    serving.call("/resume_memory_occupation")
+
+
+def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
+    """An update writes the weights again, and never the buffers: those are kept beside them."""
+    serving = serve(weights_cpu_backup=False)
+    expected = serving.generate()
+    model = serving.scheduler.tp_worker.model_runner.model
+    weights = model.table.detach().clone()
+    serving.call("/release_memory_occupation")
+    serving.call("/release_memory_occupation")  # what is kept of the buffers survives a release of nothing
+    serving.call("/resume_memory_occupation", tags=["weights"])
+    with torch.no_grad():
+        model.table.copy_(weights)
+    serving.call("/resume_memory_occupation")
+    assert float(model.scale) == 3.0
+    assert serving.generate() == expected
+
+
+def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    expected = serving.generate()
+    serving.call("/flush_cache")
+    assert not serving.scheduler.tree_cache.prefixes
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    assert serving.call("/flush_cache", 504)["error"]["pending"] == [rid]
+    serving.call("/pause_generation", mode="retract")
+    serving.call("/flush_cache")
+    serving.call("/release_memory_occupation")
+    serving.call("/flush_cache")
+    serving.call("/resume_memory_occupation")
+    serving.scheduler.stalled = False
+    assert serving.scheduler._engine_paused
+    serving.call("/continue_generation")
+    assert serving.answer(rid).output_ids == expected
+
+
+def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
+    """R11, S3: the dead engine is told from the sleeping one, and nobody waits for it."""
+    serving = serve()
+    serving.generate()
+    serving.scheduler.gracefully_exit = True
+    serving.loop.join(30)
+    assert serving.http.get("/livez").status_code == 503
+    assert "does not run any more" in serving.call("/release_memory_occupation", 500)["message"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"enable_memory_saver": False}, "--enable-memory-saver"),
+        ({"tp_size": 2}, "one of several ranks"),
+        ({"dp_size": 4}, "one of several ranks"),
+    ],
+)
+def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        sglang.attach(make(**wrong))
+
+
+def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make()
+    scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
+    with pytest.raises(ConfigurationError, match="prefill side"):
+        sglang.attach(scheduler)
+    scheduler = make()
+    scheduler.rust_server = object()  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="Rust server"):
+        sglang.attach(scheduler)
+    standin.install(monkeypatch, uuid)  # some other module under that name
+    with pytest.raises(ConfigurationError, match="another torch_memory_saver"):
+        sglang.attach(scheduler)
+
+
+def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = make.run_event_loop
+    sglang.register()
+    assert make.run_event_loop is original
+    path = tmp_path / "engine.sock"
+    monkeypatch.setenv("MEMSAVER_SGLANG", str(path))
+    sglang.register()
+    scheduler = make()
+    loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
+    loop.start()
+    answered = threading.Event()
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://engine") as http:
+        while not answered.wait(0.01):
+            assert loop.is_alive()
+            with suppress(httpx.ConnectError):  # until it listens
+                assert http.get("/livez").status_code == 200
+                answered.set()
+    scheduler.gracefully_exit = True
+    loop.join(30)
+    assert not path.exists()
+
+
+def test_addresses() -> None:
+    assert sglang._address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
+    assert sglang._address("[::1]:1") == {"host": "::1", "port": 1}
+    assert sglang._address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        sglang._address("1")

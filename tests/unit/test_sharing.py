@@ -1,0 +1,89 @@
+"""Tensors of regions and other processes."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+import memsaver_core as ms
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
+
+
+def send(tensor: torch.Tensor) -> None:
+    ForkingPickler(io.BytesIO()).dump(tensor)
+
+
+def reduce_storage_of(tensor: torch.Tensor) -> None:
+    ForkingPickler(io.BytesIO()).dump(tensor.untyped_storage())
+
+
+def share_module(tensor: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("buffer", tensor)
+    module.share_memory()
+
+
+@pytest.fixture(params=["file_descriptor", "file_system"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways in which torch shares host memory."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(request.param)
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.usefixtures("strategy")
+@pytest.mark.parametrize("share", [send, reduce_storage_of, torch.Tensor.share_memory_, share_module])
+@pytest.mark.parametrize("released", [False, True])
+def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], object], released: bool) -> None:
+    """T5: the error names the tensor's region and what to do; the tensor stays where it is, with its content."""
+    tag = f"t-{uuid.uuid4().hex[:8]}"
+    with ms.region(tag, restore="host"):
+        tensor = torch.arange(5000.0)
+    address = tensor.data_ptr()
+    if released:
+        ms.release([tag])
+    with pytest.raises(ms.UnsupportedError, match=rf"region '{tag}' \(20000 bytes at .*clone\(\)"):
+        share(tensor[10:20])
+    ms.release([tag])
+    ms.resume([tag])
+    assert tensor.data_ptr() == address
+    assert torch.equal(tensor, torch.arange(5000.0))
+
+
+@pytest.mark.usefixtures("strategy")
+def test_other_tensors_are_shared_as_ever() -> None:
+    """T5: a copy from outside of any region too, which is what the error advises."""
+    with ms.region("t-shared", restore="host"):
+        tensor = torch.arange(5000.0)
+    for mine in (torch.arange(5000.0), tensor.clone()):
+        kind, arguments = reduce_tensor(mine.share_memory_())
+        theirs = kind(*arguments)
+        theirs[7] = -1
+        assert mine.is_shared()
+        assert mine[7] == -1
+
+
+def test_a_forked_child_shares_what_is_its_own() -> None:
+    """T5: such as a loader's worker, which sends its batches through shared memory."""
+    with ms.region("t-forked"):
+        torch.zeros(10)
+
+    def child(pipe: Connection) -> None:
+        pipe.send(torch.arange(100.0).share_memory_().is_shared())
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert ours.recv() is True
+    process.join()

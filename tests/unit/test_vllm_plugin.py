@@ -1,0 +1,444 @@
+"""The plugin for vLLM on the host driver: real memory in workers of their own processes, behind vLLM's interfaces.
+
+tests/gpu/test_vllm_gpu.py runs the same against vLLM itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memsaver_core.compat.vllm import worker
+from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver_server.engines._ranks import RankMemory
+
+STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
+ALL = {"weights", "kv_cache", "runtime", "workspace"}
+
+# -- a worker of its own process ---------------------------------------------------------------------------------------
+
+
+class Model:
+    """What a test asks of the worker's tensors."""
+
+    def __init__(self) -> None:
+        from memsaver_core.compat.vllm.plugin import register
+
+        register()
+        register()
+        from vllm.v1.worker.gpu_worker import Worker
+
+        model_config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+        self.worker = Worker(SimpleNamespace(model_config=model_config))
+        self.worker.init_device()
+        self.worker.load_model()
+        self.worker.initialize_from_config(3)
+        assert self.worker.compile_or_warm_up_model() == "warm"
+        self.weights = self.worker.model_runner.model.weight.detach().clone()
+
+    def tags(self) -> dict[str, tuple[str, int]]:
+        import memsaver_core as ms
+
+        return {tag.tag: (tag.restore, tag.released_bytes) for tag in ms.status().tags}
+
+    def allocations(self) -> dict[str, int]:
+        import memsaver_core as ms
+
+        return {tag.tag: tag.allocations for tag in ms.status().tags}
+
+    def content(self) -> dict[str, bool]:
+        """Whether the tensors are as after the start; only what is resident may be asked for."""
+        runner = self.worker.model_runner
+        return {
+            "weights": bool((runner.model.weight == self.weights).all()),
+            "buffers": bool((runner.model.scale == 2.5).all()),
+            "kv_cache": all(bool((cache == 7).all()) for cache in runner.kv_caches),
+            "kv_cache_zero": all(bool((cache == 0).all()) for cache in runner.kv_caches),
+            "runtime": bool((runner.positions == runner.block_table).all() and runner.positions[-1] == 65535),
+        }
+
+    def write_weights(self) -> None:
+        self.worker.model_runner.model.weight.data.copy_(self.weights)
+
+    def start_again(self) -> None:
+        """Leave all as it was after the start."""
+        from memsaver_core import _process
+
+        _process.saver().heal()
+        self.worker.wake_up()
+        self.write_weights()
+        self.worker.model_runner.model.scale.fill_(2.5)
+        for cache in self.worker.model_runner.kv_caches:
+            cache.fill_(7)
+        self.worker.model_runner.woken = 0
+
+    def woken(self) -> int:
+        return int(self.worker.model_runner.woken)
+
+    def fail(self, call: str, kind: str, times: int) -> None:
+        from memsaver_core import _process
+
+        _process.saver().fail(call, kind=kind, times=times)
+
+    def answer(self, command: str, *arguments: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self.worker.memsaver(command, *arguments)
+        return answer
+
+    def sleep(self, level: int) -> None:
+        self.worker.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.worker.wake_up(tags)
+
+
+def serve(connection: Connection, environment: dict[str, str]) -> None:
+    """The process of a worker: does what it is told until nobody tells it anything."""
+    os.environ.update(environment)
+    sys.path.insert(0, str(STANDIN))
+    model = Model()
+    connection.send(None)
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((getattr(model, name)(*arguments), None))
+        except Exception as error:
+            connection.send((None, f"{type(error).__name__}: {error}"))
+
+
+class Rank:
+    """A worker, as its executor sees it. Its calls are those of ``Model``."""
+
+    def __init__(self, **environment: str) -> None:
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._connection.poll(120)
+        self._connection.recv()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._connection.send((name, arguments))
+            result, error = self._connection.recv()
+            if error is not None:
+                raise RuntimeError(error)
+            return result
+
+        return call
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(30)
+
+
+class Executor:
+    """Reaches its ranks as vLLM's does, and as that does not go to sleep twice."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.is_sleeping = False
+
+    def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
+        return [rank.answer(command, *arguments) for rank in self.ranks]
+
+    def sleep(self, level: int) -> None:
+        if not self.is_sleeping:
+            for rank in self.ranks:
+                rank.sleep(level)
+        self.is_sleeping = True
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Rank]]:
+    """Two workers, which take seconds to start; each on a device of its own."""
+    started = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def group(workers: list[Rank]) -> list[Rank]:
+    for each in workers:
+        each.start_again()
+    return workers
+
+
+@pytest.fixture
+def rank(group: list[Rank]) -> Rank:
+    return group[0]
+
+
+def released(rank: Rank) -> set[str]:
+    return {tag for tag, (_, size) in rank.tags().items() if size}
+
+
+# -- the plugin --------------------------------------------------------------------------------------------------------
+
+
+def run(code: str, **environment: str) -> str:
+    paths = [str(STANDIN), str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "server")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MEMSAVER_DRIVER": "host", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REGISTER = "from memsaver_core.compat.vllm.plugin import register; register(); register(); import sys\n"
+MAKE = """
+from types import SimpleNamespace
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.device_allocator import get_mem_allocator_instance
+config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+Worker(SimpleNamespace(model_config=config))
+print(type(get_mem_allocator_instance()).__name__)
+"""
+
+
+def test_registering_imports_nothing_of_vllm() -> None:
+    assert run(REGISTER + "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])") == "[]"
+
+
+@pytest.mark.parametrize(
+    ("switch", "sleeping", "backend", "ours"),
+    [
+        ("1", True, "cumem", True),
+        ("", True, "memsaver", True),
+        ("", True, "cumem", False),
+        ("0", True, "cumem", False),
+        ("1", False, "cumem", False),
+        ("1", True, "another", False),
+    ],
+)
+def test_only_an_engine_that_was_told_so_sleeps_by_memsaver(
+    monkeypatch: pytest.MonkeyPatch, switch: str, sleeping: bool, backend: str, ours: bool
+) -> None:
+    monkeypatch.setenv("MEMSAVER_VLLM", switch)
+    config = SimpleNamespace(enable_sleep_mode=sleeping, sleep_mode_backend=backend)
+    assert worker.is_wanted(config) is ours
+
+
+@pytest.mark.parametrize(
+    ("environment", "allocator"),
+    [
+        ({"MEMSAVER_VLLM": "1"}, "MemsaverAllocator"),
+        ({}, "CuMemAllocator"),
+        ({"MEMSAVER_VLLM": "1", "MEMSAVER_ENABLED": "0"}, "CuMemAllocator"),
+    ],
+)
+def test_the_allocator_is_vllms_own_unless_asked_for(environment: dict[str, str], allocator: str) -> None:
+    assert run(REGISTER + MAKE, **environment) == allocator
+
+
+def test_a_backend_of_that_name_exists_without_the_switch() -> None:
+    code = "from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory\n"
+    code += "print(Factory.get_backend_class('memsaver').preserves_communicators())"
+    assert run(REGISTER + code) == "True"
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_VLLM", "yes")
+    with pytest.raises(ConfigurationError, match="MEMSAVER_VLLM"):
+        worker.asked_for()
+
+
+def test_a_change_that_fails_leaves_the_module_as_it_is() -> None:
+    code = """
+from memsaver_core.compat.vllm._imports import when_imported
+def change(module):
+    raise RuntimeError("no such thing")
+when_imported("vllm.plugins", change)
+import vllm.plugins
+print(vllm.plugins.load_endpoint_plugins(), type(vllm.plugins.__spec__.loader).__name__)
+"""
+    assert run(code) == "[] SourceFileLoader"
+
+
+def test_what_is_imported_already_is_changed_at_once() -> None:
+    code = """
+import vllm.platforms.interface
+from memsaver_core.compat.vllm._imports import when_imported
+seen = []
+when_imported("vllm.platforms.interface", lambda module: seen.append(module.__name__))
+print(seen)
+"""
+    assert run(code) == "['vllm.platforms.interface']"
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
+    """R15: attention metadata is made beside the cache, and does not go with it."""
+    allocations = rank.allocations()
+    assert set(allocations) == ALL
+    assert allocations["kv_cache"] == 3
+    policies = {tag: policy for tag, (policy, _) in rank.tags().items()}
+    assert policies == {"weights": "host", "runtime": "host", "kv_cache": "zero", "workspace": "zero"}
+
+
+def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
+    """R14: the cache comes back as zeros, not as what happened to be there."""
+    rank.sleep(1)
+    assert released(rank) == ALL
+    rank.wake_up()
+    assert rank.content() == {
+        "weights": True,
+        "buffers": True,
+        "kv_cache": False,
+        "kv_cache_zero": True,
+        "runtime": True,
+    }
+    assert rank.woken() == 1
+
+
+def test_level_2_gives_the_weights_up_and_restores_buffers(rank: Rank) -> None:
+    rank.sleep(2)
+    rank.wake_up(["weights"])
+    assert released(rank) == {"kv_cache"}
+    rank.write_weights()
+    rank.wake_up(["kv_cache"])
+    content = rank.content()
+    assert content["weights"]
+    assert content["buffers"]
+    assert content["runtime"]
+
+
+def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
+    """R8: buffers are written back when the weights are there, and not into memory that is not."""
+    rank.sleep(2)
+    rank.wake_up(["kv_cache"])
+    assert released(rank) == {"weights"}
+    rank.wake_up(["weights"])
+    rank.write_weights()
+    content = rank.content()
+    assert content["weights"]
+    assert content["buffers"]
+
+
+def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
+    """R4."""
+    rank.sleep(1)
+    rank.sleep(1)
+    rank.wake_up()
+    rank.wake_up()
+    assert rank.content()["weights"]
+
+
+def test_the_backend_refuses_levels_that_a_worker_cannot_return_from(rank: Rank) -> None:
+    with pytest.raises(RuntimeError, match="UnsupportedError: sleep level 3"):
+        rank.sleep(3)
+    assert not released(rank)
+
+
+def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
+    rank.answer("expect_release", {"tags": ["kv_cache"], "restore": {}, "trim": None})
+    rank.sleep(1)
+    assert released(rank) == {"kv_cache"}
+    answer = rank.answer("outcome")
+    assert [tag["tag"] for tag in answer["report"]["tags"]] == ["kv_cache"]
+    assert "report" not in rank.answer("outcome")
+    assert rank.answer("resume", ["kv_cache"])["status"]["state"] == "resident"
+
+
+def test_errors_are_answers(rank: Rank) -> None:
+    """S2: a rank that raised would leave vLLM's executor waiting for the answers of the others."""
+    assert rank.answer("resume", ["nothing"])["error"]["type"] == "UnknownTagError"
+    assert rank.answer("dance")["error"]["type"] == "ConfigurationError"
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_one_memory(group: list[Rank]) -> None:
+    memory = RankMemory(Executor(group))
+    assert memory.enabled()
+    assert {tag.tag for tag in memory.status().tags} == ALL
+    assert [device.index for device in memory.read_devices()] == [0, 1]
+    one = sum(tag["bytes"] for tag in group[0].answer("hello")["status"]["tags"])
+    report = memory.release()
+    assert report.released_bytes == 2 * one
+    assert memory.status().state == "released"
+    assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
+    assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
+    memory.resume()
+    assert memory.status().state == "resident"
+    assert all(rank.content()["weights"] and rank.content()["runtime"] for rank in group)
+
+
+def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
+    memory = RankMemory(Executor(group))
+    with pytest.raises(UnknownTagError):
+        memory.release(["nothing"])
+    assert memory.release(["cuda_graph"]).released_bytes == 0
+
+
+def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None:
+    """S2: the ranks that had released are resumed, with their content."""
+    memory = RankMemory(Executor(group))
+    group[1].fail("unmap", "invalid_value", 1)
+    with pytest.raises(MemsaverError, match="rank 1") as failed:
+        memory.release()
+    assert isinstance(failed.value, DriverError)
+    assert [released(rank) for rank in group] == [set(), set()]
+    assert all(content["weights"] and content["kv_cache"] for content in (rank.content() for rank in group))
+    assert memory.release().released_bytes > 0  # a repeat works
+    memory.resume()
+
+
+def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
+    """S2, R3: the ranks that had resumed release again; the repeat brings everything back."""
+    memory = RankMemory(Executor(group))
+    memory.release()
+    group[0].fail("create", "out_of_memory", 1)
+    with pytest.raises(OutOfDeviceMemoryError, match="rank 0"):
+        memory.resume()
+    assert [released(rank) for rank in group] == [ALL, ALL]
+    memory.resume()
+    assert [released(rank) for rank in group] == [set(), set()]
+    assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
+
+
+def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
+    """R5: vLLM takes itself to be asleep after the first part, and does not ask its workers again."""
+    memory = RankMemory(Executor(group))
+    memory.release(["kv_cache"])
+    assert released(group[0]) == {"kv_cache"}
+    memory.release()
+    assert [released(rank) for rank in group] == [ALL, ALL]
+    memory.resume(["weights"])
+    assert memory.status().state == "released"
+    memory.resume()
+    assert all(rank.content()["weights"] for rank in group)
+
+
+def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
+    executor = Executor(group)
+    memory = RankMemory(executor)
+    executor.ranks = []  # asks nobody, and cannot say what became of them
+
+    def ask(command: str, *arguments: Any) -> list[dict[str, Any]]:
+        raise RuntimeError("worker 1 died")
+
+    executor.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(MemsaverError, match="cannot be reached: worker 1 died"):
+        memory.release()

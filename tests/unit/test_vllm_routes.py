@@ -1,0 +1,197 @@
+"""Our routes inside vLLM's HTTP application: the application, its engine client and its workers stand in for vLLM's.
+
+The workers are processes of their own, whose memory is real. tests/gpu/test_vllm_gpu.py asks vLLM's own server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from memsaver_server.engines.vllm import RoutesPlugin
+from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
+
+__all__ = ["group", "workers"]
+
+
+class EngineClient:
+    """vLLM's asynchronous client: it pauses, sleeps and counts as vLLM's does."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        model_config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="memsaver")
+        self.vllm_config = SimpleNamespace(model_config=model_config)
+        self.executor = Executor(ranks)
+        self.paused = asyncio.Event()
+        self.running: dict[str, asyncio.Event] = {}
+        self.output_processor = SimpleNamespace(request_states=self.running)
+        self.resets = 0
+        self.errored = False
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return await asyncio.to_thread(self.executor.ask, *args)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.paused.set()
+        if mode == "wait":
+            await asyncio.gather(*(running.wait() for running in self.running.values()))
+        if level:
+            await asyncio.to_thread(self.executor.sleep, level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        if tags is None:
+            for rank in self.executor.ranks:
+                await asyncio.to_thread(rank.wake_up)
+            self.executor.is_sleeping = False
+        self.paused.clear()
+
+    async def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return True
+
+
+class World:
+    """A server of vLLM's with the plugin in it."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self._bound = socket.socket()
+        self._bound.bind(("127.0.0.1", 0))
+        self._serving = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ranks)), daemon=True)
+        self._thread.start()
+        assert self._serving.wait(60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=60)
+
+    async def _serve(self, ranks: list[Rank]) -> None:
+        self.client = EngineClient(ranks)
+        app = FastAPI()
+
+        @app.post("/v1/completions")
+        async def completions() -> dict[str, Any]:
+            return await asyncio.to_thread(ranks[0].content)
+
+        @app.post("/sleep")
+        async def sleep() -> str:
+            return "vLLM's own"
+
+        @app.get("/health")
+        async def health() -> str:
+            return "vLLM's own"
+
+        plugin = RoutesPlugin()
+        plugin.attach_router(app)
+        await plugin.init_state(self.client, app.state, SimpleNamespace(host="127.0.0.1", uds=None))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+        self._serving.set()
+        await self._server.serve(sockets=[self._bound])
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(30)
+
+
+@pytest.fixture
+def world(group: list[Rank]) -> Iterator[World]:
+    world = World(group)
+    yield world
+    world.close()
+
+
+def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
+    """R1, R12, S2."""
+    ranks = world.client.executor.ranks
+    answer = world.post("/release_memory_occupation").json()
+    assert answer["success"], answer
+    assert [released(rank) for rank in ranks] == [ALL, ALL]
+    refused = world.post("/v1/completions")
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert world.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert world.post("/resume_memory_occupation").json()["success"]
+    assert world.post("/v1/completions").json()["weights"]
+    assert not world.client.paused.is_set()
+    assert not world.client.executor.is_sleeping
+
+
+def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
+    answer = world.post("/sleep?level=2").json()
+    assert {tag["tag"] for tag in answer["tags"] if tag["released_bytes"]} == ALL
+    assert world.http.get("/health").json() == "vLLM's own"
+    assert world.post("/wake_up?tags=weights").json()["success"]
+    assert world.post("/wake_up?tags=kv_cache").json()["success"]
+    content = world.post("/v1/completions").json()
+    assert content["buffers"]
+    assert content["runtime"]
+
+
+def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
+    """S2: the answer names the rank; admission is as it was."""
+    world.client.executor.ranks[1].fail("unmap", "invalid_value", 1)
+    failed = world.post("/release_memory_occupation")
+    assert failed.status_code == 500
+    assert "rank 1" in failed.json()["message"]
+    assert world.post("/v1/completions").json()["weights"]
+
+
+def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
+    """S3: the answer names the request; generation goes on."""
+    world.client.running["request-7"] = asyncio.Event()
+    late = world.post("/release_memory_occupation", timeout_s=0.05)
+    assert late.status_code == 504
+    assert "request-7" in late.json()["message"]
+    assert world.post("/v1/completions").json()["weights"]
+    assert not world.client.paused.is_set()
+
+
+def test_requests_wait_while_generation_is_paused(world: World) -> None:
+    assert world.post("/pause_generation", mode="keep").json()["success"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(world.post, "/v1/completions")
+        assert world.http.get("/health").status_code == 200
+        assert not waiting.done()
+        assert world.post("/continue_generation").json()["success"]
+        assert waiting.result(30).status_code == 200
+
+
+def test_the_cache_is_reset_with_its_memory(world: World) -> None:
+    """R13."""
+    world.post("/release_memory_occupation", tags=["kv_cache"])
+    world.post("/resume_memory_occupation")
+    assert world.client.resets == 1
+    assert world.http.get("/flush_cache").status_code == 200
+    assert world.client.resets == 2
+
+
+def test_beyond_loopback_nothing_is_served_without_a_key(group: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSAVER_API_KEY", raising=False)
+    app = FastAPI()
+    before = len(app.routes)
+    plugin = RoutesPlugin()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(EngineClient(group), app.state, SimpleNamespace(host=None, uds=None)))
+    assert len(app.routes) == before
+
+
+def test_an_engine_that_sleeps_otherwise_keeps_its_own_routes(group: list[Rank]) -> None:
+    app = FastAPI()
+    before = len(app.routes)
+    client = EngineClient(group)
+    client.vllm_config.model_config.sleep_mode_backend = "another"
+    plugin = RoutesPlugin()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(client, app.state, SimpleNamespace(host="127.0.0.1", uds=None)))
+    asyncio.run(plugin.init_state(None, app.state, SimpleNamespace(host="127.0.0.1", uds=None)))
+    assert len(app.routes) == before
