@@ -3,7 +3,8 @@
 Prints its address. Then it answers each line of standard input by a line of JSON, until that ends:
 
     mark SEED    writes new marks; answers {"sums": {tag: checksum}}
-    look         {"sums": {tag: checksum}, "zero": [tags whose marks are all zero], "model": checksum of the weights}
+    look         {"sums": {tag: checksum}, "zero": [tags whose marks are all zero], "model": checksum of the weights,
+                 "threads": names of Python's threads}
 
 It is asked only while everything is resident and no operation is under way. The checksums are torch's arithmetic, not
 the digests by which the core itself decides what to copy.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 
 import torch
 
@@ -104,7 +106,8 @@ def main() -> None:
                 marks.write(int(arguments[0]))
                 answer: dict[str, object] = {"sums": marks.sums()}
             else:
-                answer = {"sums": marks.sums(), "zero": marks.zero(), "model": weights.sums()}
+                names = sorted(thread.name for thread in threading.enumerate())
+                answer = {"sums": marks.sums(), "zero": marks.zero(), "model": weights.sums(), "threads": names}
             print(json.dumps(answer), flush=True)
     engine.close()
 

@@ -1,4 +1,5 @@
-"""What HTTP costs: release and resume of an empty engine against the native calls, and a scrape while a copy runs.
+"""What HTTP costs: release and resume of an empty engine against the native calls, and what it answers while a copy
+runs, or stands still.
 
 The engine is a process of its own and the client another one, on one kept-alive connection, as an orchestrator has it.
 Native calls and requests alternate in rounds, so that both see the same machine.
@@ -10,6 +11,7 @@ Native calls and requests alternate in rounds, so that both see the same machine
 from __future__ import annotations
 
 import argparse
+import functools
 import http.client
 import json
 import os
@@ -26,6 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 #: Pairs of release and resume in a round, and rounds that are not counted.
 PAIRS = 25
+#: What the release of a stalled copy keeps.
+STALLED_BYTES = 64 << 20
 WARM_UP_ROUNDS = 2
 
 
@@ -34,6 +38,7 @@ def serve(copy_bytes: int) -> None:
     import torch
 
     import memsaver_core as ms
+    from memsaver_core import _process
     from memsaver_server import attach
     from memsaver_server.engines.gate import Gate
 
@@ -49,6 +54,14 @@ def serve(copy_bytes: int) -> None:
             if line.strip() == "change":  # what is unchanged would not be copied
                 assert kept is not None
                 kept.uniform_()
+                print(json.dumps(True), flush=True)
+            elif line.strip() == "stall":
+                _process.saver().delay("copy_to_host", 3600)
+                print(json.dumps(True), flush=True)
+            elif line.strip() == "stalled":  # whether a copy stands still by now
+                print(json.dumps("copy_to_host" in _process.saver().counts()), flush=True)
+            elif line.strip() == "go on":
+                _process.saver().heal()
                 print(json.dumps(True), flush=True)
             else:
                 print(json.dumps([_native_pair(ms) for _ in range(PAIRS)]), flush=True)
@@ -92,9 +105,13 @@ class Engine:
 
 
 @contextmanager
-def engine(copy_bytes: int = 0) -> Iterator[Engine]:
+def engine(copy_bytes: int = 0, **environment: str) -> Iterator[Engine]:
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(copy_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "--serve", str(copy_bytes)],
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         yield Engine(process)
@@ -149,6 +166,28 @@ def measure_scrapes(copy_bytes: int, copies: int) -> list[float]:
     return samples
 
 
+def measure_answers_in_a_stall(answers: int) -> dict[str, list[float]]:
+    """Time requests, one after the other, while a release stands still in the middle of its first copy."""
+    samples: dict[str, list[float]] = {"/metrics": [], "/memory_occupation": [], "/livez": []}
+    with engine(STALLED_BYTES, MEMSAVER_FAULT_INJECTION="1") as served:
+        for path in samples:
+            served.call("GET", path)  # the first requests of a process load what they need
+        served.ask("change")  # zeros would not be copied
+        served.ask("stall")
+        location = json.loads(served.call("POST", "/release_memory_occupation", b'{"async": true}'))["location"]
+        while not served.ask("stalled"):
+            pass
+        for _ in range(answers):
+            for path, taken in samples.items():
+                taken.append(seconds_of(functools.partial(served.call, "GET", path)))
+        if json.loads(served.call("GET", location))["status"] != "running":
+            raise RuntimeError("the release did not stand still")
+        served.ask("go on")
+        while json.loads(served.call("GET", location))["status"] == "running":
+            pass
+    return {f"{path}, while a copy stands still": taken for path, taken in samples.items()}
+
+
 def row(name: str, samples: list[float]) -> dict[str, Any]:
     ordered = sorted(samples)
     return {
@@ -178,6 +217,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         ),
         "",
         f"**HTTP pair beyond the native pair: {result['overhead_ms']:.2f} ms** (difference of the medians).",
+        f"**Slowest answer while a copy stands still: {result['slowest_in_a_stall_ms']:.2f} ms.**",
     ]
     return "\n".join(lines) + "\n"
 
@@ -205,6 +245,7 @@ def main() -> None:
         return
     samples, about = measure_operations(options.rounds)
     samples["/metrics, while a release copies"] = measure_scrapes(parse_size(options.copy), options.copies)
+    samples |= measure_answers_in_a_stall(options.rounds * PAIRS)
     rows = [row(name, values) for name, values in samples.items() if values]
     medians = {row["what"]: row["median_ms"] for row in rows}
     result = {
@@ -215,6 +256,7 @@ def main() -> None:
         **about,
         "rows": rows,
         "overhead_ms": medians["HTTP pair"] - medians["native pair"],
+        "slowest_in_a_stall_ms": max(row["max_ms"] for row in rows if "stands still" in row["what"]),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "overhead.json").write_text(json.dumps(result, indent=1) + "\n")

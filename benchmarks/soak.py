@@ -6,9 +6,9 @@ resumes them; then everything is looked at: checksums of the weights and of mark
 what the policy said. Tokens are compared in each cycle on the host driver, in each fiftieth on a GPU, where a batch's
 company changes them, so that the load has to stand aside.
 
-Resident memory, device memory, open files, threads and the latencies of cycles that release everything as the policies
-say (without the drain and without waiting for the co-tenant) go into a linear fit of the second half, whose growth is
-printed beside its start and the medians of each tenth of the whole run.
+Resident, pinned and device memory, open files, threads and the latencies of cycles that release everything as the
+policies say (without the drain and without waiting for the co-tenant) go into a linear fit of the second half, whose
+growth is printed beside its start and the medians of each tenth of the whole run.
 
     python benchmarks/soak.py                   # 1,000 cycles; results for docs/reliability.md
     python benchmarks/soak.py --minutes 10      # as many as fit; on a GPU the results go to benchmarks/results
@@ -25,16 +25,17 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import numpy as np
 import psutil
+import pynvml
 import torch
 from _record import command
 
@@ -177,20 +178,26 @@ class Soak:
     def run(self, cycles: int, minutes: float) -> dict[str, Any]:
         began = time.monotonic()
         expected = self._tokens()
-        model = self._engine.look()["model"]
+        # Each tag once under `host`: what backups pin is at its bound from here on.
+        self._client.release(restore=dict.fromkeys(TAGS, "host"))
+        self._resume(None)
+        first = self._engine.look()
+        threads = {"at the start": self._threads(first)}
         while self.counts["cycles"] < cycles and time.monotonic() < began + minutes * 60:
             before = self._engine.mark(self._choose.randrange(1 << 30))
             owed = self._cycle()
             after = self._engine.look()
-            assert after["model"] == model, f"the weights differ: {owed}"
+            assert after["model"] == first["model"], f"the weights differ: {owed}"
             self._check(owed, before, after)
             self.counts["cycles"] += 1
             if self.counts["cycles"] % self._parity_every == 0:
                 self._compare(expected)
             self._sample()
         self._compare(expected)
+        threads["at the end"] = self._threads(self._engine.look())
         return {
             **self.counts,
+            "threads": threads,
             "seconds": round(time.monotonic() - began, 1),
             "fits": {name: fit(values) for name, values in self._series.items()},
         }
@@ -254,12 +261,26 @@ class Soak:
             self._note("resident_mib", self._process.memory_info().rss / MIB)
             self._note("files", self._process.num_fds())
             self._note("threads", self._process.num_threads())
-        device = self._client.occupation().devices[0]
-        if torch.cuda.is_available() and device.process_bytes is not None:
-            self._note("device_mib", device.process_bytes / MIB)
+        occupation = self._client.occupation()
+        self._note("pinned_mib", occupation.host_backup.capacity_bytes / MIB)
+        if torch.cuda.is_available():
+            self._note("device_mib", device_bytes(occupation.devices[0].uuid, self._process.pid) / MIB)
+
+    def _threads(self, look: dict[str, Any]) -> dict[str, Any]:
+        """Whose they are: Python's by name; all by the name that the system has for them."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return {"python": look["threads"], "all": Counter((task / "comm").read_text().strip() for task in tasks)}
 
     def _note(self, name: str, value: float) -> None:
         self._series.setdefault(name, []).append(float(value))
+
+
+def device_bytes(uuid: str, pid: int) -> int:
+    """Memory of a device that a process holds, as the driver counts it now."""
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return sum(process.usedGpuMemory for process in processes if process.pid == pid)
 
 
 def seconds_of(answer: OperationAnswer) -> float:
@@ -275,7 +296,7 @@ def measure(cycles: int, minutes: float, seed: int) -> dict[str, Any]:
         tenant_arguments = ["cuda"]
     else:
         config, kv_cache_bytes, mark_bytes = "", 0, 1
-        device = f"soak-{uuid.uuid4().hex[:12]}"
+        device = f"soak-{uuid4().hex[:12]}"
         tenant_arguments = ["host", device, str(HOST_CAPACITY)]
         environment |= {
             "MEMSAVER_DRIVER": "host",
@@ -331,6 +352,11 @@ def to_markdown(figures: dict[str, Any]) -> str:
         "",
         f"Answers to the load and the scraper: {counted(figures['requests'])}. Co-tenant: "
         f"{counted(figures['co_tenant'])}.",
+        "",
+        "Threads at the start, by the system's name: "
+        f"{counted(figures['threads']['at the start']['all'])}; at the end: "
+        f"{counted(figures['threads']['at the end']['all'])}. Pinned memory is at its bound from the start: each tag "
+        "has been backed up to host memory once.",
         "",
         "A linear fit of the second half, and the median of each tenth of the whole run:",
         "",

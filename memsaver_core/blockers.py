@@ -104,7 +104,10 @@ def mps_pipe() -> str:
 
 
 def nccl_groups() -> tuple[str, ...]:
-    """Names of torch's process groups on NCCL. Communicators made behind torch's back are not seen."""
+    """Names of torch's process groups on NCCL, but for those of one process, which has nobody to share memory with.
+
+    Communicators made behind torch's back are not seen.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not torch.distributed.is_available():
         return ()
@@ -112,7 +115,7 @@ def nccl_groups() -> tuple[str, ...]:
     return tuple(
         str(world.pg_names.get(group, "default"))
         for group in world.pg_map
-        if "nccl" in str(world.pg_backend_config.get(group, ""))
+        if "nccl" in str(world.pg_backend_config.get(group, "")) and group.size() > 1
     )
 
 

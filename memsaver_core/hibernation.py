@@ -26,6 +26,9 @@ from memsaver_core.errors import (
     UnsupportedError,
 )
 
+#: What the host driver, an injected fault and the CUDA driver call the step that takes the memory back.
+_RESTORES = ("restore", "cuCheckpointProcessRestore")
+
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
@@ -201,7 +204,7 @@ def _undone(error: MemsaverError | StepFailedError) -> MemsaverError:
     state = _state_after_undo()
     # The driver (seen on 580) cannot restore a process once a restore of it has failed half way, and does not say so.
     stuck = False
-    if isinstance(error, StepFailedError) and "estore" in error.call and not error.needed_bytes:
+    if isinstance(error, StepFailedError) and error.call in _RESTORES and not error.needed_bytes:
         stuck = _restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"
         _restore_failed = True
     if state == "failed" or stuck:

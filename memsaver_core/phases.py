@@ -64,6 +64,10 @@ class PhaseLog:
         """Append phases that ran somewhere else."""
         self._phases.extend(phases)
 
+    def close(self) -> None:
+        """Tell nobody any more of phases that begin."""
+        self._on_phase = None
+
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; figures put into the dictionary become its details."""

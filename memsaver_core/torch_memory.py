@@ -10,7 +10,7 @@ from memsaver_core import _process
 from memsaver_core.reports import TorchMemory
 
 #: With more blocks than this in torch's allocator, listing them would hold the whole process up for too long.
-LISTED_BLOCKS = 4096
+LISTED_BLOCKS = 2048
 
 
 def read_torch_memory(index: int) -> TorchMemory:

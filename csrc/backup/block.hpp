@@ -32,6 +32,14 @@ struct FileRange {
   std::size_t bytes = 0;
 };
 
+// Bytes of extents or ranges, all together.
+template <typename Range>
+[[nodiscard]] std::size_t sum_of(const std::vector<Range>& ranges) {
+  std::size_t sum = 0;
+  for (const auto& range : ranges) sum += range.bytes;
+  return sum;
+}
+
 enum class Kept {
   nothing,  // there is no backup: a resume owes no content
   zero,     // the content is all zeros
@@ -50,11 +58,7 @@ struct Block {
   std::vector<HostRange> host;  // memory that this block owns in the pool, valid content or not
   FileRange file;               // file space that this block owns, valid content or not
 
-  [[nodiscard]] std::size_t content_bytes() const {
-    std::size_t sum = 0;
-    for (const auto& extent : extents) sum += extent.bytes;
-    return sum;
-  }
+  [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
 };
 
 }  // namespace memsaver

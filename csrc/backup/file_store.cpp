@@ -20,8 +20,6 @@ namespace memsaver {
 
 namespace {
 
-std::size_t to_pages(std::size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
-
 Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
   const bool full = code == ENOSPC || code == EDQUOT;
   const bool descriptors = code == EMFILE || code == ENFILE;

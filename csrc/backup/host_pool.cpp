@@ -25,8 +25,6 @@ constexpr std::size_t kSliceBytes = 128 * kSizeUnit;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kGrowers = 10;
 
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 Error short_of_memory(const std::string& what, std::size_t needed, std::size_t free) {
   return Error(ErrorKind::out_of_host_memory, what)
       .with_memory(needed, free)
@@ -130,7 +128,7 @@ void HostPool::grow() {
       changed_.wait(lock);  // another thread is registering, and touched ones are left
       continue;
     }
-    const std::size_t bytes = std::min(kSliceBytes, round_up(target_ - capacity_ - under_way_, page_bytes()));
+    const std::size_t bytes = std::min(kSliceBytes, to_pages(target_ - capacity_ - under_way_));
     under_way_ += bytes;
     lock.unlock();
     try {
@@ -199,7 +197,7 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
 }
 
 std::vector<HostRange> HostPool::take(std::size_t bytes) {
-  const std::size_t rest = round_up(bytes, page_bytes()) - bytes;
+  const std::size_t rest = to_pages(bytes) - bytes;
   bytes += rest;
   std::unique_lock<std::mutex> lock(mutex_);
   bool tried = false;

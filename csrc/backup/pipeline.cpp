@@ -9,6 +9,7 @@
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
 #include "support/sizes.hpp"
+#include "support/stopwatch.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -21,33 +22,6 @@ constexpr std::size_t kFirstWindow = 64 * kSizeUnit;
 constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
 constexpr std::size_t kFileTransfers = 8;
 constexpr std::size_t kSampleEvery = 16;
-
-std::size_t to_pages(std::size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
-
-std::size_t sum_of(const std::vector<Extent>& extents) {
-  std::size_t sum = 0;
-  for (const auto& extent : extents) sum += extent.bytes;
-  return sum;
-}
-
-std::size_t sum_of(const std::vector<HostRange>& ranges) {
-  std::size_t sum = 0;
-  for (const auto& range : ranges) sum += range.bytes;
-  return sum;
-}
-
-// Adds the time of a scope to a figure.
-class Stopwatch {
- public:
-  explicit Stopwatch(double& sum) : sum_(sum), start_(std::chrono::steady_clock::now()) {}
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-  ~Stopwatch() { sum_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-
- private:
-  double& sum_;
-  std::chrono::steady_clock::time_point start_;
-};
 
 // Runs a function at the end of a scope, however it ends.
 template <typename Function>

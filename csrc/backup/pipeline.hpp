@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <deque>
 #include <functional>
@@ -48,6 +49,14 @@ struct PipelineSeconds {
   double digest = 0;       // waiting for digests
   double copy = 0;         // waiting for copies and files
   double driver = 0;       // mapping and unmapping
+
+  // Kind by kind the longer of both: what side by side takes.
+  void raise_to(const PipelineSeconds& other) {
+    host_memory = std::max(host_memory, other.host_memory);
+    digest = std::max(digest, other.digest);
+    copy = std::max(copy, other.copy);
+    driver = std::max(driver, other.driver);
+  }
 };
 
 // Moves the content of one device's chunks to its backups and back, copies beside driver calls: on release chunk i is

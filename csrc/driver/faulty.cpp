@@ -1,7 +1,6 @@
 #include "driver/faulty.hpp"
 
 #include <chrono>
-#include <thread>
 #include <utility>
 
 namespace memsaver {
@@ -24,6 +23,8 @@ void FaultyDriver::heal() {
   delays_.clear();
   failures_ = 0;
   lost_ = false;
+  ++heals_;
+  healed_.notify_all();
 }
 
 std::size_t FaultyDriver::failures() const {
@@ -37,29 +38,27 @@ std::map<std::string, std::size_t> FaultyDriver::counts() const {
 }
 
 void FaultyDriver::enter(const std::string& call) {
-  double seconds = 0;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const std::size_t count = ++counts_[call];
-    const auto delay = delays_.find(call);
-    if (delay != delays_.end()) seconds = delay->second;
-    if (lost_) throw Error::from_driver(ErrorKind::context_lost, call, "ILLEGAL_ADDRESS", "injected");
-    for (const auto& fault : faults_) {
-      if (fault.call != call || count < fault.nth || count >= fault.nth + fault.times) continue;
-      ++failures_;
-      lost_ = fault.kind == ErrorKind::context_lost;
-      switch (fault.kind) {
-        case ErrorKind::out_of_device_memory:
-        case ErrorKind::out_of_host_memory:
-          throw Error::from_driver(fault.kind, call, "OUT_OF_MEMORY", "injected");
-        case ErrorKind::context_lost:
-          throw Error::from_driver(fault.kind, call, "ILLEGAL_ADDRESS", "injected");
-        default:
-          throw Error::from_driver(fault.kind, call, "INVALID_VALUE", "injected");
-      }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::size_t count = ++counts_[call];
+  if (lost_) throw Error::from_driver(ErrorKind::context_lost, call, "ILLEGAL_ADDRESS", "injected");
+  for (const auto& fault : faults_) {
+    if (fault.call != call || count < fault.nth || count >= fault.nth + fault.times) continue;
+    ++failures_;
+    lost_ = fault.kind == ErrorKind::context_lost;
+    switch (fault.kind) {
+      case ErrorKind::out_of_device_memory:
+      case ErrorKind::out_of_host_memory:
+        throw Error::from_driver(fault.kind, call, "OUT_OF_MEMORY", "injected");
+      case ErrorKind::context_lost:
+        throw Error::from_driver(fault.kind, call, "ILLEGAL_ADDRESS", "injected");
+      default:
+        throw Error::from_driver(fault.kind, call, "INVALID_VALUE", "injected");
     }
   }
-  if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  const auto delay = delays_.find(call);
+  if (delay == delays_.end()) return;
+  const std::size_t heals = heals_;
+  healed_.wait_for(lock, std::chrono::duration<double>(delay->second), [&] { return heals_ != heals; });
 }
 
 const char* FaultyDriver::name() const noexcept { return driver_->name(); }

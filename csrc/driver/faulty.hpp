@@ -1,5 +1,6 @@
 #pragma once
 
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,9 +21,10 @@ class FaultyDriver final : public Driver {
   // reaching the driver; `times` calls in a row. Several failures may be planned. A lost context is lost to every call
   // from then on.
   void fail(const std::string& call, std::size_t nth, ErrorKind kind, std::size_t times);
-  // Every call of `call` takes `seconds` longer; 0 ends that.
+  // Every call of `call` takes `seconds` longer before it reaches the driver, or until heal(); 0 ends that for later
+  // ones.
   void delay(const std::string& call, double seconds);
-  // Forgets all planned failures and delays.
+  // Forgets all planned failures and delays; calls that stand still go on.
   void heal();
   // Calls that were made to fail since the last heal().
   [[nodiscard]] std::size_t failures() const;
@@ -75,6 +77,8 @@ class FaultyDriver final : public Driver {
   std::vector<Fault> faults_;
   std::map<std::string, double> delays_;
   std::map<std::string, std::size_t> counts_;
+  std::condition_variable healed_;
+  std::size_t heals_ = 0;
   std::size_t failures_ = 0;
   bool lost_ = false;
 };

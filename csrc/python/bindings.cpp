@@ -318,10 +318,7 @@ PYBIND11_MODULE(_native, module) {
           "set_memory_margin", [](PySaver& saver, std::size_t bytes) { saver->set_memory_margin(bytes); },
           py::arg("bytes"))
       .def(
-          "trim_graph_memory",
-          [](PySaver& saver) {
-            for (const int device : saver->devices()) saver->driver().trim_graph_memory(device);
-          },
+          "trim_graph_memory", [](PySaver& saver) { saver->trim_graph_memory(); },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "graph_memory", [](PySaver& saver, int device) { return saver->driver().graph_memory(device); },
@@ -345,7 +342,11 @@ PYBIND11_MODULE(_native, module) {
       .def(
           "device_info",
           [](PySaver& saver, int device) {
-            const DeviceInfo info = saver->driver().device_info(device);
+            DeviceInfo info;
+            {
+              const py::gil_scoped_release no_gil;
+              info = saver->driver().device_info(device);
+            }
             py::dict dict;
             dict["uuid"] = info.uuid;
             dict["name"] = info.name;
@@ -359,6 +360,7 @@ PYBIND11_MODULE(_native, module) {
       .def(
           "memory_info",
           [](PySaver& saver, int device) {
+            const py::gil_scoped_release no_gil;
             const MemoryInfo info = saver->driver().memory_info(device);
             return std::make_pair(info.free_bytes, info.total_bytes);
           },

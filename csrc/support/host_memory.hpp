@@ -2,9 +2,12 @@
 
 #include <cstddef>
 
+#include "support/sizes.hpp"
+
 namespace memsaver {
 
 [[nodiscard]] std::size_t page_bytes() noexcept;
+[[nodiscard]] inline std::size_t to_pages(std::size_t bytes) { return round_up(bytes, page_bytes()); }
 
 // Memory of this machine, or of the control group that this process runs in where that is less.
 [[nodiscard]] std::size_t machine_memory_bytes();

@@ -12,4 +12,8 @@ namespace memsaver {
 
 inline constexpr std::size_t kSizeUnit = MEMSAVER_UNIT_BYTES;
 
+[[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
 }  // namespace memsaver

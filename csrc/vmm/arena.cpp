@@ -258,9 +258,9 @@ std::vector<std::string> Arena::audit(const RangeSet& refused) const {
       if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
     }
     for (const auto& block : allocation.blocks) {
-      std::size_t host = 0;
-      for (const auto& range : block.host) host += range.bytes;
-      const std::size_t room = block.kept == Kept::host ? host : block.kept == Kept::file ? block.file.bytes : SIZE_MAX;
+      const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
+                               : block.kept == Kept::file ? block.file.bytes
+                                                          : SIZE_MAX;
       if (room < block.content_bytes()) problem("a block keeps less than its content", address + block.offset, room);
     }
   }
@@ -270,6 +270,17 @@ std::vector<std::string> Arena::audit(const RangeSet& refused) const {
 std::size_t Arena::mapped_bytes() const {
   std::size_t sum = 0;
   for (const auto& [address, chunk] : chunks_) sum += chunk.bytes;
+  return sum;
+}
+
+std::size_t Arena::unprepared_bytes() const {
+  std::size_t sum = 0;
+  for (const auto& [address, allocation] : allocations_) {
+    if (allocation.blocks.empty()) sum += allocation.bytes;
+    for (const auto& block : allocation.blocks) {
+      if (block.host.empty() && block.kept != Kept::zero) sum += block.bytes;
+    }
+  }
   return sum;
 }
 

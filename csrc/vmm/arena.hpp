@@ -91,6 +91,8 @@ class Arena {
   [[nodiscard]] std::size_t mapped_bytes() const;
   // Mapped bytes that no live allocation uses.
   [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
+  // What keeping all that is live in host memory would take beyond what its blocks own there.
+  [[nodiscard]] std::size_t unprepared_bytes() const;
 
   // An operation works on this arena, on what is allocated in it now: from here to its end, frees of those allocations
   // wait, and new ones take fresh ranges.

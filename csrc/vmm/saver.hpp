@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,6 +20,7 @@
 #include "support/error.hpp"
 #include "support/progress.hpp"
 #include "vmm/arena.hpp"
+#include "vmm/operation.hpp"
 
 namespace memsaver {
 
@@ -35,29 +35,6 @@ struct Settings {
   Retention retention = Retention::keep;
   VerifyChoice verify = VerifyChoice::automatic;
   bool peer_access = false;  // let every visible device reach the memory
-};
-
-struct TagOutcome {
-  std::string tag;
-  std::string restore;
-  std::string state;
-  std::size_t bytes = 0;
-  std::size_t released_bytes = 0;
-  std::size_t resumed_bytes = 0;
-  std::size_t backed_up_bytes = 0;
-  std::size_t unchanged_bytes = 0;
-  std::size_t zero_bytes = 0;
-  std::size_t restored_bytes = 0;
-  bool already = true;
-};
-
-struct OperationResult {
-  std::vector<TagOutcome> tags;
-  std::vector<int> devices;  // that were worked on
-  double seconds = 0;
-  PipelineSeconds work;  // the slowest device's
-  // Release: until the first 64 MiB (or all there was) were back with the driver, on the slowest device.
-  double first_memory_seconds = 0;
 };
 
 struct TagSnapshot {
@@ -141,6 +118,8 @@ class Saver {
   void wait_until_prepared();
 
   void synchronize();
+  // Gives back what the driver caches for CUDA graphs that are gone, on every device.
+  void trim_graph_memory();
 
   // What is kept of [address, address + bytes), copied to `to` where that is not null and all of it is kept in host
   // memory. It is the content of the last release; after a resume it stays until it is dropped or the next release.
@@ -170,7 +149,7 @@ class Saver {
   void close() noexcept { closed_ = true; }
 
  private:
-  struct DeviceWork;
+  struct BackupRoom;
   struct Orphan {
     int device;
     Handle handle;
@@ -182,19 +161,28 @@ class Saver {
   void check_process() const;
   void check_failed() const;
   void note_failure(const Error& error);
+  // Runs what may fail, unless the context is lost, and notes where that is how it failed.
   template <typename Function>
-  auto guarded(Function function);
+  auto guarded(Function function) {
+    check_process();
+    check_failed();
+    try {
+      return function();
+    } catch (const Error& error) {
+      note_failure(error);
+      throw;
+    }
+  }
 
   Arena& arena_for(const Arena::Key& key);
   Arena* arena_of(Address address);
   [[nodiscard]] bool selected(const Tags& tags, const std::string& tag) const;
   std::vector<int> peers_of(int device);
-  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, class Transaction& transaction);
+  Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction);
   void give_back_handle(Orphan orphan) noexcept;
   void drop(Arena& arena, const Chunk& chunk, Restore restore);
   void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);
   void give_backup_back(Block& block, int device);
-  void end_operation(const std::vector<Arena*>& arenas);
   void check_margin(const Arena::Key& key, std::size_t bytes);
   void release_orphans();
   std::size_t guard_bytes(int device) const { return infos_.at(device).granularity; }
@@ -206,11 +194,14 @@ class Saver {
   HostPool& pool_of(int device);
   Pipeline& pipeline_of(int device);
   [[nodiscard]] Verify verify() const;
-  std::vector<TagOutcome> outcomes(const std::vector<Arena*>& arenas, const std::map<int, DeviceWork>& work,
-                                   bool releasing) const;
-  void on_arenas(const Tags& tags, const std::map<int, DeviceWork>& work,
-                 const std::function<void(std::vector<Arena*>&)>& run);
-  static void on_each_device(std::map<int, DeviceWork>& work, const std::function<void(DeviceWork&)>& run);
+
+  OperationResult operate(Progress::Operation kind, const Tags& tags,
+                          const std::function<void(Arena&, Operation&)>& plan,
+                          const std::function<void(Operation&)>& run);
+  void plan_release(Arena& arena, Restore restore, const std::vector<RangeSet::Range>& dead, Operation& operation,
+                    BackupRoom& room);
+  void plan_resume(Arena& arena, Operation& operation);
+  void end_operation(const Operation& operation);
 
   const pid_t process_ = getpid();
   std::unique_ptr<Driver> driver_;

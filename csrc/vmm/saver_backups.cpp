@@ -1,11 +1,14 @@
-// What callers may see and drop of the backups between operations.
+// The backups between operations: what callers see and drop of them, and the memory that is ready for more.
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <set>
 #include <thread>
 #include <utility>
 
+#include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/system.hpp"
 #include "vmm/saver.hpp"
 
@@ -151,6 +154,37 @@ void Saver::drop_backups_now(const Tags& tags) {
   }
 }
 
+// What the retention policy says, off the path of the resume that called for it: with operation_mutex_ held, so one
+// that has not begun yet waits for this resume, and does its work too.
+void Saver::retain() {
+  if (settings_.retention != Retention::keep) trim_later(settings_.retention == Retention::free);
+}
+
+// Only with operation_mutex_ held.
+void Saver::trim_later(bool drop_backups) {
+  drops_later_ = drops_later_ || drop_backups;
+  if (retainer_waits_) return;
+  if (retainer_.joinable()) retainer_.join();
+  retainer_waits_ = true;
+  auto retainer = sys::start_thread([this] {
+    const std::lock_guard<std::mutex> operation(operation_mutex_);
+    retainer_waits_ = false;
+    if (std::exchange(drops_later_, false)) drop_backups_now({});
+    std::vector<HostPool*> pools;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+    }
+    for (HostPool* pool : pools) pool->trim();
+  });
+  if (retainer) {
+    retainer_ = std::move(*retainer);
+  } else {
+    retainer_waits_ = false;
+    warn("no thread can be started to unpin backup memory; the next resume tries again");
+  }
+}
+
 void Saver::set_file_folder(const std::string& folder) {
   check_process();
   const std::lock_guard<std::mutex> operation(operation_mutex_);
@@ -163,6 +197,56 @@ void Saver::set_file_folder(const std::string& folder) {
           .with_advice("resume what is released first");
     }
   }
+}
+
+void Saver::prepare_backup() {
+  guarded([&] {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::map<HostPool*, std::size_t> wanted;
+    for (auto& [key, arena] : arenas_) {
+      if (key.restore != Restore::host || arena->busy()) continue;
+      const std::size_t bytes = arena->unprepared_bytes();
+      try {
+        wanted[&pool_of(key.device)] += bytes;
+      } catch (Error& error) {
+        throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
+      }
+    }
+    for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
+    return 0;
+  });
+}
+
+void Saver::wait_until_prepared() {
+  guarded([&] {
+    std::vector<HostPool*> pools;
+    std::string tags;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+      for (auto& [key, arena] : arenas_) {
+        if (key.restore == Restore::host) tags += (tags.empty() ? "" : ", ") + key.tag;
+      }
+    }
+    try {
+      for (HostPool* pool : pools) pool->wait_for_growth();
+    } catch (const Error& error) {
+      Error named = error;  // others may wait for the same one
+      throw named.with_tag(tags);
+    }
+    return 0;
+  });
+}
+
+// Only with mutex_ held.
+HostPool& Saver::pool_of(int device) {
+  const int node = infos_.at(device).numa_node;
+  const auto found = pools_.find(node);
+  if (found != pools_.end()) return *found->second;
+  std::set<int> nodes;
+  for (int i = 0; i < driver_->device_count(); ++i) nodes.insert(driver_->device_info(i).numa_node);
+  auto pool = std::make_unique<HostPool>(*driver_, settings_.host_backup_limit / nodes.size(), node);
+  return *pools_.emplace(node, std::move(pool)).first->second;
 }
 
 }  // namespace memsaver

@@ -5,12 +5,14 @@ They run in a worker thread, not in their callers', so a client that goes away c
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -186,6 +188,25 @@ class Operation:
             self._moved = time.monotonic()
         return time.monotonic() - self._moved
 
+    def ending(self) -> asyncio.Future[None]:
+        """Return a future of the running event loop that is done once this operation is.
+
+        ``asyncio.wrap_future`` leaves futures that refer to each other, and stay until Python looks for such.
+        """
+        loop = asyncio.get_running_loop()
+        ending = loop.create_future()
+
+        def settle() -> None:
+            if not ending.done():
+                ending.set_result(None)
+
+        def tell(_done: Future[None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle)
+
+        self.done.add_done_callback(tell)
+        return ending
+
     def _start(self) -> None:
         self.status = "running"
         self.started_at = time.time()
@@ -196,7 +217,10 @@ class Operation:
         self.seconds = time.monotonic() - self._started
         self.finished_at = time.time()
         self.report = None if report is None else replace(report, seconds=self.seconds)
-        self.error = error
+        # Neither the frames of a failure nor the log shall keep this operation for longer than the history does.
+        self.error = None if error is None else error.with_traceback(None)
+        if self.log is not None:
+            self.log.close()
         self.state = self.memory.status().state
         self.phase = ""
         self.status = "succeeded" if error is None else "failed"

@@ -94,7 +94,7 @@ class Service:
         Raises:
             PhaseTimeoutError: a phase has made no progress for too long. The operation goes on.
         """
-        ended = asyncio.wrap_future(operation.done)
+        ended = operation.ending()
         while not ended.done():
             await asyncio.wait({ended}, timeout=min(WATCH_S, self.settings.phase_timeout_s / 4))
             running = self.occupation.operations.running

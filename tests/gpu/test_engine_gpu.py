@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_server import attach
 from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
 from memsaver_server.engines.transformers import TransformersEngine
 
@@ -202,3 +204,25 @@ def test_new_weights_reach_the_graphs(start: Start) -> None:
     resume(second, lost=["weights"])
     second._write(parameters, flush_cache=True, abort_all_requests=False)
     assert alone(second, [2]) == answers
+
+
+@pytest.mark.parametrize("order", [("cuda_graph", "kv_cache", "weights"), ("weights", "cuda_graph", "kv_cache")])
+def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str, ...]) -> None:
+    """R12: until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
+    engine = start(random_weights=QWEN2, kv_cache_bytes=GIB, batch_sizes=(1, 4))
+    graphs = dict(engine._runner._graphs)
+    with attach(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:
+
+        def generate() -> httpx.Response:
+            return http.post("/generate", json=request(1, 24))
+
+        before = generate().raise_for_status().json()["output_ids"]
+        assert len(before) == 24
+        http.post("/release_memory_occupation").raise_for_status()
+        for tag in order:
+            refused = generate()
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            http.post("/resume_memory_occupation", json={"tags": [tag]}).raise_for_status()
+        assert generate().raise_for_status().json()["output_ids"] == before
+        assert engine._runner._graphs == graphs

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import gc
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-import httpx
 import pytest
 import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
-from memsaver_server import attach
-from memsaver_server.engines.transformers import TransformersEngine
 from tests.gpu.children import run_python
 
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 SIZE = 1024
-QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
 
 
 @pytest.fixture
@@ -188,42 +183,3 @@ def test_exit_while_released_with_graphs_alive(last: str) -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "end"), result.stderr
     assert "terminate" not in result.stderr
     assert "memsaver: warning" not in result.stderr
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[[], TransformersEngine]]:
-    engines: list[TransformersEngine] = []
-
-    def start() -> TransformersEngine:
-        engines.append(TransformersEngine(random_weights=QWEN2, kv_cache_bytes=1 << 30, batch_sizes=(1, 4)))
-        return engines[-1]
-
-    yield start
-    ms.resume()
-    for each in engines:
-        each.close()
-
-
-@pytest.mark.parametrize("order", [("cuda_graph", "kv_cache", "weights"), ("weights", "cuda_graph", "kv_cache")])
-def test_a_partly_resumed_engine_replays_nothing(
-    engine: Callable[[], TransformersEngine], order: tuple[str, ...]
-) -> None:
-    """R12: until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
-    serving = engine()
-    graphs = dict(serving._runner._graphs)
-    body = {"text": "a prompt", "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
-    with attach(serving) as server, httpx.Client(base_url=server.url, timeout=120) as http:
-
-        def generate() -> httpx.Response:
-            return http.post("/generate", json=body)
-
-        before = generate().raise_for_status().json()["output_ids"]
-        assert len(before) == 24
-        http.post("/release_memory_occupation").raise_for_status()
-        for tag in order:
-            refused = generate()
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) > 0
-            http.post("/resume_memory_occupation", json={"tags": [tag]}).raise_for_status()
-        assert generate().raise_for_status().json()["output_ids"] == before
-        assert serving._runner._graphs == graphs

@@ -25,6 +25,8 @@ import memsaver_core as ms
 MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
 START_S = 240
+#: Graphs of a few sizes, and no compilation: an engine that starts in seconds.
+QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
 
 def _missing() -> str:
@@ -77,6 +79,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
     command += ["m", "--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--gpu-memory-utilization", "0.15", "--max-model-len", "2048"]
+    command += ["--compilation-config", json.dumps(QUICK)]
     with log.open("w") as output:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output)
     try:
@@ -215,6 +218,22 @@ def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, fi
     assert completions(served) == before
 
 
+def test_the_worker_hibernates(served: httpx.Client) -> None:
+    """A process group of one shares no memory with anybody: its process can be checkpointed."""
+    before = completions(served)
+    loaded = used()
+    released = post(served, "/sleep", level=1)["released_bytes"]
+    asleep = used()
+    answer = post(served, "/sleep", level=3)
+    assert answer["phases"][-1]["name"] == "hibernate"
+    assert asleep - used() > 300 * MIB, (loaded, released, asleep, used())  # the context
+    assert served.get("/readyz").status_code == 503
+    assert served.get("/livez").status_code == 200
+    post(served, "/sleep", level=1)
+    post(served, "/wake_up")
+    assert completions(served) == before
+
+
 def test_a_request_that_was_frozen_goes_on(served: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, served, 1, 1500)
@@ -260,6 +279,7 @@ def llm(model: Path) -> Iterator[Any]:
         enable_sleep_mode=True,
         gpu_memory_utilization=0.15,
         max_model_len=2048,
+        compilation_config=QUICK,
     )
     yield llm
     llm.llm_engine.engine_core.shutdown()

@@ -1,10 +1,12 @@
 """Writes docs/reliability.md: figures that the tests measured last, and which test stands for which known failure.
 
-python -m tests.reliability.document
+python -m tests.reliability.document            # all of it, after the tests and `make soak`
+python -m tests.reliability.document --tests    # the table of known failures alone
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from pathlib import Path
@@ -71,37 +73,56 @@ def tests_by_key() -> dict[str, list[str]]:
     return found
 
 
+def known_failures() -> str:
+    """The rows of the table of known failures."""
+    return "\n".join(
+        f"| {key} | {KNOWN[key]} | {'<br>'.join(tests) or 'none yet'} |" for key, tests in tests_by_key().items()
+    )
+
+
 def tenths(fit: dict[str, Any]) -> str:
     return " ".join(f"{value:g}" for value in fit["by_tenth"])
 
 
 def page() -> str:
-    figures: dict[str, Any] = {}
-    for name in ("every_call", "state_machine", "deaths", "soak"):
-        figures[name] = kept(name)
-        if not figures[name]:
-            raise SystemExit(f"no figures of {name}: run the tests of tests/reliability and `make soak` first")
+    names = (
+        *("every_call", "state_machine", "deaths", "kills", "described_requests", "bad_requests", "fuzz", "soak"),
+        "compute_sanitizer",
+    )
+    figures = {name: kept(name) for name in names}
+    missing = [name for name in names if not figures[name]]
+    if missing:
+        raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
     fits = figures["soak"]["fits"].items()
     return (
         (ROOT / "tests" / "reliability" / "page.md")
         .read_text()
         .format(
-            **{name: figures[name] for name in ("every_call", "state_machine", "soak")},
+            **figures | {"deaths": "; ".join(sorted(figures["deaths"]))},
             calls="\n".join(f"| {call} | {cases:,} |" for call, cases in figures["every_call"]["by_call"].items()),
+            errors="\n".join(f"| {error} | {cases:,} |" for error, cases in figures["every_call"]["by_error"].items()),
             places=len(figures["deaths"]),
-            deaths="; ".join(sorted(figures["deaths"])),
             fits="\n".join(
                 f"| {name} | {fit['level']:.3f} | {fit['growth']:+.3f} | {tenths(fit)} |" for name, fit in fits
             ),
-            known="\n".join(
-                f"| {key} | {KNOWN[key]} | {'<br>'.join(tests) or 'none yet'} |"
-                for key, tests in tests_by_key().items()
+            on_the_gpu="; ".join(
+                f"{name}: {run['tests']} tests, {run['findings']} findings"
+                for name, run in figures["compute_sanitizer"]["runs"].items()
             ),
+            known=known_failures(),
         )
     )
 
 
+def with_tests(present: str) -> str:
+    """The page with the table of known failures as it is now."""
+    rows = re.compile(r"^\| (?:" + "|".join(KNOWN) + r") \|.*\n", re.MULTILINE)
+    first = rows.search(present)
+    assert first is not None
+    return present[: first.start()] + known_failures() + "\n" + rows.sub("", present[first.start() :])
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    missing = [key for key, tests in tests_by_key().items() if not tests]
-    print(f"{len(KNOWN) - len(missing)} of {len(KNOWN)} known failures have a test; without: {missing}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", action="store_true", help="only the table of known failures")
+    PAGE.write_text(with_tests(PAGE.read_text()) if parser.parse_args().tests else page())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import OutOfDeviceMemoryError
+from tests.native.build import ROOT, built
 from tests.reliability.figures import keep, kept
 from tests.unit.saver_memory import MIB, PAGE, content, fill
 
@@ -38,6 +40,11 @@ def device() -> Iterator[str]:
     yield name
     for path in glob.glob(f"/dev/shm/memsaver-{os.getuid()}-{name}"):
         os.unlink(path)
+
+
+def shared_memory(device: str) -> list[str]:
+    """What names the device; others of this machine may use theirs meanwhile."""
+    return glob.glob(f"/dev/shm/*{device}*")
 
 
 def make(device: str, folder: Path, **settings: Any) -> _native.Saver:
@@ -94,7 +101,7 @@ def test_killed_in_the_middle(device: str, tmp_path: Path, operation: str, call:
     tenant = make(device, tmp_path)
     memories = populate(tenant)
     held = CAPACITY - tenant.memory_info(0)[0]
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory(device)
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=engine, args=(device, tmp_path, operation, call, theirs))
     process.start()
@@ -106,13 +113,33 @@ def test_killed_in_the_middle(device: str, tmp_path: Path, operation: str, call:
     assert CAPACITY - tenant.memory_info(0)[0] == held
     assert tenant.audit() == []
     assert list(tmp_path.iterdir()) == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_memory(device) == before
     full_cycle(tenant, memories)
     successor = make(device, tmp_path)
     full_cycle(successor, populate(successor))
     figures = kept("deaths")
     figures[f"{operation}, {call}"] = "account right at once, nothing left, successor works"
     keep("deaths", figures)
+
+
+@pytest.mark.slow
+def test_killed_before_and_after_each_system_call() -> None:
+    """S5: wherever an engine is killed, inside of the host driver's calls too, between what the system did and what the
+    account says of it, the account is right at once and the next engine works."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills"],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(built() / "libstandstill.so")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    keep("kills", figures)
+    assert figures["kills"] > 300
+    assert {"release, fallocate", "resume, fallocate", "allocate, unlock"} <= set(figures["by_place"])
 
 
 PROGRAM = """

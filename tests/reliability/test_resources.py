@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import BackupError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from tests.reliability.surroundings import in_child
 from tests.unit.saver_memory import MIB, PAGE, content, fill
-
-FORK = multiprocessing.get_context("fork")
-
-
-def in_child(body: Callable[[], None]) -> None:
-    """Run in a forked child, so that a limit of the process ends with it."""
-
-    def run(pipe: Connection) -> None:
-        try:
-            body()
-            pipe.send("")
-        except BaseException as error:
-            pipe.send(f"{type(error).__name__}: {error}")
-
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=run, args=(theirs,))
-    process.start()
-    assert ours.poll(120)
-    assert ours.recv() == ""
-    process.join()
 
 
 def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Saver:
@@ -98,7 +76,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
     addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
     written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
     saver.release([], [], {})
-    saver.delay("create", 0.2)  # the look has been taken when this is reached
+    saver.delay("create", 3600)  # the look has been taken when this is reached
     taken: list[int] = []
     failures: list[Exception] = []
 
@@ -113,8 +91,9 @@ def test_the_device_is_taken_during_a_resume() -> None:
     thread.start()
     while saver.counts()["create"] == before:
         pass
-    saver.heal()
+    saver.delay("create", 0)  # for others
     taken.append(saver.allocate(0, "tenant", "discard", 14 * MIB))
+    saver.heal()
     thread.join()
     assert len(failures) == 1
     assert "tag" in str(failures[0])
@@ -128,18 +107,18 @@ def test_status_answers_while_a_copy_stalls() -> None:
     """S3: while a copy makes no progress, status says which operation is under way, again and again."""
     saver = make()
     fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
-    saver.delay("copy_to_host", 1.0)
+    saver.delay("copy_to_host", 3600)
     thread = threading.Thread(target=saver.release, args=([], [], {}))
     thread.start()
     while saver.counts().get("copy_to_host", 0) == 0:
         pass
-    answers = [saver.status() for _ in range(50)]
-    assert thread.is_alive()  # all of them came while the copy stood still
+    answers = [saver.status() for _ in range(50)]  # all of them while the copy stands still
+    saver.heal()
+    thread.join()
     assert {answer["state"] for answer in answers} == {"releasing"}
     assert {answer["operation"] for answer in answers} == {"release"}
     assert answers[-1]["operation_seconds"] > answers[0]["operation_seconds"]
     assert answers[-1]["total_bytes"] == 4 * MIB
-    thread.join()
 
 
 @pytest.mark.parametrize("retention", ["trim", "free"])

@@ -11,20 +11,46 @@ import pytest
 
 from tests.reliability.figures import keep
 
+ROOT = Path(__file__).parents[2]
+
+#: A program that fails while it holds memory, and whose failure is still known to somebody when the next one runs.
+FAILING = """
+from tests.reliability.machine import Machine, a_device, replay
+
+class Failing(Machine):
+    def fail(self):
+        memory = self.memories[0]
+        assert memory.content() == b"", "meant to fail"
+
+with a_device():
+    try:
+        replay([("allocate", {"tag": "a", "policy": "host", "pages": 3}), ("fail", {})], Failing())
+    except AssertionError as error:
+        kept = error
+    replay([], Machine())
+    print(kept)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
 
 @pytest.mark.slow
 def test_random_programs_agree_with_the_model() -> None:
     """R4: repeats are success; R5, R8: after parts, the rest; R6: allocations while released live; B2: nothing
     is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.reliability.machine"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-6000:]
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures = json.loads(run("-m", "tests.reliability.machine").stdout.splitlines()[-1])
     keep("state_machine", figures)
     assert figures["steps"] > 1000
+
+
+def test_a_program_that_fails_is_told_and_leaves_nothing_to_the_next() -> None:
+    result = run("-c", FAILING)
+    assert result.stdout == "meant to fail\n"
+    assert "('allocate', {'tag': 'a', 'policy': 'host', 'pages': 3})" in result.stderr
+    assert "AssertionError: meant to fail" in result.stderr

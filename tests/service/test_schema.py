@@ -16,6 +16,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 import memsaver_core as ms
+from tests.reliability.figures import keep
 
 from .tensor_engine import TensorEngine
 
@@ -39,6 +40,7 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
             case.validate_response(response, checks=CHECKS)
 
         answers()
+    keep("described_requests", {"requests": sum(seen.values())})
     assert seen.get(200, 0) > 0
 
 
@@ -84,3 +86,4 @@ def test_bad_requests_leave_everything_as_it_was(serve: Callable[..., httpx.Clie
     assert (after.state, after.tags) == (before.state, before.tags)
     assert http.get("/operations").json()["operations"] == []
     assert not engine.is_closed
+    keep("bad_requests", {"requests": BAD_REQUESTS})

@@ -421,7 +421,7 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     saver = make(faulty=True)
     fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
     busy = saver.allocate(0, "t", "host", PAGE)
-    saver.delay("copy_to_host", 0.3)
+    saver.delay("copy_to_host", 3600)
     thread = threading.Thread(target=release, args=(saver,))
     thread.start()
     await_that(lambda: saver.status()["operation"] == "release")
@@ -431,8 +431,10 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     late = saver.allocate(0, "t", "host", PAGE)  # lives: it is not part of the release
     view(late, PAGE)[:] = 5
     saver.free(busy)  # takes effect when the release has ended
-    assert saver.status()["state"] == "releasing"
+    state = saver.status()["state"]
+    saver.heal()
     thread.join()
+    assert state == "releasing"
     assert bytes(content(late, 4)) == b"\x05\x05\x05\x05"
     assert tag_status(saver, "t")["allocations"] == 2
 

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from memsaver_server.engines.vllm import RoutesPlugin
+from memsaver_core.errors import UnsupportedError
+from memsaver_server.engines.port import AdmissionClosedError
+from memsaver_server.engines.vllm import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
 
 __all__ = ["group", "workers"]
@@ -195,3 +198,81 @@ def test_an_engine_that_sleeps_otherwise_keeps_its_own_routes(group: list[Rank])
     asyncio.run(plugin.init_state(client, app.state, SimpleNamespace(host="127.0.0.1", uds=None)))
     asyncio.run(plugin.init_state(None, app.state, SimpleNamespace(host="127.0.0.1", uds=None)))
     assert len(app.routes) == before
+
+
+class Offline:
+    """vLLM's ``LLM``: it generates in the caller's thread, and its calls must not overlap."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.executor = Executor(ranks)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace())
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+        self.leave.set()
+        self._busy = threading.Lock()
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        with self._alone():
+            return self.executor.ask(*args)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        with self._alone():
+            if level:
+                self.executor.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        with self._alone():
+            if tags is None:
+                for rank in self.executor.ranks:
+                    rank.wake_up()
+                self.executor.is_sleeping = False
+
+    def reset_prefix_cache(self) -> None:
+        with self._alone():
+            pass
+
+    def generate(self) -> dict[str, bool]:
+        with self._alone():
+            self.entered.set()
+            assert self.leave.wait(30)
+            content: dict[str, bool] = self.executor.ranks[0].content()
+            return content
+
+    def chat(self) -> dict[str, bool]:
+        return self.generate()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        assert self._busy.acquire(blocking=False), "two calls at once"
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+
+def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank]) -> None:
+    """R2, R12: nothing is released under a call, and a call is refused while memory is away."""
+    llm = Offline(group)
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        llm.leave.clear()
+        with ThreadPoolExecutor(2) as pool:
+            answer = pool.submit(llm.chat)
+            assert llm.entered.wait(30)
+            release = pool.submit(http.post, "/release_memory_occupation")
+            assert not released(group[1])
+            llm.leave.set()
+            assert answer.result(30)["weights"]
+            assert release.result(30).json()["success"]
+        assert released(group[1]) == ALL
+        with pytest.raises(AdmissionClosedError):
+            llm.generate()
+        assert http.get("/flush_cache").status_code == 200
+        assert http.post("/resume_memory_occupation").json()["success"]
+        assert llm.generate()["weights"]
+
+
+def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:
+    llm = Offline(group)
+    llm.collective_rpc = lambda method, args=(): [{"devices": [], "blockers": [], "status": None}]  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match="MEMSAVER_VLLM=1"):
+        attach_to(llm)

@@ -51,11 +51,6 @@ def is_wanted(model_config: Any) -> bool:
     return backend == BACKEND or (backend == "cumem" and asked_for() is True)
 
 
-def is_engaged() -> bool:
-    """Whether the worker in this process sleeps by memsaver."""
-    return _engaged
-
-
 def engage(vllm_config: Any) -> None:
     """Decide for the worker that is being made in this process."""
     global _engaged, _graphs_tagged
@@ -167,8 +162,9 @@ def change_sampling(module: ModuleType) -> None:
 
 def change_flashinfer(module: ModuleType) -> None:
     """``vllm.v1.attention.backends.flashinfer``: its workspaces, which it allocates when it first needs them."""
-    wrap(module, "_get_trtllm_workspace_buffer", _inside(WORKSPACE))
-    wrap(getattr(module, "FlashInferMetadataBuilder", None), "_get_workspace_buffer", _inside(WORKSPACE))
+    builder = getattr(module, "FlashInferMetadataBuilder", None)
+    wrap(module, "_get_trtllm_workspace_buffer", _unless_held(lambda: vars(module).get("trtllm_workspace_buffer", "?")))
+    wrap(builder, "_get_workspace_buffer", _unless_held(lambda self: vars(self).get("_workspace_buffer", "?")))
 
 
 def change_captures(module: ModuleType) -> None:
@@ -178,8 +174,7 @@ def change_captures(module: ModuleType) -> None:
         @contextmanager
         def graph_capture(*args: Any, **kwargs: Any) -> Iterator[Any]:
             with original(*args, **kwargs) as context:
-                if _engaged:
-                    _make_cublas_workspaces()
+                _make_cublas_workspaces()
                 yield context
 
         return graph_capture
@@ -217,6 +212,21 @@ def _inside(tag: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return original(*args, **kwargs)
 
         return inside
+
+    return make
+
+
+def _unless_held(held: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Under the tag for scratch where ``held`` says None: the function is about to allocate what it then keeps."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get(*args: Any) -> Any:
+            if not _engaged or held(*args) is not None:
+                return original(*args)
+            with allocator().use_memory_pool(WORKSPACE):
+                return original(*args)
+
+        return get
 
     return make
 
@@ -261,8 +271,7 @@ def _engaging(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_cublas(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_device(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if _engaged and ms.driver_name() == "cuda":
-            _make_cublas_workspaces()
+        _make_cublas_workspaces()
         return result
 
     return init_device
@@ -273,6 +282,8 @@ def _make_cublas_workspaces() -> None:
 
     torch allocates them at a stream's first product of matrices, and captured graphs then hold their addresses.
     """
+    if not _engaged or ms.driver_name() != "cuda":
+        return
     with allocator().use_memory_pool(WORKSPACE), torch.inference_mode():
         square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
         torch.mm(square, square)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from memsaver_core.compat.vllm._imports import when_imported
 from memsaver_core.compat.vllm.worker import asked_for, is_wanted
@@ -205,6 +205,10 @@ class HttpAdmission:
         for waiting in held:
             waiting.get_loop().call_soon_threadsafe(_end, waiting)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
         """Nobody is in flight here: a request that is let in is vLLM's."""
 
@@ -233,22 +237,25 @@ def _end(waiting: asyncio.Future[None]) -> None:
         waiting.set_result(None)
 
 
-class AdmissionMiddleware:
-    """Asks the admission before work for the device enters the application."""
+class _Closed(BaseRoute):
+    """In front of all routes while admission is closed: work for the device waits here, or is refused."""
 
-    def __init__(self, app: ASGIApp, admission: HttpAdmission) -> None:
+    def __init__(self, app: FastAPI, admission: HttpAdmission) -> None:
         self._app = app
         self._admission = admission
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK):
-            try:
-                await self._admission.enter()
-            except AdmissionClosedError as closed:
-                problem = problem_of(closed)
-                await JSONResponse(problem.body(), problem.status, headers=problem.headers)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        work = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK)
+        return (Match.FULL if work and self._admission.is_closed else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._admission.enter()
+        except AdmissionClosedError as closed:
+            problem = problem_of(closed)
+            await JSONResponse(problem.body(), problem.status, headers=problem.headers)(scope, receive, send)
+        else:
+            await self._app.router(scope, receive, send)
 
 
 class _Overlay(BaseRoute):
@@ -277,8 +284,7 @@ async def serve_in(app: FastAPI, engine_client: Any, settings: Settings) -> Vllm
     admission = HttpAdmission()
     client = _AsyncClient(engine_client, asyncio.get_running_loop())
     engine = await asyncio.to_thread(VllmEngine, client, admission)
-    app.router.routes.insert(0, _Overlay(create_app(engine, settings), app))
-    app.add_middleware(AdmissionMiddleware, admission=admission)
+    app.router.routes[:0] = [_Closed(app, admission), _Overlay(create_app(engine, settings), app)]
     return engine
 
 

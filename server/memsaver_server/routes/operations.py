@@ -63,7 +63,7 @@ async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
     told = 0
     current = ""
     moved: dict[str, Any] | None = None
-    ended = asyncio.wrap_future(operation.done)
+    ended = operation.ending()
     while not service.closing.is_set():
         done = operation.done.done()
         phases = operation.phases

@@ -1,4 +1,4 @@
-"""Who else may see a backup: other users, other processes, other tags."""
+"""What other users, other processes and other tags see of this process's memory: nothing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import ctypes
 import multiprocessing
 import os
 import stat
+import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memsaver_core import _native
+from memsaver_core.errors import MemsaverError
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 
 SECRET = b"a tag's own words"
 GAP = 128 << 10
 
 
-def make(folder: Path, **settings: object) -> _native.Saver:
+def make(folder: Path, **settings: Any) -> _native.Saver:
     return _native.Saver(driver="host", host_capacity=64 * MIB, file_folder=str(folder), verify="full", **settings)
 
 
@@ -101,3 +104,26 @@ def test_nothing_of_another_tag_is_left_in_a_backup(tmp_path: Path, policy: str)
     assert len(kept) == room
     assert kept[live:] == bytes(room - live)
     assert SECRET not in kept
+
+
+def test_the_account_of_a_host_device_is_its_user_s(tmp_path: Path) -> None:
+    """Mode 0600 whatever the umask says, and never reached through a link that somebody left in its place."""
+    name = f"privacy-{uuid.uuid4().hex[:12]}"
+    path = Path(f"/dev/shm/memsaver-{os.getuid()}-{name}")
+    before = os.umask(0)
+    try:
+        saver = make(tmp_path, host_devices=[name])
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    del saver
+    assert not path.exists()
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    try:
+        with pytest.raises(MemsaverError, match="cannot be opened"):
+            make(tmp_path, host_devices=[name])
+    finally:
+        path.unlink()
+    assert precious.read_text() == "precious"

@@ -1,0 +1,123 @@
+#include "vmm/operation.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "support/error.hpp"
+#include "support/system.hpp"
+
+namespace memsaver {
+
+void DeviceWork::sort() {
+  std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.chunk.address < b.chunk.address; });
+  std::sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.begin() < b.begin(); });
+}
+
+std::string DeviceWork::tags() const {
+  std::set<std::string> names;
+  for (const auto* list : {&kept, &others}) {
+    for (const auto& owned : *list) names.insert(owned.arena->key().tag);
+  }
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+std::size_t DeviceWork::bytes() const {
+  std::size_t sum = 0;
+  for (const auto* list : {&kept, &others}) {
+    for (const auto& owned : *list) sum += owned.chunk.bytes;
+  }
+  return sum;
+}
+
+DeviceWork& Operation::on(int device) {
+  DeviceWork& work = devices[device];
+  work.device = device;
+  return work;
+}
+
+void Operation::on_each_device(const std::function<void(DeviceWork&)>& run) {
+  std::vector<std::exception_ptr> failures(devices.size());
+  std::vector<std::function<void()>> unstarted;
+  std::vector<std::thread> threads;
+  std::size_t index = 0;
+  for (auto& [device, each] : devices) {
+    const auto task = [&run, &each = each, &failure = failures[index++]] {
+      try {
+        run(each);
+      } catch (Error& error) {
+        error.with_tag(each.tags()).with_device(each.device).with_bytes(each.bytes());
+        failure = std::current_exception();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    };
+    if (index == devices.size()) {
+      task();  // the last on this thread: with one device there is no other
+    } else if (auto thread = sys::start_thread(task)) {
+      threads.push_back(std::move(*thread));
+    } else {
+      unstarted.emplace_back(task);
+    }
+  }
+  for (const auto& task : unstarted) task();
+  for (auto& thread : threads) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
+
+double Operation::seconds() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+OperationResult Operation::result() const {
+  const bool releasing = kind == Progress::Operation::release;
+  OperationResult result;
+  std::map<std::string, TagOutcome> tags;
+  for (const Arena* arena : arenas) {
+    TagOutcome& outcome = tags[arena->key().tag];
+    outcome.tag = arena->key().tag;
+    const std::string restore = name_of(arena->key().restore);
+    outcome.restore = outcome.restore.empty() || outcome.restore == restore ? restore : "mixed";
+    outcome.bytes += arena->live_bytes();
+    if (!arena->released_runs().empty()) outcome.state = "released";
+  }
+  for (const auto& [index, device] : devices) {
+    result.devices.push_back(index);
+    result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
+    result.work.raise_to(device.seconds);
+    for (const auto& [tag, bytes] : device.done_bytes) {
+      (releasing ? tags[tag].released_bytes : tags[tag].resumed_bytes) += bytes;
+      tags[tag].already = false;
+    }
+    for (const auto& content : device.blocks) {
+      TagOutcome& outcome = tags[content.tag];
+      const std::size_t bytes = content.block->content_bytes();
+      switch (content.outcome) {
+        case ContentBlock::Outcome::none:
+          break;
+        case ContentBlock::Outcome::copied:
+          (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
+          break;
+        case ContentBlock::Outcome::unchanged:
+          outcome.unchanged_bytes += bytes;
+          break;
+        case ContentBlock::Outcome::zero:
+          outcome.zero_bytes += bytes;
+          break;
+      }
+    }
+  }
+  for (auto& [tag, outcome] : tags) {
+    if (outcome.state.empty()) outcome.state = "resident";
+    result.tags.push_back(std::move(outcome));
+  }
+  return result;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,60 @@
+"""Compiled kernels are kept between processes, in files that nobody else can write."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+DIGEST = """
+import torch, memsaver_core as ms
+from memsaver_core import _native, _process
+with ms.region("t"):
+    tensor = torch.arange(1 << 20, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+key = (1, 2, 3, 4)
+assert _process.saver().digest(0, tensor.data_ptr(), tensor.nbytes, key) == _native.digest_of(tensor.cpu().numpy(), key)
+"""
+
+
+def digest(cache: Path) -> None:
+    """Digest something in a new process: it must run our kernel, and nothing else."""
+    ran = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def kernels(cache: Path) -> list[Path]:
+    return list((cache / "memsaver").glob("*.cubin"))
+
+
+def test_kernels_that_others_could_have_written_are_not_run(tmp_path: Path) -> None:
+    digest(tmp_path)
+    [kernel] = kernels(tmp_path)
+    code = kernel.read_bytes()
+    assert stat.S_IMODE(kernel.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kernel.parent.stat().st_mode) == 0o700
+    kernel.write_bytes(b"not machine code")
+    kernel.chmod(0o622)
+    digest(tmp_path)
+    assert kernels(tmp_path) == [kernel]
+    assert (kernel.read_bytes(), stat.S_IMODE(kernel.stat().st_mode)) == (code, 0o600)
+    kernel.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"not machine code")
+    kernel.symlink_to(elsewhere)
+    digest(tmp_path)
+    assert not kernel.is_symlink()
+    assert elsewhere.read_bytes() == b"not machine code"

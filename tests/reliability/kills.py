@@ -1,0 +1,148 @@
+"""Kill -9 before and after each system call of an engine: ``python -m tests.reliability.kills``, standstill preloaded.
+
+Each engine is a fork of this process. It stands still in the nth system call of one operation, where the host driver's
+account and the system, and the saver's account and the driver's, are at odds; there it is killed. Prints figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import glob
+import json
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from memsaver_core import _native
+from tests.unit.saver_memory import PAGE, content, fill
+
+CAPACITY = 1 << 20
+#: Tag, policy and bytes of what an engine holds.
+HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
+OPERATIONS = ("start", "allocate", "release", "resume", "free", "end")
+
+
+def make(device: str, folder: Path) -> Any:
+    return _native.Saver(
+        driver="host", host_devices=[device], host_capacity=CAPACITY, file_folder=str(folder), verify="full"
+    )
+
+
+def engine(operation: str, nth: int, after: bool, report: int, device: str, folder: Path) -> None:
+    """An engine's life, up to the end of the operation or the standstill in it."""
+    stand_still_at = ctypes.CDLL(None).stand_still_at
+
+    def reached(now: str) -> None:
+        stand_still_at(nth if now == operation else 0, after, report)
+
+    reached("start")
+    saver = make(device, folder)
+    reached("allocate")
+    addresses = [saver.allocate(0, tag, policy, nbytes) for tag, policy, nbytes in HELD]
+    reached("")
+    for address, (_, _, nbytes) in zip(addresses, HELD, strict=True):
+        fill(address, nbytes, 1)
+    reached("release")
+    saver.release([], [], {})
+    reached("resume")
+    saver.resume([])
+    reached("free")
+    for address in addresses:
+        saver.free(address)
+    reached("end")
+    del saver
+    gc.collect()
+    reached("")
+
+
+def run_until(operation: str, nth: int, after: bool, device: str, folder: Path) -> str:
+    """Kill an engine in the nth system call of an operation. The call; empty where there are fewer."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(ours)
+            engine(operation, nth, after, theirs, device, folder)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    call = os.read(ours, 100).decode()  # nothing where the engine has ended by itself
+    if call:
+        os.kill(child, signal.SIGKILL)
+    os.close(ours)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if call else 0)
+    return call
+
+
+class Tenant:
+    """A co-tenant in this process: whatever happens to the engine, it notices nothing."""
+
+    def __init__(self, device: str, folder: Path) -> None:
+        self.saver = make(device, folder)
+        self.address = self.saver.allocate(0, "tenant", "host", 7 * PAGE)
+        self.written = fill(self.address, 7 * PAGE, 2)
+
+    def check(self) -> None:
+        assert self.saver.audit() == []  # the device has given out what the tenant holds, and no more
+        self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - 7 * PAGE))
+        self.saver.release([], [], {})
+        self.saver.resume([])
+        assert content(self.address, 7 * PAGE) == self.written
+
+
+def check_successor(device: str, folder: Path) -> None:
+    saver = make(device, folder)
+    addresses = [saver.allocate(0, tag, policy, nbytes) for tag, policy, nbytes in HELD]
+    written = [fill(address, nbytes, 3) for address, (_, _, nbytes) in zip(addresses, HELD, strict=True)]
+    saver.release([], [], {})
+    saver.resume([])
+    for address, expected, (_, policy, nbytes) in zip(addresses, written, HELD, strict=True):
+        if policy in ("host", "file"):
+            assert content(address, nbytes) == expected
+
+
+def kill_everywhere(folder: Path, alone: bool) -> Counter[str]:
+    """Kill an engine in every place; alone on its device, or beside a co-tenant."""
+    device = f"kills-{uuid.uuid4().hex[:12]}"
+    tenant = None if alone else Tenant(device, folder)
+    kills: Counter[str] = Counter()
+    for operation in OPERATIONS:
+        for after in (False, True):
+            nth = 0
+            while call := run_until(operation, nth := nth + 1, after, device, folder):
+                kills[f"{operation}, {call}"] += 1
+                if tenant is not None:
+                    tenant.check()
+                check_successor(device, folder)
+                assert list(folder.iterdir()) == []
+                assert alone != bool(shared_memory(device))
+    del tenant
+    gc.collect()
+    assert shared_memory(device) == []
+    return kills
+
+
+def shared_memory(device: str) -> list[str]:
+    return glob.glob(f"/dev/shm/*{device}*")
+
+
+def main() -> None:
+    start = time.monotonic()
+    kills: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for alone in (False, True):
+            kills += kill_everywhere(Path(folder), alone)
+    seconds = round(time.monotonic() - start, 1)
+    print(json.dumps({"kills": sum(kills.values()), "seconds": seconds, "by_place": dict(sorted(kills.items()))}))
+
+
+if __name__ == "__main__":
+    main()

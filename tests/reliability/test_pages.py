@@ -1,0 +1,64 @@
+"""Pages that name tests name tests that are there, one for each row at least."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+from tests.reliability import document
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"`([^`]+\.py)` (test_\w+)")
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """The tests of a file."""
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of each row of the page's tables that have a column of tests."""
+    found = []
+    inside = False
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[-1] == "tests":
+            inside = True
+        elif inside and not set(line) <= set("|-"):
+            found.append(cells)
+    return found
+
+
+def test_each_known_failure_has_a_test() -> None:
+    """Its docstring says the key."""
+    assert [key for key, tests in document.tests_by_key().items() if not tests] == []
+
+
+def test_the_table_of_known_failures_is_current() -> None:
+    """`python -m tests.reliability.document --tests` writes it."""
+    page = document.PAGE.read_text()
+    assert document.with_tests(page) == page
+
+
+def test_each_threat_has_tests_that_are_there() -> None:
+    threats = rows((ROOT / "SECURITY.md").read_text())
+    assert len(threats) > 10
+    for threat, _, tests in threats:
+        named = NAMED.findall(tests)
+        assert named, threat
+        for path, name in named:
+            assert name in names_in(ROOT / path), f"{threat}: {path} has no {name}"
+
+
+def test_a_key_that_nobody_knows_is_a_mistake() -> None:
+    """A docstring that begins with a key of the table's form names one of its rows."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                began = re.match(r"([RGBTS]\d+):", ast.get_docstring(node) or "")
+                assert began is None or began.group(1) in document.KNOWN, f"{path.name}: {node.name}"

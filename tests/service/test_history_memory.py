@@ -1,0 +1,51 @@
+"""What is forgotten is gone at once, not when Python next looks for cycles of references, which may be hours."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+import memsaver_core as ms
+from memsaver_core.reports import OperationReport
+from memsaver_server.operations import Operation, Operations, ReleaseRequest
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def work(operation: Operation) -> OperationReport:
+    assert operation.log is not None
+    with operation.log.phase("drain"):
+        pass
+    if operation.request.timeout_s:
+        raise RuntimeError("the engine failed")
+    return ms.resume(log=operation.log)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forgotten_operation_is_gone(fails: bool) -> None:
+    """S4: with all its phases and figures, whether somebody waited for it and however it ended."""
+    operations = Operations(1, lambda _operation: None)
+    request = ReleaseRequest(tags=("nothing",), timeout_s=float(fails))
+
+    async def run() -> weakref.ref[Operation]:
+        operation = operations.submit(request, work, wait=False, key="one", client="test")
+        await asyncio.wait({operation.ending(), operation.ending()})
+        assert (operation.status, [phase.name for phase in operation.phases][:1]) == (
+            "failed" if fails else "succeeded",
+            ["drain"],
+        )
+        return weakref.ref(operation)
+
+    first = asyncio.run(run())
+    assert first() is not None
+    operations.submit(request, work, wait=False, key="two", client="test").done.result()
+    assert first() is None
