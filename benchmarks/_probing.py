@@ -92,6 +92,15 @@ class Timeline:
                 overlaps[name] = overlaps.get(name, 0.0) + overlap
         return max(overlaps, key=lambda name: overlaps[name], default="between")
 
+    def place(self, at: float) -> tuple[str, int, float]:
+        """What was being done then, for the how manieth time (from 0), and for how many seconds already."""
+        counts: dict[str, int] = {}
+        for name, since, until in sorted(self.spans, key=lambda span: span[1]):
+            if since <= at <= until:
+                return name, counts.get(name, 0), at - since
+            counts[name] = counts.get(name, 0) + 1
+        return "between", 0, 0.0
+
 
 def percentiles(answers: list[Answer], timeline: Timeline) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds by what was done and by path: count, median, p99, max."""
@@ -112,6 +121,16 @@ def percentiles(answers: list[Answer], timeline: Timeline) -> dict[str, dict[str
         }
         for name, by_path in sorted(found.items())
     }
+
+
+def slowest(answers: list[Answer], timeline: Timeline, count: int = 8) -> list[dict[str, Any]]:
+    """The slowest answers, and where in the run they were asked for."""
+    found = []
+    for each in sorted(answers, key=lambda answer: answer.asked - answer.answered)[:count]:
+        name, times, seconds = timeline.place(each.asked)
+        took = 1e3 * (each.answered - each.asked)
+        found.append({"path": each.path, "ms": took, "while": name, "time": times, "after_ms": 1e3 * seconds})
+    return found
 
 
 def ask(url: str, ended: threading.Event) -> list[tuple[str, float, float]]:

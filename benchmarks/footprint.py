@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import pynvml
 import torch
-from _probing import PATHS, Timeline, percentiles, probing
+from _probing import PATHS, Timeline, percentiles, probing, slowest
 from _record import command
 
 from memsaver_server.cli.units import parse_size
@@ -173,6 +173,7 @@ def hibernate(url: str, client: httpx.Client, cycles: int, empty: float, expecte
         "last_release_phases": phase_rows(answer),
         "last_resume_phases": phase_rows(resumed),
         "probes": percentiles(probes.answers, timeline),
+        "slowest_probes": slowest(probes.answers, timeline),
     }
 
 
@@ -353,6 +354,13 @@ def to_markdown(result: dict[str, Any]) -> str:
             f"Tokens equal in {sum(row['tokens_equal'] for row in rows)} of {len(rows)} cycles.",
             "",
             *probe_table(away["probes"]),
+            "The slowest: "
+            + "; ".join(
+                "`{path}` {ms:.1f} ms, {after_ms:.0f} ms into {while} of cycle {time}".format(**each)
+                for each in away["slowest_probes"]
+            )
+            + ".",
+            "",
         ]
     lines += source_table({**result["sources"], **({"hibernated": away["sources"]} if away else {})})
     tables = [

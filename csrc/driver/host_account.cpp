@@ -172,7 +172,8 @@ void HostAccount::join(std::size_t capacity_bytes) {
   map_ledger();
   int free_slot = -1;
   bool alone = true;
-  for (int slot = 0; slot < kSlots; ++slot) {
+  const int slots = path_.empty() ? 1 : kSlots;  // a private account has nobody else to look for
+  for (int slot = 0; slot < slots; ++slot) {
     if (slot_lives(slot)) {
       alone = false;
     } else if (free_slot < 0) {

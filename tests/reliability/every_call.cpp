@@ -195,12 +195,12 @@ std::vector<Scenario> scenarios() {
   const auto captured = [](World& world) {
     for (const int device : {0, 1}) {
       world.allocate("weights", Restore::host, 3, device);
-      world.allocate("cuda_graph", Restore::host, 12, device);
-      world.allocate("kv_cache", Restore::zero, 3, device);
+      world.allocate("cuda_graph", Restore::host, 6, device);
+      world.allocate("kv_cache", Restore::zero, 2, device);
     }
     world.release();
     world.resume();
-    for (const std::size_t pool : {1u, 4u}) world.rewrite(pool, 2, 5);
+    for (const std::size_t pool : {1u, 4u}) world.rewrite(pool, 2, 3);
   };
   list.push_back(release_of("release, graphs", captured, two_devices));
   list.push_back(resume_of("resume, graphs", captured, two_devices));

@@ -11,6 +11,7 @@ from tests.reliability.figures import keep
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it may be the first that builds the core
 def test_every_call_at_every_occurrence() -> None:
     """R3: whatever call fails, all is as before or released with its backup, and the retry works; B1: with its content;
     R7: frees of released memory and failed ones leave nothing behind; T6: on every device."""
