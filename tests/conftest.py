@@ -25,6 +25,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _nothing_is_left_over() -> None:
     """What earlier files no longer use holds no memory: engines that ended are often parts of reference cycles."""
     gc.collect()
-    import memsaver_core as ms, sys
-    left = [(t.tag, t.bytes) for t in ms.status().tags if t.bytes] if ms._process.existing_saver() else []
-    if left: print("LEFT", left, file=open("/tmp/left.txt", "a"))

@@ -237,6 +237,7 @@ class Operations:
         self._pending: deque[tuple[Operation, Callable[[Operation], OperationReport]]] = deque()
         self._turn = threading.Condition()
         self._worker: threading.Thread | None = None
+        self._closed = False
         self._on_finished = on_finished
 
     @property
@@ -292,6 +293,12 @@ class Operations:
                 self._turn.notify()
         return operation
 
+    def close(self) -> None:
+        """Let the worker end as soon as nothing is to be done: it would keep the engine from being forgotten."""
+        with self._turn:
+            self._closed = True
+            self._turn.notify()
+
     def _repeated(self, request: OperationRequest, key: str | None) -> Operation | None:
         first = self._keys.get(key) if key is not None else None
         if key is not None and first is not None:
@@ -317,11 +324,13 @@ class Operations:
     def _run(self) -> None:
         while True:
             with self._turn:
-                if not self._turn.wait_for(lambda: bool(self._pending), IDLE_S):
+                self._turn.wait_for(lambda: self._pending or self._closed, IDLE_S)
+                if not self._pending:
                     self._worker = None
                     return
                 operation, work = self._pending[0]
             self._work(operation, work)
+            del operation, work
 
     def _work(self, operation: Operation, work: Callable[[Operation], OperationReport]) -> None:
         report: OperationReport | None = None

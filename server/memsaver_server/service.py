@@ -47,9 +47,10 @@ class Service:
         self.closing = threading.Event()
 
     def close(self) -> None:
-        """End what would keep a server from stopping: streams and the meter. Operations in flight go on."""
+        """End what would keep a server from stopping: streams and threads. Operations in flight go on."""
         self.closing.set()
         self.readings.stop()
+        self.occupation.operations.close()
 
     async def release(self, request: Request, fields: ReleaseFields) -> Operation:
         """Start a release, or join the one in flight; wait for its end unless the caller wants to go on.

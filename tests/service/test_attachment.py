@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
 import stat
 import threading
+import weakref
 from pathlib import Path
 
 import httpx
@@ -17,7 +19,7 @@ from memsaver_core.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from memsaver_server.attachment import nccl_registers_graphs
 
-from .tensor_engine import TensorEngine
+from .tensor_engine import Memory, TensorEngine
 
 
 def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
@@ -32,6 +34,21 @@ def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{attachment.url}/livez")
     attachment.close()
+
+
+def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S4: nothing that ran for a server keeps the engine, and so its memory, once both are closed."""
+    monkeypatch.setattr("memsaver_server.operations.IDLE_S", threading.TIMEOUT_MAX)
+    engine = TensorEngine(Memory(bare=True))
+    with attach(engine) as server:
+        httpx.post(f"{server.url}/release_memory_occupation").raise_for_status()
+        httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()
+    engine.close()
+    gone = threading.Event()
+    weakref.finalize(engine, gone.set)
+    del engine, server
+    while not gone.wait(0.1):  # a thread may still be on its way out
+        gc.collect()
 
 
 def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Path) -> None:
