@@ -12,6 +12,7 @@ With the saver disabled (``MEMSAVER_ENABLED=0``) every call is a no-op and torch
 
 from memsaver_core._process import configure, driver_name, enabled, torch_device
 from memsaver_core._process import settings as core_settings
+from memsaver_core._storage import is_plain
 from memsaver_core.errors import (
     BackupError,
     ConfigurationError,
@@ -80,6 +81,7 @@ __all__ = [
     "graph",
     "graph_memory_bytes",
     "hibernation_blockers",
+    "is_plain",
     "prepare_backup",
     "read_devices",
     "read_torch_memory",

@@ -17,7 +17,7 @@ def host_storage(saver: _native.Saver, device: int, tag: str, restore: str, nbyt
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is an ordinary tensor with a storage of its own kind.
+    """Whether this is an ordinary tensor with a storage of its own kind, which ``adopt`` can move.
 
     Not fake, sparse, meta or a wrapper, and no lazy conjugate or negative, whose bit a move would lose.
     """

@@ -210,11 +210,8 @@ def _undone(error: MemsaverError | StepFailedError) -> MemsaverError:
     if state == "failed" or stuck:
         _failure = f"{error}: the driver cannot restore this process; restart it"
         _set(away=True, hibernated=False)
-        return (
-            ContextLostError(_failure, error.call, error.code)
-            if isinstance(error, StepFailedError)
-            else (ContextLostError(_failure))
-        )
+        call, code = (error.call, error.code) if isinstance(error, StepFailedError) else ("", "")
+        return ContextLostError(_failure, call, code)
     # Where nobody can tell, it may be hibernated; a wake finds out.
     running = state == "running"
     _set(away=not running, hibernated=not running)

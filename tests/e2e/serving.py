@@ -11,7 +11,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
 
@@ -76,3 +79,48 @@ def memsaver(*arguments: str, changes: Mapping[str, str] | None = None) -> subpr
     return subprocess.run(
         [*MEMSAVER, *arguments], capture_output=True, text=True, env=environment(changes), timeout=300, check=False
     )
+
+
+def python_blocks(page: str) -> list[str]:
+    """The Python examples of a page, named by its path in the project."""
+    found: list[str] = BLOCK.findall((ROOT / page).read_text())
+    return found
+
+
+class Example:
+    """A page's example as a running program, spoken to as by its reader at a terminal."""
+
+    def __init__(self, code: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+
+    def read_line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def read_address(self) -> str:
+        """The address of the server in the next line."""
+        address = ADDRESS.search(self.read_line())
+        assert address is not None
+        return address.group()
+
+    def enter(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self._process.wait(60)
+
+    def __enter__(self) -> Example:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()

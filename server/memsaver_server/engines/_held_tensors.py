@@ -20,7 +20,6 @@ logger = logging.getLogger("memsaver")
 #: How much moves at once. The device needs room for so much twice, and for a larger tensor alone.
 BATCH_BYTES = 256 << 20
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 Kind = Literal["parameter", "persistent buffer", "buffer", "attribute"]
@@ -115,7 +114,7 @@ def move(held: Iterable[tuple[Held, str, ms.RestorePolicy | str | None]]) -> Non
         for tensor in _parts(each.tensor):
             if tensor.device.type != managed:
                 continue
-            if not _is_plain(tensor):
+            if not ms.is_plain(tensor):
                 left.append(each.name)
                 continue
             shared = _Shared(tag, restore, tensor.device, tensor.untyped_storage().nbytes())
@@ -174,14 +173,9 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    ordinary = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_quantized
-    return ordinary and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _live_tensors() -> list[Tensor]:
-    # By exact type rather than isinstance(): that is fast, and a lazy object's __class__ may run code.
-    return [each for each in gc.get_objects() if type(each) in _PLAIN and _is_plain(each)]
+    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
+    return [each for each in gc.get_objects() if ms.is_plain(each)]
 
 
 def _some(names: list[str]) -> str:
