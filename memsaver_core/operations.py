@@ -13,7 +13,7 @@ from memsaver_core import _native, _process, _trim, hibernation
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.meter import read_devices
 from memsaver_core.phases import PhaseLog
-from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, parse_policy
+from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any, parse_policy
 from memsaver_core.reports import (
     HostBackupStatus,
     OperationReport,
@@ -225,7 +225,7 @@ def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str,
     kept = [
         tag["tag"]
         for tag in saver.status()["tags"]
-        if (not names or tag["tag"] in names) and overrides.get(tag["tag"], tag["restore"]) in ("host", "file", "mixed")
+        if (not names or tag["tag"] in names) and keeps_any(overrides.get(tag["tag"], tag["restore"]))
     ]
     if saver.driver_name() != "cuda" or not kept:
         return []

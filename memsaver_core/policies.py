@@ -20,11 +20,6 @@ class RestorePolicy(str, Enum):
     HOST = "host"
     FILE = "file"
 
-    @property
-    def keeps_content(self) -> bool:
-        """Whether content survives a release."""
-        return self in (RestorePolicy.HOST, RestorePolicy.FILE)
-
 
 PolicyLike: TypeAlias = "RestorePolicy | str"
 
@@ -39,6 +34,19 @@ DEFAULT_POLICIES = {
     "kv_cache": RestorePolicy.ZERO,
     "workspace": RestorePolicy.ZERO,
 }
+
+
+_KEEPING = (RestorePolicy.HOST, RestorePolicy.FILE)
+
+
+def keeps_all(restore: str) -> bool:
+    """Whether all content of a tag with this policy survives a release; of a ``mixed`` one it does not."""
+    return restore in _KEEPING
+
+
+def keeps_any(restore: str) -> bool:
+    """Whether some content of a tag with this policy, which may be ``mixed``, survives a release."""
+    return restore == "mixed" or keeps_all(restore)
 
 
 def parse_policy(value: PolicyLike) -> RestorePolicy:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from memsaver_core import PhaseLog
 from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
+from memsaver_core.policies import keeps_all
 from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.engines.port import DrainMode, Engine, Memory, memory_of
 from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest
@@ -387,7 +388,7 @@ def _listed(tags: tuple[str, ...] | None) -> list[str] | None:
 
 
 def _keeps(tag: TagStatus, override: dict[str, str]) -> bool:
-    return override.get(tag.tag, tag.restore) in ("host", "file")
+    return keeps_all(override.get(tag.tag, tag.restore))
 
 
 def _uncopied(tag: TagStatus) -> bool:

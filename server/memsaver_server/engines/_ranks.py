@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from memsaver_core import PhaseLog, errors
 from memsaver_core.errors import MemsaverError, UnknownTagError
 from memsaver_core.meter import read_again
-from memsaver_core.policies import WELL_KNOWN_TAGS
+from memsaver_core.policies import WELL_KNOWN_TAGS, keeps_any
 from memsaver_core.reports import (
     DeviceDelta,
     DeviceMemory,
@@ -139,7 +139,7 @@ class RankMemory:
         if self._status.hibernated or len(self._numbers) == 1:
             return [names]
         tags = [tag for tag in self._status.tags if not names or tag.tag in names]
-        kept = [tag.tag for tag in tags if restore.get(tag.tag, tag.restore) in ("host", "file", "mixed")]
+        kept = [tag.tag for tag in tags if keeps_any(restore.get(tag.tag, tag.restore))]
         lost = [tag.tag for tag in tags if tag.tag not in kept]
         return [stage for stage in (kept, lost) if stage] or [names]
 
