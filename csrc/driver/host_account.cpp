@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 
@@ -106,20 +107,45 @@ class HostAccount::Guard {
   HostAccount& account_;
 };
 
+struct HostAccount::Registry {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<HostAccount>> accounts;
+
+  static Registry& instance() {
+    static auto* registry = new Registry;
+    return *registry;
+  }
+
+  // A forked child has locks of its own, and so it has accounts of its own.
+  static std::string key_of(const std::string& name) { return std::to_string(getpid()) + "/" + name; }
+
+  // At the process's end, which comes without the destructor of what the interpreter still holds.
+  static void leave_all() {
+    Registry& registry = instance();
+    const std::unique_lock<std::mutex> lock(registry.mutex, std::try_to_lock);
+    if (!lock) return;  // forked while another thread held it, or that thread is at it still
+    const std::string own = key_of("");
+    for (const auto& [key, held] : registry.accounts) {
+      if (key.compare(0, own.size(), own) != 0) continue;
+      if (const auto account = held.lock()) account->leave();
+    }
+  }
+};
+
 std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::size_t capacity_bytes) {
-  // One object for each name in a process: closing any descriptor of the file would drop all record locks on it.
-  static std::mutex mutex;
-  static auto* accounts = new std::map<std::string, std::weak_ptr<HostAccount>>;
   if (name.empty()) {
     const int file = memfd_create("memsaver-account", MFD_CLOEXEC);
     if (file < 0) throw failure("cannot be created", "(private)");
     std::shared_ptr<HostAccount> account(new HostAccount("", file, capacity_bytes));
     return account;
   }
-  const std::lock_guard<std::mutex> lock(mutex);
-  // A forked child has locks of its own, and so it has accounts of its own.
-  const std::string key = name + "/" + std::to_string(getpid());
-  if (auto account = (*accounts)[key].lock()) return account;
+  // One object for each name in a process: closing any descriptor of the file would drop all record locks on it.
+  Registry& registry = Registry::instance();
+  static const int at_exit = std::atexit(Registry::leave_all);
+  static_cast<void>(at_exit);  // without it the file stays behind, which holds nothing
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  auto& known = registry.accounts[Registry::key_of(name)];
+  if (auto account = known.lock()) return account;
   const std::string path = path_of(name);
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -127,7 +153,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
     std::shared_ptr<HostAccount> account(new HostAccount(path, file, capacity_bytes));
     struct stat status{};
     if (fstat(file, &status) == 0 && status.st_nlink > 0) {
-      (*accounts)[key] = account;
+      known = account;
       return account;
     }
     // The last process left between our open and our lock and took the file's name with it: open the next one.
@@ -194,19 +220,23 @@ void HostAccount::join(std::size_t capacity_bytes) {
 }
 
 HostAccount::~HostAccount() {
-  if (!path_.empty() && own_) {
-    try {
-      const Guard guard(*this);
-      ledger_->clear(slot_);
-      bool alone = true;
-      for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
-      if (alone) unlink(path_.c_str());
-    } catch (const Error&) {
-      // The kernel drops our slot with the descriptor; the file stays and is taken over.
-    }
-  }
+  leave();
   if (ledger_ != nullptr) munmap(ledger_, sizeof(Ledger));
   close(file_);
+}
+
+void HostAccount::leave() noexcept {
+  if (path_.empty() || !own_) return;
+  try {
+    const Guard guard(*this);
+    ledger_->clear(slot_);
+    bool alone = true;
+    for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
+    if (alone) unlink(path_.c_str());
+    path_.clear();
+  } catch (const Error&) {
+    // The kernel drops our slot with the descriptor; the file stays and is taken over.
+  }
 }
 
 bool HostAccount::slot_lives(int slot) const {

@@ -58,11 +58,14 @@ class HostAccount {
 
  private:
   struct Ledger;
+  struct Registry;
   class Guard;
   HostAccount(std::string path, int file);
   HostAccount(std::string path, int file, std::size_t capacity_bytes);
   void map_ledger();
   void join(std::size_t capacity_bytes);
+  // What the process holds stops counting, and the file goes where nobody else lives. Nothing the second time.
+  void leave() noexcept;
   void step(const char* call, State from, State to);
   std::size_t free_bytes();
   std::size_t sum_of_the_living();

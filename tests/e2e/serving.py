@@ -48,12 +48,14 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def serving(*options: str, changes: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    *options: str, changes: Mapping[str, str] | None = None, program: tuple[str, ...] = MEMSAVER
+) -> Iterator[Server]:
     """Run ``memsaver serve`` with ``options`` for the length of the block; it answers when the block begins."""
     where = () if {"--port", "--uds"} & set(options) else ("--port", "0")
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         process = subprocess.Popen(
-            [*MEMSAVER, "serve", *where, *options],
+            [*program, "serve", *where, *options],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

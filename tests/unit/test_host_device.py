@@ -132,3 +132,31 @@ def test_private_devices_do_not_compete() -> None:
 def test_names_are_plain(bad: str) -> None:
     with pytest.raises(ConfigurationError, match="letters, digits"):
         open_device(bad)
+
+
+ENGINE = """
+import os, sys, torch
+import memsaver_core as ms
+with ms.region("weights"):
+    weights = torch.ones(1 << 20)
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # through the interpreter's own end, with a copy of all that the parent knows
+os.waitpid(child, 0)
+print(os.path.exists(sys.argv[1]), flush=True)
+sys.exit(0)  # the saver lives to the very end
+"""
+
+
+def test_a_clean_end_leaves_nothing_behind(name: str) -> None:
+    """T2, T4: a process in use ends, and its account goes with it; the end of its forked child is not its own."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENGINE, account_of(name)],
+        env={**os.environ, "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_DEVICE": name},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stdout.split() == ["True"]
+    assert not os.path.exists(account_of(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from pathlib import Path
@@ -109,6 +110,7 @@ def serve(
     except _Ended:
         raise typer.Exit from None
     audit.to_stderr()
+    _freeze_heap()
     try:
         # One line on stdout: with --port 0 it is how a caller learns the address.
         typer.echo(f"serving {engine.model_name} on {attachment.url}")
@@ -121,6 +123,15 @@ def serve(
     finally:
         attachment.close()
         engine.close()
+
+
+def _freeze_heap() -> None:
+    """Leave what is loaded out of Python's full garbage collections, one of which would hold up every answer.
+
+    With torch and transformers loaded there are some 350,000 objects, and a walk through them takes 0.2 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Ended(BaseException):
