@@ -19,6 +19,7 @@ from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
 from memsaver_server.connections import BoundedProtocol
 from memsaver_server.engines.port import Engine, memory_of
+from memsaver_server.headroom import headroom
 from memsaver_server.settings import Settings
 from memsaver_server.trust import check_address
 
@@ -125,6 +126,7 @@ class _Server(uvicorn.Server):
         self.failure: BaseException | None = None
         self._settled = threading.Event()
 
+    @headroom()
     def serve_here(self, bound: socket.socket) -> None:
         """Serve on this thread until stopped."""
         try:

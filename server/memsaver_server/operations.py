@@ -19,6 +19,7 @@ from typing import Literal
 from memsaver_core import PhaseLog
 from memsaver_core.reports import OperationReport, PhaseReport
 from memsaver_server.engines.port import LOCAL_MEMORY, DrainMode, Memory
+from memsaver_server.headroom import headroom
 
 #: More callers than this waiting for their turn are sent away.
 MAX_PENDING = 128
@@ -321,6 +322,7 @@ class Operations:
             while len(memory) > self._history_limit + len(self._pending):
                 memory.popitem(last=False)
 
+    @headroom()
     def _run(self) -> None:
         while True:
             with self._turn:

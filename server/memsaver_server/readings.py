@@ -15,6 +15,7 @@ import memsaver_core as ms
 from memsaver_core.blockers import nccl_groups
 from memsaver_core.reports import DeviceDelta, DeviceMemory, Status, TorchMemory
 from memsaver_server.engines.port import LOCAL_MEMORY, Memory
+from memsaver_server.headroom import headroom
 
 logger = logging.getLogger("memsaver")
 
@@ -107,6 +108,7 @@ class DeviceReadings:
         await asyncio.wait({taken}, timeout=timeout_s)
         return self._latest
 
+    @headroom()
     def _run(self) -> None:
         remembered_at = 0.0
         failing = False

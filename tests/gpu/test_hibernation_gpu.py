@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 import pynvml
 import pytest
 import torch
+
+from tests.gpu.children import run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -27,15 +28,8 @@ def process_mib(pid: int) -> float:
     return sum((process.usedGpuMemory or 0) / MIB for process in processes if process.pid == pid)
 
 
-def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SETUP + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "MEMSAVER_FAULT_INJECTION": "1"},
-    )
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return run_python(SETUP + textwrap.dedent(code), MEMSAVER_FAULT_INJECTION="1")
 
 
 SETUP = textwrap.dedent(
@@ -285,17 +279,34 @@ def test_managed_memory_is_seen_and_refused() -> None:
     assert "fine" in result.stdout
 
 
-def test_nccl_and_shared_tensors_are_seen_and_refused() -> None:
+def test_nccl_of_one_process_sleeps_along() -> None:
+    """vLLM has such a group even where it uses one device; there is nobody that it shares memory with."""
     result = run(
         """
         import tempfile
         import torch.distributed as dist
-        import torch.multiprocessing as mp
         with tempfile.TemporaryDirectory() as folder:
             dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-            dist.all_reduce(torch.ones(1, device="cuda"))
-            assert "NCCL" in ms.hibernation_blockers()[0]
+            ones = torch.ones(1000, device="cuda")
+            dist.all_reduce(ones)
+            assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+            ms.release(hibernate=True)
+            assert used() - empty <= 16, used() - empty
+            ms.resume()
+            dist.all_reduce(ones)
+            assert bool((ones == 1).all())
             dist.destroy_process_group()
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+def test_shared_tensors_are_seen_and_refused() -> None:
+    result = run(
+        """
+        import torch.multiprocessing as mp
         assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
         shared = torch.ones(1000, device="cuda")
         queue = mp.get_context("spawn").SimpleQueue()
@@ -303,14 +314,53 @@ def test_nccl_and_shared_tensors_are_seen_and_refused() -> None:
         assert "CUDA IPC" in ms.hibernation_blockers()[0]
         del shared
         assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
-        print("fine")
+        print("fine", flush=True)
         os._exit(0)  # nobody takes from the queue
         """
     )
     assert "fine" in result.stdout, result.stderr
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_devices
+def test_nccl_of_two_processes_is_seen_and_refused() -> None:
+    result = run(
+        """
+        import tempfile
+        import torch.distributed as dist
+        OTHER = '''
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("nccl", init_method=sys.argv[1], rank=1, world_size=2)
+        dist.all_reduce(torch.ones(1, device="cuda:1"))
+        dist.barrier(device_ids=[1])
+        dist.destroy_process_group()
+        '''
+        with tempfile.TemporaryDirectory() as folder:
+            meet = f"file://{folder}/store"
+            other = subprocess.Popen([sys.executable, "-c", "\\n".join(map(str.strip, OTHER.splitlines())), meet])
+            dist.init_process_group("nccl", init_method=meet, rank=0, world_size=2)
+            dist.all_reduce(torch.ones(1, device="cuda"))
+            [reason] = ms.hibernation_blockers()
+            assert "NCCL" in reason, reason
+            try:
+                ms.release(hibernate=True)
+            except ms.UnsupportedError as error:
+                assert "NCCL" in str(error) and "nothing was released" in str(error)
+            assert ms.status().state == "resident"
+            dist.barrier(device_ids=[0])
+            dist.destroy_process_group()
+            assert other.wait() == 0
+        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        print("fine")
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fine" in result.stdout
+
+
+@two_devices
 def test_peer_access_is_seen_and_refused() -> None:
     result = run(
         """

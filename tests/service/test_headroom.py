@@ -1,0 +1,37 @@
+"""Threads that answer need nothing of the kernel while it may keep them waiting."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+# A process of its own: threads of other tests would change what is mapped.
+PROGRAM = """
+import json, threading
+from contextlib import nullcontext
+from memsaver_server.headroom import HEADROOM_BYTES, headroom
+
+def mapped():
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if " rw" in line]
+
+def answer(name, room):
+    with room:
+        before = mapped()
+        held = [bytearray(10_000) for _ in range(HEADROOM_BYTES // 20_000)]
+        changed[name] = mapped() != before
+        del held
+
+changed = {}
+for name, room in (("without", nullcontext()), ("with", headroom())):
+    thread = threading.Thread(target=answer, args=(name, room))
+    thread.start()
+    thread.join()
+print(json.dumps(changed))
+"""
+
+
+def test_a_heap_with_headroom_need_not_grow() -> None:
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=120)
+    assert json.loads(ran.stdout) == {"without": True, "with": False}
