@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -36,6 +37,7 @@ PROMPTS = [
     [(7919 * (place + 3) * (number + 1)) % 150_000 + 10 for place in range(40 + 37 * number)] for number in range(4)
 ]
 MODES = ("stock", "memsaver")
+WITHOUT_GRAPHS = "without graphs"
 #: An engine has some time between its start and its first sleep, in which memsaver prepares host memory; and the driver
 #: some while it sleeps, in which it cleans what it was given back. Seconds.
 IDLE_S = 2.0
@@ -115,6 +117,7 @@ def measure(model: str, mode: str, cycles: int, utilization: float) -> dict[str,
         enable_sleep_mode=True,
         gpu_memory_utilization=utilization,
         max_model_len=2048,
+        **({"compilation_config": {"cudagraph_mode": "NONE"}} if mode == WITHOUT_GRAPHS else {}),
     )
     started = time.monotonic() - begin
 
@@ -132,10 +135,10 @@ def measure(model: str, mode: str, cycles: int, utilization: float) -> dict[str,
         call(*arguments)
         return time.perf_counter() - start
 
-    if cycles == 0:
-        tokens()
-        return {}
     first = tokens()
+    if cycles == 0:
+        llm.sleep(1)
+        return {"outside_torch_mib": used_mib() - empty - sum(llm.collective_rpc(held_by_torch)[0].values())}
     sums = llm.collective_rpc(weight_sums)
     time.sleep(IDLE_S)
     result: dict[str, Any] = {
@@ -193,21 +196,41 @@ def measure(model: str, mode: str, cycles: int, utilization: float) -> dict[str,
     return result
 
 
+def context_mib() -> float:
+    """What a process holds of the device that has done next to nothing there."""
+    empty = used_mib()
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    return used_mib() - empty - torch.cuda.memory_reserved() / MIB
+
+
+def logged_seconds(log: str, cycles: int) -> dict[str, list[float]]:
+    """The seconds of level 1 by vLLM's own log: those of its executor, without the way from the caller and back."""
+    slept, woke = (
+        [float(seconds) for seconds in re.findall(rf"It took ([\d.]+) seconds to {what}", log)][: 2 * cycles]
+        for what in ("fall asleep", "wake up")
+    )
+    return {"sleep": slept, "wake": woke[:cycles], "wake_rested": woke[cycles:]}
+
+
 def run(mode: str, model: str, cycles: int, utilization: float) -> dict[str, Any]:
     """Measure one mode in a process of its own."""
     environment = {
         **os.environ,
-        "MEMSAVER_VLLM": "1" if mode == "memsaver" else "0",
+        "MEMSAVER_VLLM": "0" if mode == "stock" else "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
     arguments = ["--child", mode, "--model", model, "--cycles", str(cycles), "--utilization", str(utilization)]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "result.json"
-        subprocess.run(
-            [sys.executable, __file__, *arguments, "--answer", str(answer)], check=True, env=environment, timeout=600
-        )
+        log = Path(folder) / "log"
+        with log.open("w") as output:
+            command = [sys.executable, __file__, *arguments, "--answer", str(answer)]
+            subprocess.run(command, check=False, env=environment, timeout=600, stdout=output, stderr=output)
+        print(log.read_text(), flush=True)
         result: dict[str, Any] = json.loads(answer.read_text())
+        result["logged"] = logged_seconds(log.read_text(), cycles)
     return result
 
 
@@ -231,12 +254,19 @@ def to_markdown(result: dict[str, Any]) -> str:
             for mode in modes
         ]
 
+    def logged(name: str, take: slice) -> list[str]:
+        return [f"{statistics.median(engines[mode]['logged'][name][take]) * 1e3:,.0f}" for mode in modes]
+
     table = [
         ("loaded, MiB", [f"{engines[mode]['loaded_mib']:,.0f}" for mode in modes]),
         ("level 1: first sleep, ms", [f"{engines[mode]['level_1'][0]['sleep'] * 1e3:,.0f}" for mode in modes]),
+        ("level 1: first sleep, ms, by vLLM's log", logged("sleep", slice(1))),
         ("level 1: later sleeps, ms", median("level_1", "sleep", skip=1)),
+        ("level 1: later sleeps, ms, by vLLM's log", logged("sleep", slice(1, None))),
         ("level 1: wake-up at once, ms", median("level_1", "wake")),
+        ("level 1: wake-up at once, ms, by vLLM's log", logged("wake", slice(None))),
         (f"level 1: wake-up after {IDLE_S:g} s asleep, ms", median("level_1_rested", "wake")),
+        (f"level 1: wake-up after {IDLE_S:g} s asleep, ms, by vLLM's log", logged("wake_rested", slice(None))),
         ("level 1: left asleep, MiB", median("level_1", "left_mib", 1)),
         ("level 1: cycles with equal tokens and weights", right("level_1")),
         ("level 2: sleep, ms", median("level_2", "sleep")),
@@ -271,6 +301,13 @@ def to_markdown(result: dict[str, Any]) -> str:
     rows = [(f"torch, {name}", [row["held_by_torch"][name] for row in last]) for name in last[0]["held_by_torch"]]
     rows.append(("outside torch", [row["left_mib"] - sum(row["held_by_torch"].values()) for row in last]))
     lines += [f"| {name} | {' | '.join(f'{size:,.0f}' for size in sizes)} |" for name, sizes in rows]
+    if parts := result["outside_torch"]:
+        lines += [
+            "",
+            f"Of what is outside torch, a process that has run one kernel holds {parts['context_mib']:,.0f} MiB; with "
+            f"the modules of the engine's kernels and what libraries hold it is {parts['ungraphed_mib']:,.0f} MiB (an "
+            "engine without CUDA graphs, asleep by memsaver). The rest is what CUDA keeps for captured graphs.",
+        ]
     if "memsaver" in engines:
         lines += ["", "## Tags", "", "| tag | comes back | MiB |", "|---|---|---|"]
         lines += [
@@ -310,11 +347,13 @@ def main() -> None:
         run("stock", folder, 0, options.utilization)
         for mode in options.modes:
             engines[mode] = run(mode, folder, options.cycles, options.utilization)
-            write(options.out, engines)  # what is measured is measured, whatever becomes of the next
+            write(options.out, engines, {})  # what is measured is measured, whatever becomes of the next
+        ungraphed = run(WITHOUT_GRAPHS, folder, 0, options.utilization)["outside_torch_mib"]
+        write(options.out, engines, {"context_mib": context_mib(), "ungraphed_mib": ungraphed})
     print((options.out / "vllm.md").read_text())
 
 
-def write(folder: Path, engines: dict[str, Any]) -> None:
+def write(folder: Path, engines: dict[str, Any], outside_torch: dict[str, float]) -> None:
     record = {
         "date": time.strftime("%Y-%m-%d"),
         "command": command("vllm_sleep.py"),
@@ -323,6 +362,7 @@ def write(folder: Path, engines: dict[str, Any]) -> None:
         "vllm": importlib.metadata.version("vllm"),
         "torch": torch.__version__,
         "engines": engines,
+        "outside_torch": outside_torch,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vllm.json").write_text(json.dumps(record, indent=1) + "\n")

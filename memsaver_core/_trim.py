@@ -11,6 +11,9 @@ from memsaver_core import graphs
 
 _torch: Any = torch._C  # these calls have no public names
 
+# The interpreter itself freezes a few hundred objects as it starts (Python 3.12); torch alone has a hundred thousand.
+_FROZEN_AT_START = 10_000
+
 
 def workspaces() -> bool:
     """Give cuBLAS's workspaces back to torch's cache. False, and nothing done, where a CUDA graph may use them."""
@@ -37,9 +40,10 @@ def may_be_graphs() -> bool:
     Those not made by ``graph`` are looked for among all objects, which takes up to a tenth of a second; so that is done
     last. What gc.freeze() has put away cannot be looked at.
     """
-    if graphs.alive() or gc.get_freeze_count():
+    if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START:
         return True
-    return any(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
+    # By its type, not isinstance(): a lazy object's __class__ may run code.
+    return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
 
 
 def _pinned_bytes() -> int:

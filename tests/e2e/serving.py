@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.programs import Child
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
@@ -89,40 +91,14 @@ def python_blocks(page: str) -> list[str]:
     return found
 
 
-class Example:
+class Example(Child):
     """A page's example as a running program, spoken to as by its reader at a terminal."""
 
     def __init__(self, code: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-
-    def read_line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        super().__init__("-u", "-c", code, inherited=environment())
 
     def read_address(self) -> str:
         """The address of the server in the next line."""
         address = ADDRESS.search(self.read_line())
         assert address is not None
         return address.group()
-
-    def enter(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def wait(self) -> int:
-        """Its exit code."""
-        return self._process.wait(60)
-
-    def __enter__(self) -> Example:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.communicate()

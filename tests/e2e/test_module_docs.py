@@ -17,8 +17,7 @@ def test_a_loop_over_a_module() -> None:
         address = example.read_address()
 
         def run() -> float:
-            example.enter("")
-            found = NUMBER.search(example.read_line())
+            found = NUMBER.search(example.ask(""))
             assert found is not None
             return float(found.group())
 
@@ -28,8 +27,8 @@ def test_a_loop_over_a_module() -> None:
             assert client.release().released_bytes >= weights.bytes > 4 * 3_000_000 * 4
             client.resume()
         assert run() == first
-        example.enter("q")
-        assert example.wait() == 0
+        example.say("q")
+        example.end()
 
 
 def test_memory_that_the_first_call_creates_is_shown_as_it_is_tested() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from memsaver_server.client import Client
+from tests.programs import output_of
 
 from .serving import Example, environment, memsaver, python_blocks, serving
 
@@ -24,19 +22,12 @@ def test_an_engine_of_ones_own_in_ten_lines() -> None:
             (weights,) = [tag for tag in client.occupation().tags if tag.tag == "weights"]
             assert weights.released_bytes >= 4096 * 4096 * 4
             assert client.resume().resumed_bytes == weights.released_bytes
-        example.enter("")
-        assert example.wait() == 0
+        example.say("")
+        example.end()
 
 
 def test_the_client_example() -> None:
     example = next(block for block in python_blocks("README.md") if "Client(" in block)
     with serving() as server:
-        ran = subprocess.run(
-            [sys.executable, "-c", example.replace("http://127.0.0.1:30000", server.url)],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        assert int(ran.stdout) > 0
+        said = output_of(example.replace("http://127.0.0.1:30000", server.url), inherited=environment())
+        assert int(said) > 0

@@ -1,12 +1,8 @@
-"""Other processes on the same GPU: programs that a test runs to their end, and co-tenants that take its memory."""
+"""Other processes on the same GPU: co-tenants that take its memory."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-from types import TracebackType
+from tests.programs import Child
 
 #: For `tests.e2e.serving.serving`, which serves on the host driver unless told otherwise.
 ON_CUDA = {"MEMSAVER_DRIVER": "cuda"}
@@ -27,46 +23,17 @@ for line in sys.stdin:
 """
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **environment},
-        check=False,
-    )
-
-
-class CoTenant:
+class CoTenant(Child):
     """A process that takes plain device memory, as any other CUDA program does, and gives it back on demand."""
 
     def __init__(self, device: int = 0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TENANT, str(device)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__("-c", TENANT, str(device))
         self.let_go()  # it has its context from here on
 
     def leave(self, nbytes: int) -> int:
         """Take all but ``nbytes`` of what is free. Returns the bytes that are free now."""
-        return self._ask(f"leave {nbytes}")
+        return int(self.ask(f"leave {nbytes}"))
 
     def let_go(self) -> int:
         """Give everything back. Returns the bytes that are free now."""
-        return self._ask("let go")
-
-    def _ask(self, order: str) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(order, file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
-
-    def __enter__(self) -> CoTenant:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        return int(self.ask("let go"))

@@ -12,7 +12,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _native, _process
-from tests.gpu.children import CoTenant, run_python
+from tests.gpu.children import CoTenant
+from tests.programs import output_of, run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -338,7 +339,7 @@ def test_memory_does_not_creep_with_churn(tag: str) -> None:
 
 def test_expandable_segments_in_regions() -> None:
     """T3: with expandable segments on, memory of a region still goes, measured (or the region refuses)."""
-    result = run_python(
+    told = output_of(
         """
         import torch, memsaver_core as ms
         try:
@@ -354,5 +355,4 @@ def test_expandable_segments_in_regions() -> None:
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         PYTORCH_ALLOC_CONF="expandable_segments:True",
     )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(("refused", "fell True")), result.stdout
+    assert told.startswith(("refused", "fell True")), told

@@ -11,7 +11,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
-from tests.gpu.children import run_python
+from tests.programs import run_python
 
 pytestmark = pytest.mark.gpu
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -13,7 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from tests.gpu.children import run_python
+from tests.programs import Child, output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +25,8 @@ def process_mib(pid: int) -> float:
     return sum((process.usedGpuMemory or 0) / MIB for process in processes if process.pid == pid)
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return run_python(SETUP + textwrap.dedent(code), MEMSAVER_FAULT_INJECTION="1")
+def run(code: str) -> str:
+    return output_of(SETUP + textwrap.dedent(code), MEMSAVER_FAULT_INJECTION="1")
 
 
 SETUP = textwrap.dedent(
@@ -63,7 +60,7 @@ SETUP = textwrap.dedent(
 
 
 def test_cycles_leave_nothing_and_bring_everything_back() -> None:
-    result = run(
+    told = run(
         """
         left, down, up = [], [], []
         for cycle in range(10):
@@ -85,15 +82,14 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
         print("helper", open(f"/proc/{hibernation.helper_pid()}/statm").read().split()[1])
         """
     )
-    assert result.returncode == 0, result.stderr
-    print(result.stdout)
-    words = result.stdout.split()
+    print(told)
+    words = told.split()
     assert float(words[1]) <= 16
     assert int(words[-1]) < 20_000  # KiB of its own; the driver library it maps is shared with all others
 
 
 def test_killed_helper_is_replaced() -> None:
-    result = run(
+    told = run(
         """
         ms.release(hibernate=True)
         os.kill(hibernation.helper_pid(), signal.SIGKILL)
@@ -107,33 +103,23 @@ def test_killed_helper_is_replaced() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_killed_engine_leaves_nothing() -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            SETUP + "ms.release(hibernate=True)\nprint(hibernation.helper_pid(), flush=True)\ntime.sleep(600)\n",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    helper = int(process.stdout.readline())
-    assert process_mib(process.pid) <= 16
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    code = "ms.release(hibernate=True)\nprint(hibernation.helper_pid(), flush=True)\nsys.stdin.read()\n"
+    with Child("-c", SETUP + code) as engine:
+        helper = int(engine.read_line())
+        assert process_mib(engine.process.pid) <= 16
+        engine.kill()
     while Path(f"/proc/{helper}").exists() and "Z" not in Path(f"/proc/{helper}/stat").read_text():
         time.sleep(0.05)  # it sees the socket close; the test's time limit bounds this
-    assert process_mib(process.pid) == 0
+    assert process_mib(engine.process.pid) == 0
 
 
 def test_released_but_resident_tags_survive() -> None:
     """Content that was not released is kept by the driver's own checkpoint."""
-    result = run(
+    told = run(
         """
         ms.release(["kv_cache"], hibernate=True)
         assert used() - empty <= 16
@@ -143,19 +129,17 @@ def test_released_but_resident_tags_survive() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_clean_exit_while_hibernated() -> None:
     """T2: the interpreter exits cleanly in this state, too."""
-    result = run("ms.release(hibernate=True)\nprint('end', flush=True)\n")
-    assert (result.returncode, result.stdout.strip()) == (0, "end"), result.stderr
+    assert run("ms.release(hibernate=True)\nprint('end', flush=True)\n") == "end\n"
 
 
 def test_each_failed_step_is_undone_and_told() -> None:
     """The process runs on, or is still hibernated, and says which; nothing is lost, and the repeat works."""
-    result = run(
+    told = run(
         """
         def refused(call, words):
             try:
@@ -198,13 +182,12 @@ def test_each_failed_step_is_undone_and_told() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_a_process_that_cannot_be_restored_is_failed() -> None:
     """Nothing waits for a device that will not come back."""
-    result = run(
+    told = run(
         """
         ms.release(hibernate=True)
         hibernation.fail("restore", lost=True)
@@ -217,14 +200,13 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
         os._exit(0)  # an orderly end would wait for the device
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("the driver cannot restore this process; restart it") == 4
-    assert "\nfailed " in result.stdout
+    assert told.count("the driver cannot restore this process; restart it") == 4
+    assert "\nfailed " in told
 
 
 def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
     """R3: refused with figures before the driver is asked, which would lose the process; then the same call works."""
-    result = run(
+    told = run(
         """
         ms.release(["kv_cache"], hibernate=True)
         code = "import sys, torch\\nfree = torch.cuda.mem_get_info()[0]\\n"
@@ -250,13 +232,12 @@ def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_managed_memory_is_seen_and_refused() -> None:
     """The driver would not keep a process in a good state that it finds this in."""
-    result = run(
+    told = run(
         """
         import ctypes
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -275,13 +256,12 @@ def test_managed_memory_is_seen_and_refused() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_nccl_of_one_process_sleeps_along() -> None:
     """vLLM has such a group even where it uses one device; there is nobody that it shares memory with."""
-    result = run(
+    told = run(
         """
         import tempfile
         import torch.distributed as dist
@@ -299,12 +279,11 @@ def test_nccl_of_one_process_sleeps_along() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_shared_tensors_are_seen_and_refused() -> None:
-    result = run(
+    told = run(
         """
         import torch.multiprocessing as mp
         assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
@@ -318,7 +297,7 @@ def test_shared_tensors_are_seen_and_refused() -> None:
         os._exit(0)  # nobody takes from the queue
         """
     )
-    assert "fine" in result.stdout, result.stderr
+    assert "fine" in told
 
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -326,7 +305,7 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 @two_devices
 def test_nccl_of_two_processes_is_seen_and_refused() -> None:
-    result = run(
+    told = run(
         """
         import tempfile
         import torch.distributed as dist
@@ -356,13 +335,12 @@ def test_nccl_of_two_processes_is_seen_and_refused() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 @two_devices
 def test_peer_access_is_seen_and_refused() -> None:
-    result = run(
+    told = run(
         """
         other = torch.ones(1000, device="cuda:1")
         assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
@@ -374,13 +352,12 @@ def test_peer_access_is_seen_and_refused() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    assert "fine" in result.stdout
+    assert "fine" in told
 
 
 def test_each_step_of_a_trim_gives_back_what_it_names() -> None:
     """Of a process without graphs, the workspaces go too; with one, they stay, and the report says so."""
-    result = run(
+    told = run(
         """
         held = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
         del held
@@ -402,14 +379,13 @@ def test_each_step_of_a_trim_gives_back_what_it_names() -> None:
         print("fine", delta)
         """
     )
-    assert result.returncode == 0, result.stderr
-    print(result.stdout)
-    assert "fine" in result.stdout
+    print(told)
+    assert "fine" in told
 
 
 def test_what_remains_is_explained() -> None:
     """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
-    result = run(
+    told = run(
         """
         from memsaver_server.readings import Reading
         from memsaver_server.sources import sources
@@ -444,6 +420,5 @@ def test_what_remains_is_explained() -> None:
         print("fine")
         """
     )
-    assert result.returncode == 0, result.stderr
-    print(result.stdout)
-    assert "fine" in result.stdout
+    print(told)
+    assert "fine" in told

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,15 +24,7 @@ assert _process.saver().digest(0, tensor.data_ptr(), tensor.nbytes, key) == _nat
 
 def digest(cache: Path) -> None:
     """Digest something in a new process: it must run our kernel, and nothing else."""
-    ran = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    output_of(DIGEST, XDG_CACHE_HOME=str(cache))
 
 
 def kernels(cache: Path) -> list[Path]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from memsaver_core import _process
 from memsaver_server import attach
 from memsaver_server.client import Client
 from memsaver_server.engines.module import ModuleEngine
+from tests.programs import run_python
 from tests.service import module_examples
 from tests.service.module_examples import Example, check_occupation, example, tensors_of
 
@@ -113,13 +111,7 @@ def test_tables_in_host_memory_stay_there() -> None:
 
 def test_device_memory_is_refused_where_the_host_is_managed() -> None:
     program = "from memsaver_server.engines.module import *\nModuleEngine(torch.nn.Linear(4, 4).cuda())"
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "MEMSAVER_DRIVER": "host"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(program, MEMSAVER_DRIVER="host")
     assert "weight, bias are on cuda:0, but memsaver's host driver manages cpu memory" in ran.stderr
 
 

@@ -11,7 +11,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
-from tests.gpu.children import CoTenant, run_python
+from tests.gpu.children import CoTenant
+from tests.programs import output_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,7 +129,7 @@ def test_a_call_that_fails_on_one_device_undoes_the_other(tag: str, call: str) -
 
 def test_peers_reach_the_memory_after_a_resume() -> None:
     """With MEMSAVER_PEER_ACCESS a kernel of one GPU reads and writes the other's memory, before and after it went."""
-    result = run_python(
+    told = output_of(
         """
         import torch, memsaver_core as ms
         from memsaver_core import _native, _process
@@ -159,7 +160,6 @@ def test_peers_reach_the_memory_after_a_resume() -> None:
         """,
         MEMSAVER_PEER_ACCESS="1",
     )
-    assert result.returncode == 0, result.stderr
-    if result.stdout.strip() == "no peers":
+    if told == "no peers\n":
         pytest.skip("these GPUs do not reach each other's memory")
-    assert result.stdout.strip() == "reached"
+    assert told == "reached\n"

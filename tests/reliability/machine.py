@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import memsaver_core as ms
 from memsaver_core import _process
+from tests.programs import Child
 
 PAGE = 4096
 CAPACITY = 8 << 20
@@ -108,28 +108,16 @@ def step(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class Tenant:
+class Tenant(Child):
     """Another process on the same device."""
 
     def __init__(self, device: str) -> None:
+        super().__init__("-c", TENANT, device, str(CAPACITY))
         self.bytes = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TENANT, device, str(CAPACITY)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def hold(self, nbytes: int) -> None:
         """Hold so much instead of what it holds; nothing where that is not free."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{nbytes}\n")
-        self._process.stdin.flush()
-        self.bytes = nbytes if self._process.stdout.readline().strip() == "ok" else 0
-
-    def end(self) -> None:
-        self._process.communicate(timeout=60)
+        self.bytes = nbytes if self.ask(str(nbytes)) == "ok" else 0
 
 
 @dataclass(eq=False)

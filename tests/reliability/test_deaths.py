@@ -22,6 +22,7 @@ import pytest
 from memsaver_core import _native
 from memsaver_core.errors import OutOfDeviceMemoryError
 from tests.native.build import ROOT, built
+from tests.programs import Child, run_python
 from tests.reliability.figures import keep, kept
 from tests.unit.saver_memory import MIB, PAGE, content, fill
 
@@ -171,22 +172,11 @@ if sys.argv[4] == "wait":
 """
 
 
-def start(device: str, folder: Path, state: str, then: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, device, str(folder), state, then],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("state", ["resident", "releasing", "released", "resumed"])
 def test_exit_in_each_state(device: str, tmp_path: Path, state: str) -> None:
     """T2: a process ends well in whatever state it is, and leaves nothing behind."""
-    process = start(device, tmp_path, state, "exit")
-    _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
+    ran = run_python(PROGRAM, device, str(tmp_path), state, "exit")
+    assert (ran.returncode, ran.stderr) == (0, "")
     observer = make(device, tmp_path)
     assert observer.memory_info(0)[0] == CAPACITY
     assert list(tmp_path.iterdir()) == []
@@ -195,12 +185,10 @@ def test_exit_in_each_state(device: str, tmp_path: Path, state: str) -> None:
 def test_terminated_while_released(device: str, tmp_path: Path) -> None:
     """S5: SIGTERM while released ends the process, and all that it held is free."""
     observer = make(device, tmp_path)
-    process = start(device, tmp_path, "released", "wait")
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "released"
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM  # no handler of ours is in the way
+    with Child("-c", PROGRAM, device, str(tmp_path), "released", "wait") as engine:
+        assert engine.read_line() == "released"
+        engine.process.terminate()
+        assert engine.process.wait(60) == -signal.SIGTERM  # no handler of ours is in the way
     assert observer.memory_info(0)[0] == CAPACITY
     assert list(tmp_path.iterdir()) == []
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+
+from tests.programs import output_of
 
 # A process of its own: threads of other tests would change what is mapped.
 PROGRAM = """
@@ -33,5 +33,4 @@ print(json.dumps(changed))
 
 
 def test_a_heap_with_headroom_need_not_grow() -> None:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True, timeout=120)
-    assert json.loads(ran.stdout) == {"without": True, "with": False}
+    assert json.loads(output_of(PROGRAM)) == {"without": True, "with": False}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,40 +10,25 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.programs import Child
+
 from .tensor_engine import ALL_TAGS, MIB
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 Start = Callable[..., "Program"]
 
 
-class Program:
-    """A run of ``served.py``: its first line of output, and a way to end it."""
+class Program(Child):
+    """A run of ``served.py``, and its first line of output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        program = Path(__file__).with_name("served.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        assert self.process.stdout is not None
-        self.said = self.process.stdout.readline().strip()
+        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **environment)
+        self.said = self.read_line()
         assert self.said, "the program did not start"
 
     def fail(self, call: str, kind: str) -> None:
         """Make the next ``call`` of its driver fail."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{call} {kind}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline().strip() == "planned"
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(60) == 0
+        assert self.ask(f"{call} {kind}") == "planned"
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 from memsaver_core.compat.torch_memory_saver.utils import get_binary_path_from_package
+from tests.programs import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
 
@@ -61,17 +60,7 @@ def cudart(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
-    """Run a Python program; its output. Fails with what it said where it fails."""
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", **environment},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    return output_of(code, *arguments, MEMSAVER_DRIVER="host", MEMSAVER_HOST_CAPACITY="1GiB", **environment)
 
 
 def test_install_answers_the_import() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ import memsaver_core as ms
 from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
 from memsaver_server.engines.port import DrainTimeoutError, GeneratingEngine
 from memsaver_server.engines.transformers import TransformersEngine
+from tests.programs import output_of
 
 TAGS = ("weights", "kv_cache", "workspace", "cuda_graph")
 REQUEST = {
@@ -209,15 +208,8 @@ if sys.argv[3] == "leave released":
 
 
 def run_apart(options: dict[str, Any], end: str = "", **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(REQUEST), json.dumps(options), end],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    said = output_of(PROGRAM, json.dumps(REQUEST), json.dumps(options), end, **environment)
+    answer: dict[str, Any] = json.loads(said.splitlines()[-1])
     return answer
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import hibernation
+from tests.programs import Child, output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's twins of tests/gpu")
 
@@ -181,8 +180,8 @@ SETUP = textwrap.dedent(
 )
 
 
-def program(code: str) -> list[str]:
-    return [sys.executable, "-c", SETUP + textwrap.dedent(code)]
+def program(code: str) -> str:
+    return SETUP + textwrap.dedent(code)
 
 
 def settings(**changes: str) -> dict[str, str]:
@@ -191,11 +190,7 @@ def settings(**changes: str) -> dict[str, str]:
 
 
 def run(code: str, **changes: str) -> str:
-    ended = subprocess.run(
-        program(code), capture_output=True, text=True, timeout=120, check=False, env=settings(**changes)
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return output_of(program(code), inherited=settings(**changes))
 
 
 def test_a_process_that_cannot_be_restored_is_failed() -> None:
@@ -253,11 +248,8 @@ def test_a_killed_engine_leaves_nothing_behind() -> None:
         print(hibernation.helper_pid(), flush=True)
         sys.stdin.read()
         """
-    with subprocess.Popen(
-        program(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings(**changes)
-    ) as engine:
-        assert engine.stdout is not None
-        helper = os.pidfd_open(int(engine.stdout.readline()))
+    with Child("-c", program(code), inherited=settings(**changes)) as engine:
+        helper = os.pidfd_open(int(engine.read_line()))
         engine.kill()
     with os.fdopen(helper):
         import select

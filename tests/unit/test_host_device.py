@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 
@@ -14,6 +11,7 @@ import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import ConfigurationError, OutOfDeviceMemoryError
+from tests.programs import Child, output_of
 
 MIB = 1 << 20
 
@@ -48,31 +46,16 @@ sys.stdin.readline()
 """
 
 
-class Tenant:
+def hold(device: str, nbytes: int) -> Child:
     """Another process that holds memory of a host device until it is told to end."""
-
-    def __init__(self, device: str, nbytes: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", TENANT, device, str(nbytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == "holds"
-
-    def end(self) -> None:
-        self.process.communicate("\n", timeout=60)
-        assert self.process.returncode == 0
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate(timeout=60)
+    tenant = Child("-c", TENANT, device, str(nbytes))
+    assert tenant.read_line() == "holds"
+    return tenant
 
 
 def test_processes_compete(name: str) -> None:
     saver = open_device(name)
-    tenant = Tenant(name, 40 * MIB)
+    tenant = hold(name, 40 * MIB)
     assert free_bytes(saver) == 24 * MIB
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         saver.allocate(0, "t", "discard", 25 * MIB)
@@ -86,7 +69,7 @@ def test_processes_compete(name: str) -> None:
 def test_killed_process_gives_its_share_back(name: str) -> None:
     """S5: what a killed process held is free at once, and so is its place."""
     saver = open_device(name)
-    tenant = Tenant(name, 60 * MIB)
+    tenant = hold(name, 60 * MIB)
     assert free_bytes(saver) == 4 * MIB
     tenant.kill()
     assert free_bytes(saver) == 64 * MIB
@@ -95,7 +78,7 @@ def test_killed_process_gives_its_share_back(name: str) -> None:
 
 def test_account_left_by_killed_processes_is_taken_over(name: str) -> None:
     """S5: an account that only killed processes used holds nothing, and may be opened with another capacity."""
-    tenant = Tenant(name, 60 * MIB)
+    tenant = hold(name, 60 * MIB)
     tenant.kill()
     assert os.path.exists(account_of(name))
     saver = open_device(name, 32 * MIB)
@@ -103,7 +86,7 @@ def test_account_left_by_killed_processes_is_taken_over(name: str) -> None:
 
 
 def test_capacity_must_be_agreed_on(name: str) -> None:
-    tenant = Tenant(name, MIB)
+    tenant = hold(name, MIB)
     with pytest.raises(ConfigurationError, match="same value"):
         open_device(name, 32 * MIB)
     tenant.end()
@@ -114,7 +97,7 @@ def test_released_memory_is_free_for_others(name: str) -> None:
     saver = open_device(name)
     saver.allocate(0, "t", "discard", 60 * MIB)
     saver.release([], [], {})
-    tenant = Tenant(name, 60 * MIB)
+    tenant = hold(name, 60 * MIB)
     with pytest.raises(OutOfDeviceMemoryError):
         saver.resume([])
     tenant.end()
@@ -150,13 +133,5 @@ sys.exit(0)  # the saver lives to the very end
 
 def test_a_clean_end_leaves_nothing_behind(name: str) -> None:
     """T2, T4: a process in use ends, and its account goes with it; the end of its forked child is not its own."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ENGINE, account_of(name)],
-        env={**os.environ, "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_DEVICE": name},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert ended.stdout.split() == ["True"]
+    assert output_of(ENGINE, account_of(name), MEMSAVER_DRIVER="host", MEMSAVER_HOST_DEVICE=name) == "True\n"
     assert not os.path.exists(account_of(name))

@@ -8,10 +8,7 @@ import gc
 import inspect
 import io
 import logging
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +24,7 @@ from memsaver_core import _process
 from memsaver_server.engines import _held_tensors
 from memsaver_server.engines.module import ModuleEngine
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
+from tests.programs import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on the host driver")
 
@@ -560,11 +558,4 @@ def test_disabled_it_moves_nothing_and_serves() -> None:
         "with engine.workspace():\n"
         "    print(module(torch.ones(4)).shape[0], module.weight.data_ptr() == where, ms.status().enabled)\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "MEMSAVER_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.stdout, ran.returncode) == ("4 True False\n", 0), ran.stderr
+    assert output_of(program, MEMSAVER_ENABLED="0") == "4 True False\n"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import uuid
 from collections.abc import Callable
@@ -17,6 +13,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
+from tests.programs import run_python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
 
@@ -275,14 +272,7 @@ def test_clean_exit(state: str) -> None:
 
 
 def run(code: str, **environment: str) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    result = run_python(code, **environment)
     assert result.returncode == 0, result.stderr
     assert "memsaver: warning" not in result.stderr
     return result.stdout.strip().splitlines()

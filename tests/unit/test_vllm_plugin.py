@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ import pytest
 from memsaver_core.compat.vllm import worker
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_server.engines._ranks import RankMemory
+from tests.programs import output_of
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
 ALL = {"weights", "kv_cache", "runtime", "workspace"}
@@ -192,15 +192,7 @@ def released(rank: Rank) -> set[str]:
 
 def run(code: str, **environment: str) -> str:
     paths = [str(STANDIN), str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "server")]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MEMSAVER_DRIVER": "host", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output_of(code, PYTHONPATH=os.pathsep.join(paths), MEMSAVER_DRIVER="host", **environment).strip()
 
 
 REGISTER = "from memsaver_core.compat.vllm.plugin import register; register(); register(); import sys\n"
