@@ -339,16 +339,16 @@ def test_nccl_of_two_processes_is_seen_and_refused() -> None:
 
 
 @two_devices
-def test_peer_access_is_seen_and_refused() -> None:
+def test_devices_that_reach_each_other_are_seen_and_refused() -> None:
+    """CUDA tells so of two GPUs with NVLink between them as soon as both are in use, before anything is copied."""
     told = run(
         """
         other = torch.ones(1000, device="cuda:1")
-        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
-        assert torch.cuda.can_device_access_peer(0, 1)
-        other.to("cuda:0")  # torch turns peer access on for the copy
-        torch.cuda.synchronize()
         [reason] = ms.hibernation_blockers()
         assert "reach each other's memory" in reason, reason
+        other.to("cuda:0")
+        torch.cuda.synchronize()
+        assert ms.hibernation_blockers() == [reason], ms.hibernation_blockers()
         print("fine")
         """
     )

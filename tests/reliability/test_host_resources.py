@@ -176,7 +176,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             except OutOfHostMemoryError as error:
                 failures.append(error)
 
-        saver.delay("copy_to_host", 0.5)  # the look at the disk has been taken when this is reached
+        saver.delay("copy_to_host", 3600)  # until heal(); the look at the disk has been taken when this is reached
         thread = threading.Thread(target=release)
         thread.start()
         while saver.counts().get("copy_to_host", 0) == 0:
