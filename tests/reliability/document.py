@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def page() -> str:
     if missing:
         raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
     fits = figures["soak"]["fits"].items()
+    on_h200 = json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text())
     return (
         (ROOT / "tests" / "reliability" / "page.md")
         .read_text()
@@ -105,6 +107,7 @@ def page() -> str:
             fits="\n".join(
                 f"| {name} | {fit['level']:.3f} | {fit['growth']:+.3f} | {tenths(fit)} |" for name, fit in fits
             ),
+            h200=on_h200,
             on_the_gpu="; ".join(
                 f"{name}: {run['tests']} tests, {run['findings']} findings"
                 for name, run in figures["compute_sanitizer"]["runs"].items()
