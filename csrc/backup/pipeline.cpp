@@ -214,26 +214,19 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
         block.file = files_.take(room);
       }
       limit_transfers(kFileTransfers - 1);
-      FileTransfer transfer;
+      FileTransfer& transfer = transfers_.emplace_back();  // settle() gives its memory up, whatever throws from here on
       {
         const Stopwatch watch(seconds_.host_memory);
         transfer.bounce = pool_.take(bytes);
       }
-      try {
-        copy(true, content.base, content.live, transfer.bounce);
-        const Event copied = driver_.record(device_, copies_);
-        transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
-          const AtExit recycle([&] { driver_.recycle(device_, copied); });
-          driver_.wait(device_, copied);
-          files_.write(range, memory);
-        });
-      } catch (...) {
-        quiesce();
-        pool_.give(transfer.bounce);
-        throw;
-      }
+      copy(true, content.base, content.live, transfer.bounce);
+      const Event copied = driver_.record(device_, copies_);
+      transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
+        const AtExit recycle([&] { driver_.recycle(device_, copied); });
+        driver_.wait(device_, copied);
+        files_.write(range, memory);
+      });
       pending.writes.push_back(transfer.done);
-      transfers_.push_back(std::move(transfer));
     } else {
       if (sum_of(block.host) != room) {
         release_memory(block);
@@ -288,15 +281,16 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
   const AtExit at_exit([this] { settle(); });
   const bool verifying = verify != Verify::off && can_digest();
 
-  // Bounce memory of files under way to the device, in order; each is free again when its event has passed.
+  // Bounce memory of files under way to the device, in order; each is free again when its event has passed. Where there
+  // is no event yet, or waiting for it failed, that is when all is settled.
   std::deque<std::pair<Event, std::vector<HostRange>>> landing;
   const auto land = [&](std::size_t keep_count) {
     while (landing.size() > keep_count) {
-      auto [event, bounce] = std::move(landing.front());
-      landing.pop_front();
-      const AtExit give([&, memory = bounce] { pool_.give(memory); });
-      const AtExit recycle([&, used = event] { driver_.recycle(device_, used); });
+      const auto& [event, bounce] = landing.front();
       driver_.wait(device_, event);
+      driver_.recycle(device_, event);
+      pool_.give(bounce);
+      landing.pop_front();
     }
   };
   std::size_t next_read = 0;
@@ -304,11 +298,10 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
     for (; next_read < blocks.size() && transfers_.size() + landing.size() < kFileTransfers; ++next_read) {
       const Block& block = *blocks[next_read].block;
       if (block.kept != Kept::file) continue;
-      FileTransfer transfer;
+      FileTransfer& transfer = transfers_.emplace_back();
       transfer.bounce = pool_.take(block.file.bytes);
       transfer.done =
           sys::run_beside([this, range = block.file, memory = transfer.bounce] { files_.read(range, memory); });
-      transfers_.push_back(std::move(transfer));
     }
   };
 
@@ -366,17 +359,13 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       case Kept::file: {
         if (transfers_.empty()) land(0);  // all bounce memory is on its way to the device
         read_ahead();
-        FileTransfer transfer = std::move(transfers_.front());
-        transfers_.pop_front();
-        try {
+        {
           const Stopwatch watch(seconds_.copy);
-          transfer.done.get();
-          copy(false, content.base, block.extents, transfer.bounce);
-          landing.emplace_back(driver_.record(device_, copies_), transfer.bounce);
-        } catch (...) {
-          quiesce();
-          pool_.give(transfer.bounce);
-          throw;
+          transfers_.front().done.get();
+          auto& [event, bounce] = landing.emplace_back(Event{}, transfers_.front().bounce);
+          transfers_.pop_front();
+          copy(false, content.base, block.extents, bounce);
+          event = driver_.record(device_, copies_);
         }
         land(kFileTransfers / 2);
         read_ahead();
@@ -442,7 +431,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
   } catch (...) {
     settle();
     for (auto& [event, bounce] : landing) {
-      driver_.recycle(device_, event);
+      if (event != Event{}) driver_.recycle(device_, event);
       pool_.give(bounce);
     }
     throw;
@@ -476,17 +465,27 @@ void Pipeline::copy(bool to_host, Address base, const std::vector<Extent>& exten
   }
 }
 
+// Lets the oldest of more than `count` transfers end. Those that failed stay, and so does their memory: the copies to
+// it may not have ended. finish() tells of them.
 void Pipeline::limit_transfers(std::size_t count) {
-  while (transfers_.size() > count) {
-    transfers_.front().done.wait();
-    pool_.give(transfers_.front().bounce);
-    transfers_.pop_front();
+  for (std::size_t failed = 0; transfers_.size() > failed + count;) {
+    const auto oldest = transfers_.begin() + static_cast<std::ptrdiff_t>(failed);
+    try {
+      oldest->done.get();
+    } catch (const std::exception&) {
+      ++failed;
+      continue;
+    }
+    pool_.give(oldest->bounce);
+    transfers_.erase(oldest);
   }
 }
 
 // Nothing of ours runs on the device or in a thread after this, whatever happened before.
 void Pipeline::settle() noexcept {
-  limit_transfers(0);
+  for (const auto& transfer : transfers_) {
+    if (transfer.done.valid()) transfer.done.wait();
+  }
   if (digests_) digests_->abandon();
   try {
     for (const Stream stream : {copies_, kernels_}) {
@@ -498,6 +497,8 @@ void Pipeline::settle() noexcept {
     warn(std::string("while waiting for copies to end: ") + error.what());
     quiesce();
   }
+  for (const auto& transfer : transfers_) pool_.give(transfer.bounce);
+  transfers_.clear();
 }
 
 // Waits for the whole device, where its streams cannot be waited for one by one. A device that cannot be synchronized

@@ -37,6 +37,10 @@ struct SystemFaults {
   int code = 0;
   std::size_t failures = 0;
 
+  [[nodiscard]] bool met() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return failures > 0;
+  }
   void plan(const std::string& which, std::size_t from_now, int error, std::size_t how_often) {
     const std::lock_guard<std::mutex> lock(mutex);
     call = which;
@@ -469,7 +473,7 @@ bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, boo
       }
       if (undo_fails == nullptr) check_error(error, fault, world);
     }
-    met = (fault.of_system ? system_faults().failures : world.faulty->failures()) > 0;
+    met = fault.of_system ? system_faults().met() : world.faulty->failures() > 0;
     lost = fault.kind == ErrorKind::context_lost && !world.saver->status().failure.empty();
     world.faulty->heal();
     system_faults().heal();

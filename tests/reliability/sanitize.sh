@@ -10,7 +10,12 @@ for sanitizer in address,undefined thread; do
   cmake -S . -B "$folder" -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
   cmake --build "$folder" --parallel 2 --target driver_contract saver_threads every_call >/dev/null
-  export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=second_deadlock_stack=1
+  # In files: every_call closes its stderr, for what the core says of all those failures.
+  rm -f "$folder"/report.*
+  report=log_path=$PWD/$folder/report
+  trap 'cat "$PWD/$folder"/report.* 2>/dev/null || true' EXIT
+  export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1:$report UBSAN_OPTIONS=print_stacktrace=1:$report
+  export TSAN_OPTIONS=second_deadlock_stack=1:$report
   echo "$sanitizer:"
   "$folder/driver_contract" host
   "$folder/driver_contract" faulty
