@@ -227,8 +227,9 @@ def run(mode: str, model: str, cycles: int, utilization: float) -> dict[str, Any
         log = Path(folder) / "log"
         with log.open("w") as output:
             command = [sys.executable, __file__, *arguments, "--answer", str(answer)]
-            subprocess.run(command, check=False, env=environment, timeout=600, stdout=output, stderr=output)
+            ended = subprocess.run(command, check=False, env=environment, timeout=600, stdout=output, stderr=output)
         print(log.read_text(), flush=True)
+        ended.check_returncode()
         result: dict[str, Any] = json.loads(answer.read_text())
         result["logged"] = logged_seconds(log.read_text(), cycles)
     return result

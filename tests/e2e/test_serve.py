@@ -136,4 +136,7 @@ def test_two_engines_of_one_host_device_take_turns(tmp_path: Path) -> None:
             with Client(second.url) as two:
                 two.release()
             assert memsaver("resume", "--url", first.url).returncode == 0
+            assert second.end() == 0
         assert one.generate("take turns", max_new_tokens=8, temperature=0)["output_ids"] == before
+        assert first.end() == 0
+    assert not Path(f"/dev/shm/memsaver-{os.getuid()}-e2e-{os.getpid()}").exists()

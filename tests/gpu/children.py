@@ -1,8 +1,13 @@
-"""Other processes on the same GPU: co-tenants that take its memory."""
+"""What tests on a GPU need besides it: a second one, co-tenants that take its memory."""
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from tests.programs import Child
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 #: For `tests.e2e.serving.serving`, which serves on the host driver unless told otherwise.
 ON_CUDA = {"MEMSAVER_DRIVER": "cuda"}

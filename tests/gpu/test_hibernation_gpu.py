@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pynvml
 import pytest
-import torch
 
+from tests.gpu.children import two_devices
 from tests.programs import Child, output_of
 
 pytestmark = pytest.mark.gpu
@@ -298,9 +298,6 @@ def test_shared_tensors_are_seen_and_refused() -> None:
         """
     )
     assert "fine" in told
-
-
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @two_devices

@@ -15,6 +15,7 @@ from memsaver_core import _process
 from memsaver_server import attach
 from memsaver_server.client import Client
 from memsaver_server.engines.module import ModuleEngine
+from tests.gpu.children import two_devices
 from tests.programs import run_python
 from tests.service import module_examples
 from tests.service.module_examples import Example, check_occupation, example, tensors_of
@@ -134,7 +135,7 @@ def test_the_documented_graph() -> None:
         engine.close()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_devices
 def test_parts_on_two_devices() -> None:
     """T6: each part moves under its tag on its own device, and goes and comes back there."""
 

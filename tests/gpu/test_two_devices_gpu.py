@@ -11,13 +11,10 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
-from tests.gpu.children import CoTenant
+from tests.gpu.children import CoTenant, two_devices
 from tests.programs import output_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, two_devices]
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -431,8 +430,6 @@ def a_device() -> Iterator[None]:
         yield
     finally:
         Machine.tenant.end()
-        # The saver of a process lives as long as the process, and so its device's account would stay behind.
-        Path(f"/dev/shm/memsaver-{os.getuid()}-{device}").unlink()
 
 
 def main() -> None:

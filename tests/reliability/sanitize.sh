@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 stride=${STRIDE:-11}
+trap 'cat "${folder:-}"/report.* 2>/dev/null || true' EXIT
 for sanitizer in address,undefined thread; do
   folder=build/sanitize-${sanitizer%%,*}
   cmake -S . -B "$folder" -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
@@ -13,7 +14,6 @@ for sanitizer in address,undefined thread; do
   # In files: every_call closes its stderr, for what the core says of all those failures.
   rm -f "$folder"/report.*
   report=log_path=$PWD/$folder/report
-  trap 'cat "$PWD/$folder"/report.* 2>/dev/null || true' EXIT
   export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1:$report UBSAN_OPTIONS=print_stacktrace=1:$report
   export TSAN_OPTIONS=second_deadlock_stack=1:$report
   echo "$sanitizer:"
