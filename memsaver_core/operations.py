@@ -161,6 +161,8 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
 def prepare_backup(*, wait: bool = False) -> None:
     """Pin the host memory that a release of everything needs, in the background, so that the first one is fast.
 
+    Compiles the digest kernel, too, unless this user has done so before: a quarter of a second.
+
     Args:
         wait: return only when it is done.
 

@@ -1,8 +1,10 @@
 #include "backup/file_store.hpp"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <linux/magic.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -11,6 +13,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
@@ -19,6 +22,23 @@
 namespace memsaver {
 
 namespace {
+
+constexpr char kPrefix[] = "memsaver-backup-";
+
+// A process that is killed between making a file and taking its name away leaves it, empty. Whoever is just between the
+// two loses nothing by losing the name.
+void remove_left_behind(const std::string& folder) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder.c_str()), &closedir);
+  if (entries == nullptr) return;
+  while (const dirent* const entry = readdir(entries.get())) {
+    struct stat about{};
+    if (std::strncmp(entry->d_name, kPrefix, sizeof kPrefix - 1) == 0 &&
+        fstatat(dirfd(entries.get()), entry->d_name, &about, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(about.st_mode) &&
+        about.st_uid == getuid() && about.st_size == 0) {
+      unlinkat(dirfd(entries.get()), entry->d_name, 0);
+    }
+  }
+}
 
 Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
   const bool full = code == ENOSPC || code == EDQUOT;
@@ -52,7 +72,8 @@ void FileStore::open() {
     if (file_ >= 0) return;
   }
   // A file system without O_TMPFILE: make a file and take its name away.
-  std::string path = folder_ + "/memsaver-XXXXXX";
+  remove_left_behind(folder_);
+  std::string path = folder_ + "/" + kPrefix + "XXXXXX";
   file_ = sys::open_temporary(path.data(), O_CLOEXEC);
   if (file_ < 0) {
     const int code = errno;
@@ -83,7 +104,7 @@ void FileStore::check(std::size_t bytes) {
   struct statvfs status{};
   if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
   std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
-  if (is_in_memory(file_)) free = std::min(free, available_memory_bytes());
+  if (is_in_memory(file_)) free = std::min(free, available_memory_bytes(bytes));
   if (bytes > free) {
     throw Error(ErrorKind::out_of_host_memory, "the file system of " + folder_ + " has too little space for the backup")
         .with_memory(bytes, free)

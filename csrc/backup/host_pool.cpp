@@ -33,7 +33,7 @@ Error short_of_memory(const std::string& what, std::size_t needed, std::size_t f
 
 // Pinned memory is never given up under pressure: whoever takes more than there is meets the OOM killer.
 void check_available(std::size_t bytes) {
-  const std::size_t available = available_memory_bytes();
+  const std::size_t available = available_memory_bytes(bytes);
   if (bytes > available) throw short_of_memory("this machine has too little memory for the backup", bytes, available);
 }
 

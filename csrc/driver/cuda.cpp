@@ -26,6 +26,7 @@ struct CudaDevice {
   cuda::AllocationProperties properties{};
   std::vector<cuda::EventHandle> idle_events;
   enum class DigestState { unknown, ready, missing } digest_state = DigestState::unknown;
+  std::string digest_code;  // compiled and not loaded yet
   cuda::Function digest = nullptr;
 };
 
@@ -175,15 +176,30 @@ class CudaDriver final : public Driver {
                                                 cuda::kDigestThreads, 1, 1, 0, native(stream), arguments, nullptr));
   }
 
+  void prepare_digest(int index) noexcept override {
+    CudaDevice& device = *devices_[static_cast<std::size_t>(index)];
+    const auto known = [&device] {
+      return device.digest_state != CudaDevice::DigestState::unknown || !device.digest_code.empty();
+    };
+    try {
+      {
+        const std::lock_guard<std::mutex> lock(device.mutex);
+        if (known()) return;
+      }
+      std::string code = compile_digest(device);  // a quarter of a second, in which nobody shall wait for the device
+      const std::lock_guard<std::mutex> lock(device.mutex);
+      if (!known()) device.digest_code = std::move(code);
+    } catch (const std::exception&) {
+      // has_digest tries again, and says why it failed.
+    }
+  }
   bool has_digest(int index) noexcept override {
     CudaDevice& device = *devices_[static_cast<std::size_t>(index)];
     const std::lock_guard<std::mutex> lock(device.mutex);
     if (device.digest_state == CudaDevice::DigestState::unknown) {
       try {
         const InContext in(*this, index, lock);
-        const std::string architecture = "sm_" + std::to_string(attribute(device, cuda::kAttributeComputeMajor, 0)) +
-                                         std::to_string(attribute(device, cuda::kAttributeComputeMinor, 0));
-        const std::string code = cuda::compile(cuda::kDigestKernelSource, architecture);
+        const std::string code = device.digest_code.empty() ? compile_digest(device) : std::move(device.digest_code);
         cuda::Module module = nullptr;
         check("cuModuleLoadData", api_->module_load_data(&module, code.data()));
         check("cuModuleGetFunction", api_->module_get_function(&device.digest, module, cuda::kDigestKernelName));
@@ -325,6 +341,12 @@ class CudaDriver final : public Driver {
   int attribute(const CudaDevice& device, int which, int otherwise) const {
     int value = otherwise;
     return api_->device_get_attribute(&value, which, device.ordinal) == cuda::kSuccess ? value : otherwise;
+  }
+
+  std::string compile_digest(const CudaDevice& device) const {
+    const std::string architecture = "sm_" + std::to_string(attribute(device, cuda::kAttributeComputeMajor, 0)) +
+                                     std::to_string(attribute(device, cuda::kAttributeComputeMinor, 0));
+    return cuda::compile(cuda::kDigestKernelSource, architecture);
   }
 
   cuda::AllocationProperties properties_of(CudaDevice& device) const {

@@ -83,6 +83,9 @@ class Driver {
   // until the stream has passed. Only where has_digest(device).
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
+  // Does in advance what has_digest needs time for and the device does not notice, so also while others use or capture
+  // its streams. Needs no lock of the caller; never throws.
+  virtual void prepare_digest(int) noexcept {}
   // Whether digest works there. May compile a kernel at the first call; never throws.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
   // Whether a digest costs far less than a copy of the same bytes.

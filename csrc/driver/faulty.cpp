@@ -134,6 +134,7 @@ void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* it
   enter("digest");
   driver_->digest(device, key, items, count, results, stream);
 }
+void FaultyDriver::prepare_digest(int device) noexcept { driver_->prepare_digest(device); }
 bool FaultyDriver::has_digest(int device) noexcept { return driver_->has_digest(device); }
 bool FaultyDriver::digest_is_cheap() const noexcept { return driver_->digest_is_cheap(); }
 Event FaultyDriver::record(int device, Stream stream) {

@@ -52,6 +52,7 @@ class FaultyDriver final : public Driver {
   void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override;
   void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
               Stream stream) override;
+  void prepare_digest(int device) noexcept override;
   bool has_digest(int device) noexcept override;
   bool digest_is_cheap() const noexcept override;
   Event record(int device, Stream stream) override;

@@ -439,7 +439,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("can_checkpoint", &cuda_can_checkpoint);
   module.def("reaches", &cuda_reaches, py::arg("device"), py::arg("address"), py::call_guard<py::gil_scoped_release>());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, py::arg("path"));
-  module.def("available_memory_bytes", &available_memory_bytes);
+  module.def("available_memory_bytes", [] { return available_memory_bytes(); });
   module.def(
       "digest_of",
       [](const py::buffer& data, const std::array<std::uint64_t, 4>& key, std::uint64_t first_word) {

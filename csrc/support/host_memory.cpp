@@ -3,11 +3,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "support/error.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -16,18 +22,26 @@ namespace {
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
 // Line by line with the C library: C++ streams depend on which of the libstdc++ that other packages of the process
-// bring along is loaded first.
+// bring along is loaded first. A file that is not there sets no limit; one that cannot be opened for want of
+// descriptors or memory may well set one, so that throws.
 template <typename Function>
 void each_line(const std::string& path, Function function) {
-  std::FILE* const file = std::fopen(path.c_str(), "re");
-  if (file == nullptr) return;
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(sys::open_text(path.c_str()), &std::fclose);
+  if (file == nullptr) {
+    const int code = errno;
+    if (code != EMFILE && code != ENFILE && code != ENOMEM) return;
+    throw Error::from_driver(
+        ErrorKind::backup, "fopen", strerrorname_np(code),
+        std::string(std::strerror(code)) + ", so that the limit of host memory in " + path + " cannot be read")
+        .with_advice(code == ENOMEM ? "free host memory, and repeat"
+                                    : "raise the limit of open files (ulimit -n) or close some, and repeat");
+  }
   char line[4096];
-  while (std::fgets(line, sizeof line, file) != nullptr) {
+  while (std::fgets(line, sizeof line, file.get()) != nullptr) {
     std::string text(line);
     if (!text.empty() && text.back() == '\n') text.pop_back();
     function(text);
   }
-  std::fclose(file);
 }
 
 // The number that a text begins with; kNoLimit where it begins with none ("max").
@@ -121,6 +135,12 @@ std::size_t page_bytes() noexcept {
 
 std::size_t machine_memory_bytes() { return Memory::now().total; }
 
-std::size_t available_memory_bytes() { return Memory::now().available; }
+std::size_t available_memory_bytes(std::size_t wanted) {
+  try {
+    return Memory::now().available;
+  } catch (Error& error) {
+    throw error.with_bytes(wanted);
+  }
+}
 
 }  // namespace memsaver

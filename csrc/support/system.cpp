@@ -47,6 +47,8 @@ int open_temporary(char* path_template, int flags) {
   return refused("mkostemp") ? -1 : ::mkostemp(path_template, flags);
 }
 
+std::FILE* open_text(const char* path) { return refused("fopen") ? nullptr : std::fopen(path, "re"); }
+
 int fstatvfs(int file, struct statvfs* status) { return refused("fstatvfs") ? -1 : ::fstatvfs(file, status); }
 
 int fallocate(int file, int mode, off_t offset, off_t bytes) {

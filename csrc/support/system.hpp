@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdio>
 #include <functional>
 #include <future>
 #include <optional>
@@ -26,6 +27,8 @@ extern std::atomic<Hook> hook;
 // open(2) and mkostemp(3), for the owner only.
 [[nodiscard]] int open_unnamed(const char* folder, int flags);
 [[nodiscard]] int open_temporary(char* path_template, int flags);
+// fopen(3), to read.
+[[nodiscard]] std::FILE* open_text(const char* path);
 [[nodiscard]] int fstatvfs(int file, struct statvfs* status);
 [[nodiscard]] int fallocate(int file, int mode, off_t offset, off_t bytes);
 [[nodiscard]] ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset);

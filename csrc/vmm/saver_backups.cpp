@@ -200,10 +200,12 @@ void Saver::set_file_folder(const std::string& folder) {
 }
 
 void Saver::prepare_backup() {
+  std::set<int> digesting;
   guarded([&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::map<HostPool*, std::size_t> wanted;
     for (auto& [key, arena] : arenas_) {
+      if (keeps_content(key.restore)) digesting.insert(key.device);
       if (key.restore != Restore::host || arena->busy()) continue;
       const std::size_t bytes = arena->unprepared_bytes();
       try {
@@ -215,6 +217,7 @@ void Saver::prepare_backup() {
     for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
     return 0;
   });
+  for (const int device : digesting) driver_->prepare_digest(device);
 }
 
 void Saver::wait_until_prepared() {

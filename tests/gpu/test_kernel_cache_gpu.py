@@ -49,3 +49,19 @@ def test_kernels_that_others_could_have_written_are_not_run(tmp_path: Path) -> N
     digest(tmp_path)
     assert not kernel.is_symlink()
     assert elsewhere.read_bytes() == b"not machine code"
+
+
+PREPARED = """
+import torch, memsaver_core as ms
+with ms.region("weights", restore="host"):
+    tensor = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+ms.prepare_backup()
+"""
+
+
+def test_the_kernel_is_compiled_before_the_first_release(tmp_path: Path) -> None:
+    output_of(PREPARED, XDG_CACHE_HOME=str(tmp_path))
+    [kernel] = kernels(tmp_path)
+    code = kernel.read_bytes()
+    digest(tmp_path)
+    assert kernel.read_bytes() == code

@@ -36,6 +36,7 @@ struct SystemFaults {
   std::size_t times = 0;
   int code = 0;
   std::size_t failures = 0;
+  bool without_unnamed_files = false;  // as on file systems that do not know O_TMPFILE
 
   [[nodiscard]] bool met() {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -62,6 +63,7 @@ int on_system_call(const char* call, std::size_t) {
   auto& faults = system_faults();
   const std::lock_guard<std::mutex> lock(faults.mutex);
   const std::size_t count = ++faults.counts[call];
+  if (faults.without_unnamed_files && call == std::string("open")) return EOPNOTSUPP;
   if (faults.call != call || count < faults.nth || count - faults.nth >= faults.times) return 0;
   ++faults.failures;
   return faults.code;
@@ -75,6 +77,7 @@ struct Scenario {
   std::function<void(World&)> prepare;
   std::function<void(World&)> act;
   std::function<void(World&)> opposite;  // what else must work after a failure; may be none
+  bool without_unnamed_files = false;
 };
 
 Scenario release_of(std::string name, std::function<void(World&)> prepare, World::Options options = {}) {
@@ -114,6 +117,12 @@ std::vector<Scenario> scenarios() {
   World::Options full;
   full.settings.verify = VerifyChoice::full;
 
+  const auto named_files = [](World& world) {
+    // What a process left that was killed before it took the name away.
+    const std::string left_behind = World::file_folder + "/memsaver-backup-000000";
+    close(open(left_behind.c_str(), O_CREAT | O_WRONLY, 0600));
+    world.allocate("disk", Restore::file, 11);
+  };
   list.push_back({"allocate", {}, nothing, [](World& world) { world.allocate("t", Restore::zero, 3); }, {}});
   list.push_back(
       {"allocate kept, several chunks", {}, nothing, [](World& world) { world.allocate("t", Restore::host, 50); }, {}});
@@ -164,6 +173,8 @@ std::vector<Scenario> scenarios() {
     list.push_back(resume_of(std::string("resume, ") + name_of(restore), fill(restore), full));
   }
   list.push_back(release_of("release, every policy", every_policy));
+  list.push_back(release_of("release to a file that has a name at first", named_files));
+  list.back().without_unnamed_files = true;
   list.push_back(resume_of("resume, every policy", every_policy, full));
   const auto on_two = [](World& world) {
     for (const int device : {0, 1}) {
@@ -384,6 +395,7 @@ std::vector<Fault> faults_of(const std::string& call, bool of_system) {
   if (call == "fstatvfs") return with({EIO, EINTR});
   if (call == "open") return with({EMFILE, ENOSPC, EACCES, EOPNOTSUPP});
   if (call == "mkostemp") return with({EMFILE, EACCES});
+  if (call == "fopen") return with({EMFILE, ENOMEM});
   if (call == "fallocate") return with({EOPNOTSUPP, EIO});
   return with({EAGAIN});  // thread
 }
@@ -573,9 +585,12 @@ int main(int count, char** arguments) {
   Totals totals;
   std::size_t number = 0;
   std::size_t planned = 0;
+  char folder[] = "/dev/shm/every-call-XXXXXX";
+  World::file_folder = mkdtemp(folder);
   for (const auto& scenario : scenarios()) {
     if (scenario.name.find(only) == std::string::npos) continue;
     ++number;
+    system_faults().without_unnamed_files = scenario.without_unnamed_files;
     for (const bool of_system : {false, true}) {
       for (const auto& [call, occurrences] : count_calls(scenario, of_system, totals)) {
         for (std::size_t nth = 1; nth <= occurrences; ++nth) {
@@ -602,6 +617,7 @@ int main(int count, char** arguments) {
   }
   alarm(0);
   sys::hook = nullptr;
+  if (rmdir(folder) != 0) totals.problems.push_back(std::string("files are left in ") + folder);
   std::size_t shown = 0;
   for (const auto& problem : totals.problems) {
     if (++shown > 60) break;

@@ -28,6 +28,9 @@ class World {
     std::size_t capacity = std::size_t{4} << 20;
   };
 
+  // Thousands of small files: not on a disk.
+  static inline std::string file_folder = "/dev/shm";
+
   explicit World(const Options& options) {
     auto ledger_driver = std::make_unique<LedgerDriver>(
         open_host_driver(std::vector<std::string>(static_cast<std::size_t>(options.devices)), options.capacity));
@@ -36,7 +39,7 @@ class World {
     auto faulty_driver = std::make_unique<FaultyDriver>(std::move(ledger_driver));
     faulty = faulty_driver.get();
     Settings settings = options.settings;
-    settings.file_folder = "/dev/shm";  // thousands of small files: not on a disk
+    settings.file_folder = file_folder;
     saver = std::make_unique<Saver>(std::move(faulty_driver), settings);
     devices_ = options.devices;
   }
