@@ -21,7 +21,9 @@ class CoreSettings(BaseSettings):
     )
     host_capacity: ByteSize = Field(ByteSize(0), description="memory of each host device; 0 means half of RAM")
     host_backup_limit: ByteSize = Field(
-        ByteSize(0), description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start"
+        ByteSize(0),
+        description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
+        "through to or from files may take up to 256 MiB for each device besides",
     )
     file_dir: str = Field(default_factory=tempfile.gettempdir, description="folder for backups of restore policy file")
     retention: Literal["keep", "trim", "free"] = Field(

@@ -53,6 +53,7 @@ struct Block {
   std::size_t bytes = 0;
   Kept kept = Kept::nothing;
   bool has_digest = false;
+  bool damaged = false;         // the last resume could not restore it
   Digest digest;                // of `extents`, words counted from the start of the allocation
   std::vector<Extent> extents;  // what was content when it was kept
   std::vector<HostRange> host;  // memory that this block owns in the pool, valid content or not

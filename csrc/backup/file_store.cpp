@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
@@ -87,19 +88,22 @@ void FileStore::open() {
 }
 
 bool FileStore::move_to(const std::string& folder) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(file_mutex_);
   if (folder == folder_) return true;
   if (used_ > 0) return false;
   if (file_ >= 0) close(file_);
   file_ = -1;
+  folder_ = folder;
+  const std::lock_guard<std::mutex> ranges(mutex_);
   end_ = 0;
   free_ = {};
-  folder_ = folder;
+  given_back_.clear();
   return true;
 }
 
 void FileStore::check(std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  punch_holes();
+  const std::lock_guard<std::mutex> lock(file_mutex_);
   open();
   struct statvfs status{};
   if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
@@ -114,8 +118,11 @@ void FileStore::check(std::size_t bytes) {
 
 FileRange FileStore::take(std::size_t bytes) {
   bytes = to_pages(bytes);
+  {
+    const std::lock_guard<std::mutex> lock(file_mutex_);
+    open();
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  open();
   used_ += bytes;
   if (const auto offset = free_.take(bytes)) return {*offset, bytes};
   const FileRange range{end_, bytes};
@@ -126,10 +133,27 @@ FileRange FileStore::take(std::size_t bytes) {
 void FileStore::give(const FileRange& range) {
   if (range.bytes == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
-                       static_cast<off_t>(range.bytes));
-  free_.add(range.offset, range.bytes);
+  given_back_.push_back(range);
   used_ -= range.bytes;
+}
+
+void FileStore::punch_holes() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (given_back_.empty()) return;
+  }
+  const std::lock_guard<std::mutex> file_lock(file_mutex_);
+  std::vector<FileRange> ranges;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ranges = std::exchange(given_back_, {});
+  }
+  for (const auto& range : ranges) {
+    (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
+                         static_cast<off_t>(range.bytes));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.add(range.offset, range.bytes);
+  }
 }
 
 void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) {
@@ -164,11 +188,6 @@ void FileStore::read(const FileRange& range, const std::vector<HostRange>& memor
       offset += count;
     }
   }
-}
-
-std::size_t FileStore::used_bytes() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return used_;
 }
 
 }  // namespace memsaver

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <mutex>
 #include <string>
@@ -27,25 +28,31 @@ class FileStore {
   // New backups go to another folder. False, with nothing done, where space in the present one is taken.
   [[nodiscard]] bool move_to(const std::string& folder);
   [[nodiscard]] FileRange take(std::size_t bytes);
-  // Gives the space back to the file system.
+  // The space is the store's again, and the file system's after the next punch_holes(). Calls no file system.
   void give(const FileRange& range);
+  // May wait for the file system: call it with no lock held.
+  void punch_holes();
 
   // Blocking; any thread. Throws ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (anything else, a
   // file that is shorter than it was included). `memory` must be page-aligned and as large as the range.
   void write(const FileRange& range, const std::vector<HostRange>& memory);
   void read(const FileRange& range, const std::vector<HostRange>& memory);
 
-  [[nodiscard]] std::size_t used_bytes() const;
+  // Never waits for the file system.
+  [[nodiscard]] std::size_t used_bytes() const noexcept { return used_; }
 
  private:
   void open();
 
+  std::mutex file_mutex_;  // guards which file it is; taken before mutex_, and held while one is opened
   std::string folder_;
-  mutable std::mutex mutex_;
   int file_ = -1;
-  RangeSet free_;  // holes below end_
+
+  std::mutex mutex_;                   // guards what follows; never held across a call
+  RangeSet free_;                      // holes below end_
+  std::vector<FileRange> given_back_;  // and not punched out yet
   std::size_t end_ = 0;
-  std::size_t used_ = 0;
+  std::atomic<std::size_t> used_{0};
 };
 
 }  // namespace memsaver

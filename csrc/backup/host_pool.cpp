@@ -67,7 +67,12 @@ void HostPool::check(std::size_t bytes) {
 
 void HostPool::start_growth(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  target_ = std::max(target_, std::min(limit_, used_ + bytes));
+  grow_to(std::min(limit_, used_ + bytes));
+}
+
+// Only with mutex_ held.
+void HostPool::grow_to(std::size_t capacity) {
+  target_ = std::max(target_, capacity);
   if (growers_ > 0 || target_ <= capacity_) return;  // those at work see the new target
   growth_failure_ = nullptr;
   for (auto& thread : threads_) thread.join();
@@ -80,7 +85,8 @@ void HostPool::start_growth(std::size_t bytes) {
     growth_failure_ = std::current_exception();
     return;
   }
-  const std::size_t slices = (target_ - capacity_ + kSliceBytes - 1) / kSliceBytes;
+  const std::size_t missing = target_ - capacity_;
+  const std::size_t slices = (missing + kSliceBytes - 1) / kSliceBytes;
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
   const std::size_t wanted = std::min({kGrowers, cores, slices});
   for (; growers_ < wanted; ++growers_) {
@@ -92,7 +98,7 @@ void HostPool::start_growth(std::size_t bytes) {
     target_ = capacity_;
     growth_failure_ = std::make_exception_ptr(
         Error::from_driver(ErrorKind::out_of_host_memory, "thread", "EAGAIN", "no thread can be started to pin memory")
-            .with_bytes(bytes)
+            .with_bytes(missing)
             .with_advice("raise the limit of processes and threads (ulimit -u, pids.max), and repeat"));
   }
 }
@@ -167,12 +173,17 @@ bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
   if (failure) {
     growth_failure_ = failure;
   } else {
-    slices_.emplace(slice.address, Slice{slice.bytes});
-    free_[slice.address].add(slice.address, slice.bytes);
-    capacity_ += slice.bytes;
+    add_slice(slice);
   }
   changed_.notify_all();
   return true;
+}
+
+// Only with mutex_ held.
+void HostPool::add_slice(const Touched& slice) {
+  slices_.emplace(slice.address, Slice{slice.bytes});
+  free_[slice.address].add(slice.address, slice.bytes);
+  capacity_ += slice.bytes;
 }
 
 HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
@@ -196,26 +207,27 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
   return {reinterpret_cast<std::uintptr_t>(memory), bytes};
 }
 
-std::vector<HostRange> HostPool::take(std::size_t bytes) {
+std::vector<HostRange> HostPool::take(std::size_t bytes, Use use) {
   const std::size_t rest = to_pages(bytes) - bytes;
   bytes += rest;
   std::unique_lock<std::mutex> lock(mutex_);
   bool tried = false;
-  while (capacity_ - used_ < bytes) {
+  for (;;) {
+    const std::size_t counted = use == Use::backup ? used_ - passing_ : used_;
+    const std::size_t free = limit_ > counted ? limit_ - counted : 0;
+    if (bytes > free && use != Use::must_pass) {
+      throw short_of_memory("the host memory for backups is bounded", bytes, free);
+    }
+    if (capacity_ - used_ >= bytes) break;
     if (register_one(lock)) continue;
     if (!growth_failure_ && (growers_ > 0 || registering_)) {
       changed_.wait(lock);
       continue;
     }
     if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
-    if (used_ + bytes > limit_) {
-      throw short_of_memory("the host memory for backups is bounded", bytes, limit_ - std::min(limit_, used_));
-    }
     // What stopped a growth that began earlier may be over: try once.
     changed_.wait(lock, [this] { return growers_ == 0 && !registering_; });
-    lock.unlock();
-    start_growth(bytes);
-    lock.lock();
+    grow_to(used_ + bytes);
     tried = true;
   }
   // In one piece where a slice has it (the fullest such slice, which keeps large ranges whole), else in several.
@@ -239,6 +251,7 @@ std::vector<HostRange> HostPool::take(std::size_t bytes) {
     }
   }
   used_ += bytes;
+  if (use != Use::backup) passing_ += bytes;
   if (rest > 0) {
     const HostRange& last = ranges.back();
     std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
@@ -246,44 +259,50 @@ std::vector<HostRange> HostPool::take(std::size_t bytes) {
   return ranges;
 }
 
-void HostPool::give(const std::vector<HostRange>& ranges) {
+void HostPool::give(const std::vector<HostRange>& ranges, Use use) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& range : ranges) {
     const auto slice = std::prev(slices_.upper_bound(range.address));
     slice->second.used_bytes -= range.bytes;
     free_[slice->first].add(range.address, range.bytes);
     used_ -= range.bytes;
+    if (use != Use::backup) passing_ -= range.bytes;
   }
 }
 
-std::size_t HostPool::trim() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (growers_ > 0 || registering_) return 0;
-  std::size_t freed = 0;
-  for (auto at = slices_.begin(); at != slices_.end();) {
-    if (at->second.used_bytes != 0) {
-      ++at;
-      continue;
+void HostPool::trim() {
+  std::vector<Touched> touched;
+  std::vector<Touched> pinned;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (growers_ > 0 || registering_) return;
+    touched = std::exchange(touched_, {});
+    for (const auto& slice : touched) under_way_ -= slice.bytes;
+    for (auto at = slices_.begin(); at != slices_.end();) {
+      if (at->second.used_bytes != 0) {
+        ++at;
+        continue;
+      }
+      pinned.push_back({at->first, at->second.bytes});
+      capacity_ -= at->second.bytes;
+      free_.erase(at->first);
+      at = slices_.erase(at);
     }
+    target_ = capacity_;
+  }
+  for (const auto& slice : touched) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
+  // Without the lock: the driver may take its time, and whoever asks for the status shall not.
+  for (const auto& slice : pinned) {
     try {
-      driver_.unregister_host(reinterpret_cast<void*>(at->first));
+      driver_.unregister_host(reinterpret_cast<void*>(slice.address));
+      munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
     } catch (const std::exception& error) {
       warn(std::string("a slice of backup memory stays pinned: ") + error.what());
-      ++at;
-      continue;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      add_slice(slice);
+      target_ = std::max(target_, capacity_);
     }
-    munmap(reinterpret_cast<void*>(at->first), at->second.bytes);
-    freed += at->second.bytes;
-    free_.erase(at->first);
-    at = slices_.erase(at);
   }
-  for (const auto& slice : std::exchange(touched_, {})) {
-    munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
-    under_way_ -= slice.bytes;
-  }
-  capacity_ -= freed;
-  target_ = capacity_;
-  return freed;
 }
 
 HostPoolStatus HostPool::status() const {

@@ -58,14 +58,20 @@ class HostPool {
     HostPool& pool_;
   };
 
+  enum class Use {
+    backup,   // within the limit
+    passing,  // on the way to or from a file: where the limit has room besides, and backups do not have to wait for it
+    must_pass,  // the same, whatever the limit says: without it what lies in the file could not be brought back
+  };
+
   // Ranges of `bytes` in all (rounded up to pages), waiting for a growth under way, and growing where none is. Their
   // content is undefined, but what the last page has beyond `bytes` is zero: once they are written, nothing is left of
   // whoever had them before. Throws ErrorKind::out_of_host_memory, with nothing taken.
-  [[nodiscard]] std::vector<HostRange> take(std::size_t bytes);
-  void give(const std::vector<HostRange>& ranges);
+  [[nodiscard]] std::vector<HostRange> take(std::size_t bytes, Use use = Use::backup);
+  void give(const std::vector<HostRange>& ranges, Use use = Use::backup);
 
-  // Unpins and unmaps every slice that is not in use. Returns the bytes.
-  std::size_t trim();
+  // Unpins and unmaps every slice that is not in use; what the driver does not unpin stays, with a warning.
+  void trim();
 
   [[nodiscard]] HostPoolStatus status() const;
 
@@ -79,10 +85,12 @@ class HostPool {
     std::size_t bytes;
   };
   [[nodiscard]] Touched make_slice(std::size_t bytes) const;
+  void grow_to(std::size_t capacity);
   void grow();
   void stop_growth();
   void set_urgent(int change);
   bool register_one(std::unique_lock<std::mutex>& lock);
+  void add_slice(const Touched& slice);
 
   Driver& driver_;
   const std::size_t limit_;
@@ -93,6 +101,7 @@ class HostPool {
   std::map<std::uintptr_t, Slice> slices_;
   std::map<std::uintptr_t, RangeSet> free_;  // by slice, so that ranges of neighbouring slices never merge
   std::size_t used_ = 0;
+  std::size_t passing_ = 0;  // of these, what is on the way to or from files
   std::size_t capacity_ = 0;
   std::size_t target_ = 0;
   std::vector<Touched> touched_;  // slices that only lack their registration

@@ -23,6 +23,10 @@ constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
 constexpr std::size_t kFileTransfers = 8;
 constexpr std::size_t kSampleEvery = 16;
 
+constexpr char kGiveUp[] =
+    "the memory stays released; repeat, or give this content up: release the tag with restore 'discard', resume it, "
+    "and load the content anew";
+
 // Runs a function at the end of a scope, however it ends.
 template <typename Function>
 class AtExit {
@@ -116,7 +120,6 @@ bool Pipeline::can_digest() {
 PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                const std::function<void(std::size_t)>& drop) {
   seconds_ = {};
-  const AtExit at_exit([this] { settle(); });
   const bool digesting = can_digest();
   Windows windows(blocks.size(), [&](std::size_t i) -> const std::vector<Extent>& { return blocks[i].live; });
   std::deque<std::pair<std::size_t, std::size_t>> submitted;
@@ -155,7 +158,7 @@ PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vec
         const Stopwatch watch(seconds_.digest);
         found = digests_->collect();
       }
-      Pending pending;
+      Pending& pending = queue.emplace_back();
       for (std::size_t i = window.first; i < window.second; ++i) {
         keep(blocks[i], i, digesting ? &found[i - window.first] : nullptr, pending);
       }
@@ -165,17 +168,17 @@ PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vec
         pending.event = driver_.record(device_, copies_);
         pending.has_event = true;
       }
-      queue.push_back(std::move(pending));
       finish_ready();
     }
-    Pending rest;
-    drop_before(std::numeric_limits<Address>::max(), rest);
-    queue.push_back(std::move(rest));
+    drop_before(std::numeric_limits<Address>::max(), queue.emplace_back());
     while (!queue.empty()) {
       finish(queue.front(), blocks, drop);
       queue.pop_front();
     }
+    wait_for_streams();
+    give_transfers();
   } catch (...) {
+    settle();
     for (auto& pending : queue) {
       if (pending.has_event) driver_.recycle(device_, pending.event);
     }
@@ -188,8 +191,9 @@ PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vec
 void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* digest, Pending& pending) {
   Block& block = *content.block;
   const std::size_t bytes = sum_of(content.live);
-  if (digest != nullptr && block.kept != Kept::nothing && block.has_digest && block.extents == content.live &&
-      block.digest == *digest) {
+  block.damaged = false;
+  const bool in_place = block.kept == Kept::zero || block.kept == (content.to_file ? Kept::file : Kept::host);
+  if (digest != nullptr && in_place && block.has_digest && block.extents == content.live && block.digest == *digest) {
     content.outcome = ContentBlock::Outcome::unchanged;
     progress_.done_bytes += bytes;
     return;
@@ -215,10 +219,7 @@ void Pipeline::keep(ContentBlock& content, std::size_t index, const Digest* dige
       }
       limit_transfers(kFileTransfers - 1);
       FileTransfer& transfer = transfers_.emplace_back();  // settle() gives its memory up, whatever throws from here on
-      {
-        const Stopwatch watch(seconds_.host_memory);
-        transfer.bounce = pool_.take(bytes);
-      }
+      transfer.bounce = take_bounce(bytes);
       copy(true, content.base, content.live, transfer.bounce);
       const Event copied = driver_.record(device_, copies_);
       transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
@@ -278,7 +279,6 @@ void Pipeline::finish(Pending& pending, std::vector<ContentBlock>& blocks,
 PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                   const std::function<void(std::size_t)>& acquire, Verify verify) {
   seconds_ = {};
-  const AtExit at_exit([this] { settle(); });
   const bool verifying = verify != Verify::off && can_digest();
 
   // Bounce memory of files under way to the device, in order; each is free again when its event has passed. Where there
@@ -289,7 +289,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       const auto& [event, bounce] = landing.front();
       driver_.wait(device_, event);
       driver_.recycle(device_, event);
-      pool_.give(bounce);
+      pool_.give(bounce, HostPool::Use::passing);
       landing.pop_front();
     }
   };
@@ -298,8 +298,15 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
     for (; next_read < blocks.size() && transfers_.size() + landing.size() < kFileTransfers; ++next_read) {
       const Block& block = *blocks[next_read].block;
       if (block.kept != Kept::file) continue;
+      const bool first = transfers_.empty() && landing.empty();
       FileTransfer& transfer = transfers_.emplace_back();
-      transfer.bounce = pool_.take(block.file.bytes);
+      try {
+        transfer.bounce = pool_.take(block.file.bytes, first ? HostPool::Use::must_pass : HostPool::Use::passing);
+      } catch (const Error& error) {
+        transfers_.pop_back();
+        if (first || error.kind != ErrorKind::out_of_host_memory) throw;
+        return;  // when those under way have landed there is more
+      }
       transfer.done =
           sys::run_beside([this, range = block.file, memory = transfer.bounce] { files_.read(range, memory); });
     }
@@ -312,13 +319,12 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       const ContentBlock& content = blocks[checked.front()];
       checked.pop_front();
       if (digest == content.block->digest) continue;
+      content.block->damaged = true;
       throw Error(ErrorKind::backup, "restored content differs from the digest of what was kept")
           .with_tag(content.tag)
           .with_address(content.begin())
           .with_bytes(content.block->bytes)
-          .with_advice(
-              "the backup is kept and the memory stays released; reload this content, or release and resume "
-              "the tag with restore 'discard'");
+          .with_advice(kGiveUp);
     }
   };
   std::vector<std::size_t> window;
@@ -394,6 +400,10 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
         try {
           restore_block(index);
         } catch (Error& error) {
+          if (error.kind == ErrorKind::backup) {
+            blocks[index].block->damaged = true;
+            error.with_advice(kGiveUp);
+          }
           throw error.with_tag(blocks[index].tag)
               .with_address(blocks[index].begin())
               .with_bytes(blocks[index].block->bytes);
@@ -410,7 +420,11 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
         // Content that lies in a range owed zeros (kept by an earlier release) has to be written after them.
         const bool under_content =
             next_block < blocks.size() && blocks[next_block].begin() < chunks[i].address + chunks[i].bytes;
-        driver_.fill_zero(device_, chunks[i].address, chunks[i].bytes, under_content ? copies_ : kernels_);
+        try {
+          driver_.fill_zero(device_, chunks[i].address, chunks[i].bytes, under_content ? copies_ : kernels_);
+        } catch (Error& error) {
+          throw error.with_tag(chunks[i].tag).with_address(chunks[i].address).with_bytes(chunks[i].bytes);
+        }
       }
       // Chunks under content come first and in address order: all below the next of them is mapped.
       const bool more_below =
@@ -432,7 +446,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
     settle();
     for (auto& [event, bounce] : landing) {
       if (event != Event{}) driver_.recycle(device_, event);
-      pool_.give(bounce);
+      pool_.give(bounce, HostPool::Use::passing);
     }
     throw;
   }
@@ -465,6 +479,21 @@ void Pipeline::copy(bool to_host, Address base, const std::vector<Extent>& exten
   }
 }
 
+// Memory through which the last of transfers_ goes. Where there is too little for more of them at once, it waits for
+// the others; the only one always gets its own.
+std::vector<HostRange> Pipeline::take_bounce(std::size_t bytes) {
+  const Stopwatch watch(seconds_.host_memory);
+  for (std::size_t others = transfers_.size() - 1; others > 0; --others) {
+    try {
+      return pool_.take(bytes, HostPool::Use::passing);
+    } catch (const Error& error) {
+      if (error.kind != ErrorKind::out_of_host_memory) throw;
+    }
+    limit_transfers(others);
+  }
+  return pool_.take(bytes, HostPool::Use::must_pass);
+}
+
 // Lets the oldest of more than `count` transfers end. Those that failed stay, and so does their memory: the copies to
 // it may not have ended. finish() tells of them.
 void Pipeline::limit_transfers(std::size_t count) {
@@ -476,7 +505,7 @@ void Pipeline::limit_transfers(std::size_t count) {
       ++failed;
       continue;
     }
-    pool_.give(oldest->bounce);
+    pool_.give(oldest->bounce, HostPool::Use::passing);
     transfers_.erase(oldest);
   }
 }
@@ -488,16 +517,24 @@ void Pipeline::settle() noexcept {
   }
   if (digests_) digests_->abandon();
   try {
-    for (const Stream stream : {copies_, kernels_}) {
-      const Event end = driver_.record(device_, stream);
-      const AtExit recycle([&] { driver_.recycle(device_, end); });
-      driver_.wait(device_, end);
-    }
+    wait_for_streams();
   } catch (const std::exception& error) {
     warn(std::string("while waiting for copies to end: ") + error.what());
     quiesce();
   }
-  for (const auto& transfer : transfers_) pool_.give(transfer.bounce);
+  give_transfers();
+}
+
+void Pipeline::wait_for_streams() {
+  for (const Stream stream : {copies_, kernels_}) {
+    const Event end = driver_.record(device_, stream);
+    const AtExit recycle([&] { driver_.recycle(device_, end); });
+    driver_.wait(device_, end);
+  }
+}
+
+void Pipeline::give_transfers() {
+  for (const auto& transfer : transfers_) pool_.give(transfer.bounce, HostPool::Use::passing);
   transfers_.clear();
 }
 
@@ -514,6 +551,7 @@ void Pipeline::quiesce() noexcept {
 void Pipeline::release_memory(Block& block) {
   pool_.give(std::exchange(block.host, {}));
   files_.give(std::exchange(block.file, {}));
+  files_.punch_holes();  // the disk may be full but for these
 }
 
 }  // namespace memsaver

@@ -38,6 +38,7 @@ struct ContentBlock {
 
 // One physical handle's range.
 struct ChunkRange {
+  std::string tag;
   Address address;
   std::size_t bytes;
   bool zero = false;  // restoring: owed zeros
@@ -94,7 +95,10 @@ class Pipeline {
   void keep(ContentBlock& content, std::size_t index, const Digest* digest, Pending& pending);
   void finish(Pending& pending, std::vector<ContentBlock>& blocks, const std::function<void(std::size_t)>& drop);
   bool ready(Pending& pending);
+  std::vector<HostRange> take_bounce(std::size_t bytes);
   void limit_transfers(std::size_t count);
+  void wait_for_streams();
+  void give_transfers();
   void settle() noexcept;
   void quiesce() noexcept;
   void release_memory(Block& block);

@@ -212,6 +212,10 @@ class CudaDriver final : public Driver {
     }
     return device.digest_state == CudaDevice::DigestState::ready;
   }
+  std::string loss() const override {
+    const std::lock_guard<std::mutex> lock(loss_mutex_);
+    return loss_;
+  }
   // Reading device memory is about seventy times as fast as copying it over PCIe 5 x16.
   bool digest_is_cheap() const noexcept override { return true; }
 
@@ -231,7 +235,7 @@ class CudaDriver final : public Driver {
     const Result recorded = api_->event_record(event, native(stream));
     if (recorded != cuda::kSuccess) {
       recycle(index, result);
-      cuda::fail(*api_, "cuEventRecord", recorded);
+      check("cuEventRecord", recorded);
     }
     return result;
   }
@@ -318,7 +322,16 @@ class CudaDriver final : public Driver {
   };
 
   void check(const char* symbol, Result result) const {
-    if (result != cuda::kSuccess) cuda::fail(*api_, symbol, result);
+    if (result == cuda::kSuccess) return;
+    try {
+      cuda::fail(*api_, symbol, result);
+    } catch (const Error& error) {
+      if (error.kind == ErrorKind::context_lost) {
+        const std::lock_guard<std::mutex> lock(loss_mutex_);
+        if (loss_.empty()) loss_ = error.what();
+      }
+      throw;
+    }
   }
 
   CudaDevice& at(int index) {
@@ -372,6 +385,8 @@ class CudaDriver final : public Driver {
 
   const Api* api_;
   std::vector<std::unique_ptr<CudaDevice>> devices_;
+  mutable std::mutex loss_mutex_;
+  mutable std::string loss_;
 };
 
 }  // namespace

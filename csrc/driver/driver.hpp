@@ -103,6 +103,9 @@ class Driver {
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
 
+  // What the first call said that found the context lost, whoever made it; empty while it is not.
+  [[nodiscard]] virtual std::string loss() const { return {}; }
+
   // One for each device, where this process is checkpointed by way of its accounts; none where the operating system's
   // number of it is enough. The descriptors stay the driver's.
   [[nodiscard]] virtual std::vector<DeviceAccount> accounts() { return {}; }

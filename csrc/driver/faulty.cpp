@@ -40,7 +40,12 @@ std::map<std::string, std::size_t> FaultyDriver::counts() const {
 void FaultyDriver::enter(const std::string& call) {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::size_t count = ++counts_[call];
-  if (lost_) throw Error::from_driver(ErrorKind::context_lost, call, "ILLEGAL_ADDRESS", "injected");
+  const auto lose = [&] {
+    const auto error = Error::from_driver(ErrorKind::context_lost, call, "ILLEGAL_ADDRESS", "injected");
+    if (loss_.empty()) loss_ = error.what();
+    return error;
+  };
+  if (lost_) throw lose();
   for (const auto& fault : faults_) {
     if (fault.call != call || count < fault.nth || count >= fault.nth + fault.times) continue;
     ++failures_;
@@ -50,7 +55,7 @@ void FaultyDriver::enter(const std::string& call) {
       case ErrorKind::out_of_host_memory:
         throw Error::from_driver(fault.kind, call, "OUT_OF_MEMORY", "injected");
       case ErrorKind::context_lost:
-        throw Error::from_driver(fault.kind, call, "ILLEGAL_ADDRESS", "injected");
+        throw lose();
       default:
         throw Error::from_driver(fault.kind, call, "INVALID_VALUE", "injected");
     }
@@ -161,6 +166,13 @@ void FaultyDriver::register_host(void* address, std::size_t bytes) {
 void FaultyDriver::unregister_host(void* address) {
   enter("unregister_host");
   driver_->unregister_host(address);
+}
+std::string FaultyDriver::loss() const {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!loss_.empty()) return loss_;
+  }
+  return driver_->loss();
 }
 std::vector<DeviceAccount> FaultyDriver::accounts() { return driver_->accounts(); }
 

@@ -24,7 +24,7 @@ class FaultyDriver final : public Driver {
   // Every call of `call` takes `seconds` longer before it reaches the driver, or until heal(); 0 ends that for later
   // ones.
   void delay(const std::string& call, double seconds);
-  // Forgets all planned failures and delays; calls that stand still go on.
+  // Forgets all planned failures and delays; calls that stand still go on. What loss() says stays.
   void heal();
   // Calls that were made to fail since the last heal().
   [[nodiscard]] std::size_t failures() const;
@@ -62,6 +62,7 @@ class FaultyDriver final : public Driver {
   void stream_wait(int device, Stream stream, Event event) override;
   void register_host(void* address, std::size_t bytes) override;
   void unregister_host(void* address) override;
+  std::string loss() const override;
   std::vector<DeviceAccount> accounts() override;
 
  private:
@@ -82,6 +83,7 @@ class FaultyDriver final : public Driver {
   std::size_t heals_ = 0;
   std::size_t failures_ = 0;
   bool lost_ = false;
+  std::string loss_;
 };
 
 }  // namespace memsaver

@@ -60,10 +60,15 @@ std::vector<Address> Arena::end_operation() {
   return std::exchange(dying_, {});
 }
 
+bool Arena::alive(Address address) const {
+  const auto found = allocations_.find(address);
+  return found != allocations_.end() && !found->second.dying;
+}
+
 bool Arena::defer_free(Address address) {
   Allocation& allocation = allocations_.at(address);
   if (!busy_ || !allocation.in_operation) return false;
-  if (!allocation.dying) dying_.push_back(address);
+  dying_.push_back(address);
   allocation.dying = true;
   return true;
 }
@@ -179,16 +184,30 @@ std::vector<RangeSet::Range> Arena::released_runs() const {
   return runs;
 }
 
+void Arena::owe(Restore restore, Address address, std::size_t bytes) {
+  settle_debts(address, bytes);
+  RangeSet away;
+  away.add(address, bytes);
+  for (const auto& part : mapped_parts(address, bytes)) away.remove(part.begin, part.bytes);
+  for (const auto& [begin, size] : away.ranges()) owed_[restore].add(begin, size);
+}
+
 bool Arena::is_mapped(Address address, std::size_t bytes) const {
-  Address at = address;
+  std::size_t mapped = 0;
+  for (const auto& part : mapped_parts(address, bytes)) mapped += part.bytes;
+  return mapped == bytes;
+}
+
+std::vector<RangeSet::Range> Arena::mapped_parts(Address address, std::size_t bytes) const {
+  std::vector<RangeSet::Range> parts;
   auto chunk = chunks_.upper_bound(address);
   if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && at < address + bytes; ++chunk) {
-    if (chunk->first + chunk->second.bytes <= at) continue;
-    if (chunk->first > at) return false;
-    at = chunk->first + chunk->second.bytes;
+  for (; chunk != chunks_.end() && chunk->first < address + bytes; ++chunk) {
+    const Address from = std::max(address, chunk->first);
+    const Address to = std::min(address + bytes, chunk->first + chunk->second.bytes);
+    if (from < to) parts.push_back({from, to - from});
   }
-  return at >= address + bytes;
+  return parts;
 }
 
 std::vector<std::string> Arena::audit(const RangeSet& refused) const {

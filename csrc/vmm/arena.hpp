@@ -77,6 +77,10 @@ class Arena {
   void drop_chunk(Address address, Restore restore);
   // A chunk that no live allocation needs stays mapped after all; its range is free, with memory.
   void keep_chunk(const Chunk& chunk);
+  // A free range without memory is not to be had until it is reclaimed.
+  void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
+  // What of a range has no memory is owed what `restore` says, and nothing else.
+  void owe(Restore restore, Address address, std::size_t bytes);
 
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
@@ -87,6 +91,8 @@ class Arena {
   // Whether some of the range was released under `restore` and has had no memory since.
   [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
+  // The parts of a range that have memory, in address order.
+  [[nodiscard]] std::vector<RangeSet::Range> mapped_parts(Address address, std::size_t bytes) const;
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
   [[nodiscard]] std::size_t mapped_bytes() const;
   // Mapped bytes that no live allocation uses.
@@ -100,6 +106,8 @@ class Arena {
   // Returns the allocations whose frees have waited.
   [[nodiscard]] std::vector<Address> end_operation();
   [[nodiscard]] bool busy() const { return busy_; }
+  // Whether there is an allocation that nobody has freed yet.
+  [[nodiscard]] bool alive(Address address) const;
   // Whether a free of the allocation has to wait, and then shall.
   [[nodiscard]] bool defer_free(Address address);
 

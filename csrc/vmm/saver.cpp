@@ -44,7 +44,8 @@ Saver::~Saver() {
     }
   }
   try {
-    release_orphans();
+    release_orphans(true);
+    for (const auto& [key, arena] : arenas_) refuse_orphans_of(*arena);
     for (auto& [key, arena] : arenas_) {
       for (const auto& [address, bytes] : arena->spans()) {
         driver_->unreserve(key.device, address, bytes + guard_bytes(key.device));
@@ -64,7 +65,8 @@ void Saver::check_process() const {
 
 void Saver::check_failed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_.empty()) throw Error(ErrorKind::context_lost, failure_).with_advice("restart the process");
+  const std::string why = failure();
+  if (!why.empty()) throw Error(ErrorKind::context_lost, why).with_advice("restart the process");
 }
 
 void Saver::note_failure(const Error& error) {
@@ -77,9 +79,24 @@ bool Saver::selected(const Tags& tags, const std::string& tag) const {
   return tags.empty() || std::find(tags.begin(), tags.end(), tag) != tags.end();
 }
 
+// Asks the driver what later calls need to know of a device and its neighbours, without a lock.
+void Saver::know_device(int device) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (infos_.find(device) != infos_.end()) return;
+  }
+  const DeviceInfo info = driver_->device_info(device);
+  std::set<int> nodes;
+  for (int each = 0; each < driver_->device_count(); ++each) {
+    nodes.insert(each == device ? info.numa_node : driver_->device_info(each).numa_node);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  nodes_ = std::move(nodes);
+  infos_.emplace(device, info);
+}
+
 // Only with mutex_ held.
 Arena& Saver::arena_for(const Arena::Key& key) {
-  if (infos_.find(key.device) == infos_.end()) infos_.emplace(key.device, driver_->device_info(key.device));
   auto& arena = arenas_[key];
   if (!arena) arena = std::make_unique<Arena>(key);
   return *arena;
@@ -121,20 +138,36 @@ Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, 
 // Unmaps a handle where it is still mapped, and gives it back. What the driver refuses is kept, to try again at the
 // next operation.
 void Saver::give_back_handle(Orphan orphan) noexcept {
+  if (take_back(orphan)) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  orphans_.push_back(std::move(orphan));
+}
+
+// Only with mutex_ held.
+std::vector<Saver::Orphan>::iterator Saver::find_orphan(const Orphan& orphan) {
+  return std::find_if(orphans_.begin(), orphans_.end(),
+                      [&](const Orphan& each) { return each.device == orphan.device && each.handle == orphan.handle; });
+}
+
+// One attempt; whether nothing is left to do. `orphan`, and its entry where it has one, say what is.
+bool Saver::take_back(Orphan& orphan) noexcept {
   try {
-    if (orphan.mapped_at != 0) driver_->unmap(orphan.device, orphan.mapped_at, orphan.bytes);
-    const Address unmapped = std::exchange(orphan.mapped_at, 0);
-    if (Arena* const arena = std::exchange(orphan.arena, nullptr)) {
+    if (orphan.mapped_at != 0) {
+      driver_->unmap(orphan.device, orphan.mapped_at, orphan.bytes);
+      orphan.mapped_at = 0;
       const std::lock_guard<std::mutex> lock(mutex_);
-      arena->reclaim(unmapped, orphan.bytes);
+      if (const auto entry = find_orphan(orphan); entry != orphans_.end()) {
+        entry->mapped_at = 0;
+        for (const auto& range : std::exchange(entry->withheld, {})) entry->arena->reclaim(range.begin, range.bytes);
+      }
     }
     driver_->release(orphan.device, orphan.handle, orphan.bytes);
   } catch (const Error& error) {
     note_failure(error);
     warn(std::string("memory was not taken back, the next operation tries again: ") + error.what());
-    const std::lock_guard<std::mutex> lock(mutex_);
-    orphans_.push_back(orphan);
+    return false;
   }
+  return true;
 }
 
 Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
@@ -142,17 +175,22 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
     Arena* arena = nullptr;
     Arena::Place place{};
     try {
-      release_orphans();
-      const std::lock_guard<std::mutex> lock(mutex_);
+      release_orphans(false);
+      know_device(key.device);
+      std::unique_lock<std::mutex> lock(mutex_);
       arena = &arena_for(key);
       const DeviceInfo& info = infos_.at(key.device);
       bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
       auto found = arena->take(bytes);
-      if (!found) {
+      while (!found) {
         // A span as large as the device: released allocations keep their addresses, so more may be needed later.
         // The unused end keeps neighbouring spans apart: nothing may lie in two reservations.
         const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
-        arena->add_span(driver_->reserve(key.device, span + guard_bytes(key.device)), span);
+        const std::size_t guard = guard_bytes(key.device);
+        lock.unlock();
+        const Address address = driver_->reserve(key.device, span + guard);
+        lock.lock();
+        arena->add_span(address, span);
         found = arena->take(bytes);
       }
       place = *found;
@@ -176,14 +214,8 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
       transaction.commit();
     } catch (...) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      RangeSet unused;
-      unused.add(place.address, bytes);
-      for (auto& orphan : orphans_) {
-        if (orphan.mapped_at < place.address || orphan.mapped_at >= place.address + bytes) continue;
-        orphan.arena = arena;
-        unused.remove(orphan.mapped_at, orphan.bytes);
-      }
-      for (const auto& [begin, size] : unused.ranges()) arena->reclaim(begin, size);
+      arena->reclaim(place.address, bytes);
+      withhold_orphans(*arena, place.address, bytes);
       throw;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -209,18 +241,23 @@ void Saver::free(Address address) {
   check_process();
   std::unique_lock<std::mutex> lock(mutex_);
   Arena* arena = arena_of(address);
-  if (arena == nullptr || arena->allocations().find(address) == arena->allocations().end()) {
+  if (arena == nullptr || !arena->alive(address)) {
     throw Error(ErrorKind::configuration, "free of an address that is not a live allocation").with_address(address);
   }
   if (arena->defer_free(address)) return;
   free_now(lock, *arena, address);
+  lock.unlock();
+  if (arena->key().restore == Restore::file) files_.punch_holes();
 }
 
 // With the lock held; lets go of it around driver calls and returns with it held.
 void Saver::free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address) {
   const int device = arena.key().device;
-  for (auto& block : arena.allocations().at(address).blocks) give_backup_back(block, device);
+  Allocation& allocation = arena.allocations().at(address);
+  const std::size_t bytes = allocation.bytes;
+  for (auto& block : allocation.blocks) give_backup_back(block, device);
   const std::vector<Chunk> chunks = arena.remove_allocation(address);
+  withhold_orphans(arena, address, bytes);
   if (chunks.empty()) return;
   lock.unlock();
   // Like cudaFree: whatever still runs may use this memory.
@@ -261,24 +298,52 @@ void Saver::give_backup_back(Block& block, int device) {
   files_.give(std::exchange(block.file, {}));
   block.kept = Kept::nothing;
   block.has_digest = false;
+  block.damaged = false;
 }
 
-void Saver::release_orphans() {
+// Tries again what the driver refused earlier. Where another thread is just at it: waits for it, or leaves it to it.
+void Saver::release_orphans(bool wait) {
+  std::unique_lock<std::mutex> one_at_a_time(orphans_mutex_, std::defer_lock);
+  if (wait) {
+    one_at_a_time.lock();
+  } else if (!one_at_a_time.try_lock()) {
+    return;
+  }
   std::vector<Orphan> orphans;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (orphans_.empty()) return;
-    orphans = std::exchange(orphans_, {});
+    orphans = orphans_;
   }
-  for (const auto& orphan : orphans) give_back_handle(orphan);
-  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& orphan : orphans) {
+    if (!take_back(orphan)) continue;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    orphans_.erase(find_orphan(orphan));
+  }
+}
+
+// Nothing can be mapped where something is, and what is mapped is not released: an operation on this arena waits until
+// the driver lets go. Only with mutex_ held.
+void Saver::refuse_orphans_of(const Arena& arena) const {
   for (const auto& orphan : orphans_) {
-    if (orphan.mapped_at == 0) continue;
-    // Nothing can be mapped where something is; so nothing may begin until the driver lets go of it.
+    if (orphan.mapped_at == 0 || !arena.owns(orphan.mapped_at)) continue;
     throw Error::from_driver(ErrorKind::driver, "unmap", "REFUSED", "an earlier failure left a range mapped")
+        .with_tag(arena.key().tag)
         .with_device(orphan.device)
         .with_bytes(orphan.bytes)
         .with_address(orphan.mapped_at);
+  }
+}
+
+// Keeps free addresses that are mapped after all from being taken, until they are unmapped. Only with mutex_ held.
+void Saver::withhold_orphans(Arena& arena, Address address, std::size_t bytes) {
+  for (auto& orphan : orphans_) {
+    if (orphan.mapped_at == 0) continue;
+    const Address from = std::max(address, orphan.mapped_at);
+    const Address to = std::min(address + bytes, orphan.mapped_at + orphan.bytes);
+    if (from >= to) continue;
+    arena.withhold(from, to - from);
+    orphan.arena = &arena;
+    orphan.withheld.push_back({from, to - from});
   }
 }
 
@@ -301,10 +366,13 @@ OperationResult Saver::operate(Progress::Operation kind, const Tags& tags,
       };
       const AtEnd at_end{*this, operation};
       try {
-        release_orphans();
+        release_orphans(true);
         {
           const std::lock_guard<std::mutex> lock(mutex_);
           releasing_ = kind == Progress::Operation::release;
+          for (const auto& [key, arena] : arenas_) {
+            if (selected(tags, key.tag)) refuse_orphans_of(*arena);
+          }
           for (auto& [key, arena] : arenas_) {
             if (!selected(tags, key.tag)) continue;
             operation.arenas.push_back(arena.get());
@@ -312,7 +380,9 @@ OperationResult Saver::operate(Progress::Operation kind, const Tags& tags,
             plan(*arena, operation);
           }
         }
+        files_.punch_holes();
         run(operation);
+        check_failed();  // what was absorbed on the way may have been the loss of the context
         const std::lock_guard<std::mutex> lock(mutex_);
         result = operation.result();
       } catch (Error& error) {
@@ -338,6 +408,8 @@ void Saver::end_operation(const Operation& operation) {
   for (Arena* arena : operation.arenas) {
     for (const Address address : arena->end_operation()) free_now(lock, *arena, address);
   }
+  lock.unlock();
+  files_.punch_holes();
 }
 
 void Saver::synchronize() {
@@ -355,10 +427,15 @@ void Saver::trim_graph_memory() {
 }
 
 Pipeline& Saver::pipeline_of(int device) {
+  HostPool* pool = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = pipelines_.find(device);
+    if (found != pipelines_.end()) return *found->second;
+    pool = &pool_of(device);
+  }
+  auto pipeline = std::make_unique<Pipeline>(*driver_, device, *pool, files_, key_, progress_);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = pipelines_.find(device);
-  if (found != pipelines_.end()) return *found->second;
-  auto pipeline = std::make_unique<Pipeline>(*driver_, device, pool_of(device), files_, key_, progress_);
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -155,8 +156,10 @@ class Saver {
     int device;
     Handle handle;
     std::size_t bytes;
-    Address mapped_at = 0;   // where the driver did not unmap it, else 0
-    Arena* arena = nullptr;  // gets that range back once it is unmapped, where not null
+    Address mapped_at = 0;  // where the driver did not unmap it, else 0
+    // What of that range is free, and goes back to its arena once it is unmapped.
+    Arena* arena = nullptr;
+    std::vector<RangeSet::Range> withheld;
   };
 
   void check_process() const;
@@ -174,6 +177,8 @@ class Saver {
       throw;
     }
   }
+  // Why nothing works any more; empty while it does. Only with mutex_ held.
+  [[nodiscard]] std::string failure() const { return failure_.empty() ? driver_->loss() : failure_; }
 
   Arena& arena_for(const Arena::Key& key);
   Arena* arena_of(Address address);
@@ -181,11 +186,17 @@ class Saver {
   std::vector<int> peers_of(int device);
   Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction);
   void give_back_handle(Orphan orphan) noexcept;
+  void give_up_damaged(Operation& operation, const std::map<std::string, Restore>& overrides);
   void drop(Arena& arena, const Chunk& chunk, Restore restore);
   void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);
   void give_backup_back(Block& block, int device);
   void check_margin(const Arena::Key& key, std::size_t bytes);
-  void release_orphans();
+  void release_orphans(bool wait);
+  bool take_back(Orphan& orphan) noexcept;
+  std::vector<Orphan>::iterator find_orphan(const Orphan& orphan);
+  void refuse_orphans_of(const Arena& arena) const;
+  void withhold_orphans(Arena& arena, Address address, std::size_t bytes);
+  void know_device(int device);
   std::size_t guard_bytes(int device) const { return infos_.at(device).granularity; }
   void retain();
   void trim_later(bool drop_backups);
@@ -211,6 +222,7 @@ class Saver {
   Progress progress_;
 
   std::mutex operation_mutex_;  // one release or resume at a time; taken before mutex_
+  std::mutex orphans_mutex_;    // one thread at a time tries to give orphans back; taken before mutex_
   std::thread retainer_;
   std::atomic<bool> retainer_waits_{false};
   bool drops_later_ = false;                            // whether that drops backups, too; guarded by operation_mutex_
@@ -221,6 +233,7 @@ class Saver {
   std::map<int, DeviceInfo> infos_;
   std::map<int, std::unique_ptr<HostPool>> pools_;  // by NUMA node
   FileStore files_;
+  std::set<int> nodes_;          // NUMA nodes of all devices
   std::vector<Orphan> orphans_;  // handles that the driver did not unmap or take back
   std::string failure_;
   bool releasing_ = false;  // what a busy arena is busy with

@@ -63,11 +63,11 @@ SaverStatus Saver::status() const {
   status.pool.limit_bytes = settings_.host_backup_limit;
   status.prepared = spare >= unprepared;
   status.file_bytes = files_.used_bytes();
-  status.failure = failure_;
-  status.state = !failure_.empty() ? "failed"
-                 : busy            ? (releasing_ ? "releasing" : "resuming")
-                 : released        ? "released"
-                                   : "resident";
+  status.failure = failure();
+  status.state = !status.failure.empty() ? "failed"
+                 : busy                  ? (releasing_ ? "releasing" : "resuming")
+                 : released              ? "released"
+                                         : "resident";
   const auto operation = progress_.operation.load();
   status.operation = operation == Progress::Operation::none      ? ""
                      : operation == Progress::Operation::release ? "release"
@@ -114,7 +114,8 @@ std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) 
     if (arena->busy()) problems.push_back("tag '" + key.tag + "': an operation never ended");
     RangeSet refused;
     for (const auto& orphan : orphans_) {
-      if (orphan.arena == arena.get()) refused.add(orphan.mapped_at, orphan.bytes);
+      if (orphan.arena != arena.get()) continue;
+      for (const auto& range : orphan.withheld) refused.add(range.begin, range.bytes);
     }
     for (auto& problem : arena->audit(refused)) problems.push_back(std::move(problem));
     device_bytes[key.device] += arena->mapped_bytes();

@@ -139,6 +139,7 @@ void Saver::drop_backups(const Tags& tags) {
   check_process();
   const std::lock_guard<std::mutex> operation(operation_mutex_);
   drop_backups_now(tags);
+  files_.punch_holes();
   trim_later(false);
 }
 
@@ -170,6 +171,7 @@ void Saver::trim_later(bool drop_backups) {
     const std::lock_guard<std::mutex> operation(operation_mutex_);
     retainer_waits_ = false;
     if (std::exchange(drops_later_, false)) drop_backups_now({});
+    files_.punch_holes();
     std::vector<HostPool*> pools;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -246,9 +248,7 @@ HostPool& Saver::pool_of(int device) {
   const int node = infos_.at(device).numa_node;
   const auto found = pools_.find(node);
   if (found != pools_.end()) return *found->second;
-  std::set<int> nodes;
-  for (int i = 0; i < driver_->device_count(); ++i) nodes.insert(driver_->device_info(i).numa_node);
-  auto pool = std::make_unique<HostPool>(*driver_, settings_.host_backup_limit / nodes.size(), node);
+  auto pool = std::make_unique<HostPool>(*driver_, settings_.host_backup_limit / nodes_.size(), node);
   return *pools_.emplace(node, std::move(pool)).first->second;
 }
 

@@ -53,6 +53,23 @@ std::vector<Extent> live_extents(const Allocation& allocation, const Block& bloc
   return extents;
 }
 
+// What of `extents` lies in `parts`; both in address order.
+std::vector<Extent> within(const std::vector<Extent>& extents, const std::vector<RangeSet::Range>& parts,
+                           Address base) {
+  std::vector<Extent> inside;
+  for (const auto& extent : extents) {
+    for (const auto& part : parts) {
+      const Address from = std::max(base + extent.offset, part.begin);
+      const Address to = std::min(base + extent.offset + extent.bytes, part.begin + part.bytes);
+      if (from < to) inside.push_back({from - base, to - from});
+    }
+  }
+  return inside;
+}
+
+// By how much more room has to be found than is given back for it.
+std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
+
 }  // namespace
 
 // What the backups of a release need beyond what their blocks own.
@@ -73,8 +90,11 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
   for (auto& [address, allocation] : arena.allocations()) {
     if (keeps_content(restore)) make_blocks(allocation);
     for (auto& block : allocation.blocks) {
-      // A block that lost a chunk to a release that failed later was kept before that.
-      if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
+      const auto mapped = arena.mapped_parts(address + block.offset, block.bytes);
+      if (mapped.empty()) continue;
+      const bool whole = sum_of(mapped) == block.bytes;
+      // It lost a chunk to a release that failed later, and was kept before that.
+      if (!whole && block.kept != Kept::nothing) continue;
       if (!keeps_content(restore)) {
         // What was kept of content that is here again says nothing about what is discarded now.
         give_backup_back(block, device);
@@ -85,13 +105,14 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
       content.base = address;
       content.block = &block;
       content.live = live_extents(allocation, block, dead);
+      if (!whole) content.live = within(content.live, mapped, address);
       content.to_file = restore == Restore::file;
       const std::size_t live = sum_of(content.live);
       operation.content_bytes += live;
       if (content.to_file) {
-        if (block.file.bytes != to_pages(live)) room.file_bytes += to_pages(live);
-      } else {
-        if (sum_of(block.host) != to_pages(live)) room.host_bytes[&pool_of(device)] += to_pages(live);
+        room.file_bytes += beyond(to_pages(live), block.file.bytes);
+      } else if (const std::size_t bytes = beyond(to_pages(live), sum_of(block.host))) {
+        room.host_bytes[&pool_of(device)] += bytes;
       }
       work.blocks.push_back(std::move(content));
     }
@@ -109,6 +130,7 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
   return operate(Progress::Operation::release, tags, plan, [&](Operation& operation) {
     for (auto& [pool, bytes] : room.host_bytes) pool->check(bytes);
     if (room.file_bytes > 0) files_.check(room.file_bytes);
+    give_up_damaged(operation, overrides);
     std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
     for (auto& [pool, bytes] : room.host_bytes) {
       urgent.push_back(std::make_unique<HostPool::Urgent>(*pool));
@@ -128,7 +150,9 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
     operation.on_each_device([&](DeviceWork& device) {
       if (device.kept.empty()) return;
       std::vector<ChunkRange> ranges;
-      for (const auto& owned : device.kept) ranges.push_back({owned.chunk.address, owned.chunk.bytes});
+      for (const auto& owned : device.kept) {
+        ranges.push_back({owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes});
+      }
       device.seconds = pipeline_of(device.device).save(device.blocks, ranges, [&](std::size_t i) {
         give_up(device, device.kept[i]);
       });
@@ -139,6 +163,24 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
       for (const auto& owned : device.others) give_up(device, owned);
     });
   });
+}
+
+// Content that a resume could not bring back, and that a later release says to discard or to fill with zeros, is kept
+// no longer: without that the tag would stay released for ever. What can be brought back stays, whatever a later
+// release says.
+void Saver::give_up_damaged(Operation& operation, const std::map<std::string, Restore>& overrides) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Arena* arena : operation.arenas) {
+    const auto override_ = overrides.find(arena->key().tag);
+    if (override_ == overrides.end() || keeps_content(override_->second)) continue;
+    for (auto& [address, allocation] : arena->allocations()) {
+      for (auto& block : allocation.blocks) {
+        if (!block.damaged) continue;
+        give_backup_back(block, arena->key().device);
+        arena->owe(override_->second, address + block.offset, block.bytes);
+      }
+    }
+  }
 }
 
 // Gives up one chunk: what its live ranges are owed from then on is `restore`. When this throws the chunk is as it was,

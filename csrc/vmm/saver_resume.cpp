@@ -63,7 +63,8 @@ OperationResult Saver::resume(const Tags& tags) {
       chunks.insert(chunks.end(), device.others.begin(), device.others.end());
       std::vector<ChunkRange> ranges;
       for (const auto& owned : chunks) {
-        ranges.push_back({owned.chunk.address, owned.chunk.bytes, owned.restore == Restore::zero});
+        ranges.push_back(
+            {owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes, owned.restore == Restore::zero});
       }
       const auto bring_back = [&](std::size_t i) {
         const auto& [arena, chunk, owed] = chunks[i];
