@@ -131,6 +131,13 @@ Chunk Saver::acquire(const Arena::Key& key, Address address, std::size_t bytes, 
     driver_->allow_access(device, address, bytes, peers_of(device));
     return {address, bytes, handle};
   } catch (Error& error) {
+    if (error.kind == ErrorKind::out_of_device_memory) {
+      try {
+        error.with_memory(bytes, driver_->memory_info(device).free_bytes);
+      } catch (const Error&) {
+        // The first error is the one to tell.
+      }
+    }
     throw error.with_tag(key.tag).with_device(device).with_bytes(bytes);
   }
 }

@@ -224,8 +224,9 @@ class Saver {
   std::mutex operation_mutex_;  // one release or resume at a time; taken before mutex_
   std::mutex orphans_mutex_;    // one thread at a time tries to give orphans back; taken before mutex_
   std::thread retainer_;
-  std::atomic<bool> retainer_waits_{false};
-  bool drops_later_ = false;                            // whether that drops backups, too; guarded by operation_mutex_
+  bool retainer_works_ = false;  // these three are guarded by operation_mutex_
+  bool trims_later_ = false;
+  bool drops_later_ = false;
   std::map<int, std::unique_ptr<Pipeline>> pipelines_;  // by device; of the operation
 
   mutable std::mutex mutex_;  // guards all below; never held across a wait for a device, a copy or a file

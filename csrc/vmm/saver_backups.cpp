@@ -161,28 +161,31 @@ void Saver::retain() {
   if (settings_.retention != Retention::keep) trim_later(settings_.retention == Retention::free);
 }
 
-// Only with operation_mutex_ held.
+// Only with operation_mutex_ held. The thread holds it, too, but while memory is given back, which may take long.
 void Saver::trim_later(bool drop_backups) {
+  trims_later_ = true;
   drops_later_ = drops_later_ || drop_backups;
-  if (retainer_waits_) return;
+  if (retainer_works_) return;
   if (retainer_.joinable()) retainer_.join();
-  retainer_waits_ = true;
   auto retainer = sys::start_thread([this] {
-    const std::lock_guard<std::mutex> operation(operation_mutex_);
-    retainer_waits_ = false;
-    if (std::exchange(drops_later_, false)) drop_backups_now({});
-    files_.punch_holes();
-    std::vector<HostPool*> pools;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+    for (;;) {
+      std::vector<HostPool*> pools;
+      {
+        const std::lock_guard<std::mutex> operation(operation_mutex_);
+        retainer_works_ = std::exchange(trims_later_, false);
+        if (!retainer_works_) return;
+        if (std::exchange(drops_later_, false)) drop_backups_now({});
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+      }
+      files_.punch_holes();
+      for (HostPool* pool : pools) pool->trim();
     }
-    for (HostPool* pool : pools) pool->trim();
   });
   if (retainer) {
     retainer_ = std::move(*retainer);
+    retainer_works_ = true;
   } else {
-    retainer_waits_ = false;
     warn("no thread can be started to unpin backup memory; the next resume tries again");
   }
 }
