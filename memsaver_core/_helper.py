@@ -6,10 +6,20 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from memsaver_core import _native
 from memsaver_core.errors import MemsaverError
+
+#: How long a question may take that no memory is copied for, seconds: the first one waits for the driver to start.
+ANSWER_S = 60.0
+#: How long a checkpoint or a restore may take, seconds. What was not released is copied, at a fraction of the link's
+#: speed; at a quarter of a gigabyte a second this is enough for 150 GB.
+STEP_S = 600.0
+_STEPS = ("hibernate", "wake")
+#: How long the end of one that was killed is waited for, seconds.
+END_S = 5.0
 
 #: The helper's program.
 PATH = Path(_native.__file__).with_name("memsaver-hibernate")
@@ -60,6 +70,7 @@ class Helper:
             theirs.close()
         self._socket = ours
         self._answers = ours.makefile("r")
+        self._given_up = False
 
     @property
     def pid(self) -> int:
@@ -67,27 +78,39 @@ class Helper:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._given_up and self._process.poll() is None
 
     def ask(self, *request: object) -> list[str]:
         """The words of the answer, without the first.
 
         Raises:
             StepFailedError: the driver refused.
-            MemsaverError: the helper is gone.
+            MemsaverError: the helper is gone, or has not answered in time and was ended. What it was about to do may
+                have been done.
         """
+        wait_s = STEP_S if request[0] in _STEPS else ANSWER_S
         try:
+            self._socket.settimeout(wait_s)
             self._socket.sendall((" ".join(map(str, request)) + "\n").encode())
             answer = self._answers.readline().split()
             reason: OSError | None = None
         except OSError as error:
-            self._process.kill()
             answer, reason = [], error
         if not answer:
-            self._process.wait()
+            self._give_up()
+            became = f"did not answer for {wait_s:g} s" if isinstance(reason, TimeoutError) else "ended"
             raise MemsaverError(
-                f"the hibernation helper (process {self.pid}) ended during {request[0]!r}; repeat the call"
+                f"the hibernation helper (process {self.pid}) {became} during {request[0]!r}; repeat the call"
             ) from reason
         if answer[0] != "ok":
             raise StepFailedError(*answer[1:])
         return answer[1:]
+
+    def _give_up(self) -> None:
+        """End it. One that is inside a call of the driver may not end before that does, and nobody waits for it."""
+        self._given_up = True
+        self._process.kill()
+        self._answers.close()
+        self._socket.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)

@@ -111,7 +111,8 @@ def hibernate() -> dict[str, float]:
         UnsupportedError: something stands in the way; nothing was changed.
         DriverError: the driver refused; the message says whether the process runs on as before.
         ContextLostError: the driver lost the process; nothing but a restart helps.
-        MemsaverError: the helper ended; the process runs on as before, or is hibernated: ``is_hibernated`` tells.
+        MemsaverError: the helper ended, or did not answer in time; the process runs on as before, or is hibernated:
+            ``is_hibernated`` tells.
     """
     check()
     if found := blockers():
@@ -143,7 +144,7 @@ def wake() -> dict[str, float]:
         OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, repeat it.
         DriverError: the driver refused; the message says whether the process is still hibernated.
         ContextLostError: the driver cannot restore the process; nothing but a restart helps.
-        MemsaverError: the helper ended; repeat it.
+        MemsaverError: the helper ended, or did not answer in time; repeat it.
     """
     global _restore_failed
     check()

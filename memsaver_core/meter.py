@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,7 +21,8 @@ def read_devices() -> tuple[DeviceMemory, ...]:
 
     On CUDA the figures are NVML's, devices matched by UUID so that CUDA_VISIBLE_DEVICES makes no difference; where NVML
     cannot be used they are the CUDA driver's own. On the host driver, ``used_bytes`` is the host device's count over
-    all processes that share it, and ``process_bytes`` the resident memory of this process.
+    all processes that share it, and ``process_bytes`` the resident memory of this process (None where the process may
+    open no more files: a resume must work without).
     """
     if not _process.enabled():
         return ()
@@ -44,9 +46,14 @@ def _read_host(saver: _native.Saver, index: int) -> DeviceMemory:
     return DeviceMemory(index, info["uuid"], info["name"], total, total - free, _resident_bytes())
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+def _resident_bytes() -> int | None:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
 
 
 def _read_cuda(saver: _native.Saver, index: int) -> DeviceMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from memsaver_core.meter import read_devices
@@ -31,18 +31,15 @@ class PhaseLog:
     """Collects phases in the order in which they run.
 
     Args:
-        on_phase: called with the name of each phase as it begins.
         read: reads the devices; by default those of this process.
     """
 
-    def __init__(
-        self,
-        on_phase: Callable[[str], None] | None = None,
-        read: Callable[[], tuple[DeviceMemory, ...]] = read_devices,
-    ) -> None:
-        self._on_phase = on_phase
+    def __init__(self, read: Callable[[], tuple[DeviceMemory, ...]] = read_devices) -> None:
         self._read = read
         self._phases: list[PhaseReport] = []
+        self._starts: list[float] = []
+        self._tell: Callable[[], str] = lambda: ""
+        self._failed = ""
         self._started = time.monotonic()
         self._first = read()
 
@@ -50,6 +47,21 @@ class PhaseLog:
     def phases(self) -> tuple[PhaseReport, ...]:
         """The phases that have ended, failed ones included."""
         return tuple(self._phases)
+
+    @property
+    def starts(self) -> tuple[float, ...]:
+        """When each of them began, in seconds since the epoch; where a phase runs now, its beginning is the last."""
+        return tuple(self._starts)
+
+    @property
+    def now(self) -> str:
+        """The phase that runs, or ran last; an empty string before the first."""
+        return self._tell()
+
+    @property
+    def failed(self) -> str:
+        """The phase that began last, where an error ended it; else an empty string."""
+        return self._failed
 
     @property
     def seconds(self) -> float:
@@ -60,24 +72,45 @@ class PhaseLog:
         """Device memory from when the log was made until now."""
         return deltas(self._first, self._read())
 
-    def add(self, phases: Iterable[PhaseReport]) -> None:
-        """Append phases that ran somewhere else."""
-        self._phases.extend(phases)
-
-    def close(self) -> None:
-        """Tell nobody any more of phases that begin."""
-        self._on_phase = None
-
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; figures put into the dictionary become its details."""
-        if self._on_phase is not None:
-            self._on_phase(name)
-        details: dict[str, float] = {}
-        before = self._read()
-        start = time.monotonic()
+        with self._telling(lambda: name):
+            details: dict[str, float] = {}
+            before = self._read()
+            start = time.monotonic()
+            try:
+                yield details
+            finally:
+                seconds = time.monotonic() - start
+                self._phases.append(PhaseReport(name, seconds, deltas(before, self._read()), details))
+
+    @contextmanager
+    def elsewhere(self, tell: Callable[[], str]) -> Iterator[None]:
+        """The phases inside run in other processes: ``tell`` says which runs now, ``add`` takes what they report."""
+        with self._telling(tell):
+            yield
+
+    def add(self, phases: Sequence[PhaseReport]) -> None:
+        """Append phases that ran somewhere else, one after the other until now."""
+        began = time.time() - sum(phase.seconds for phase in phases)
+        del self._starts[len(self._phases) :]
+        for phase in phases:
+            self._starts.append(began)
+            self._phases.append(phase)
+            began += phase.seconds
+
+    def add_failure(self, phase: str) -> None:
+        """Take it that ``phase`` failed, where that was somewhere else."""
+        self._failed = phase
+
+    @contextmanager
+    def _telling(self, tell: Callable[[], str]) -> Iterator[None]:
+        del self._starts[len(self._phases) :]  # where one could not be recorded
+        self._starts.append(time.time())
+        self._tell, self._failed = tell, ""
         try:
-            yield details
-        finally:
-            seconds = time.monotonic() - start
-            self._phases.append(PhaseReport(name, seconds, deltas(before, self._read()), details))
+            yield
+        except BaseException:
+            self._failed = tell()
+            raise

@@ -63,7 +63,7 @@ class PhaseReport:
 
     Attributes:
         name: drain, synchronize, pause, trim_workspaces, empty_cache, trim_graphs, trim_pinned, ipc_collect, settle,
-            hibernate; wake, restore, repair, reopen.
+            hibernate; wake, wait_for_weights, wait_for_memory, restore, repair, reopen.
         seconds: how long it took.
         devices: the device-memory readings around it.
         details: what the phase has to say beyond that: seconds per kind of work (which overlap), bytes, GB/s.

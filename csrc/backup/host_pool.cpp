@@ -56,13 +56,15 @@ HostPool::~HostPool() {
 }
 
 void HostPool::check(std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const std::size_t free = limit_ > used_ ? limit_ - used_ : 0;
-  if (bytes > free) throw short_of_memory("the host memory for backups is bounded", bytes, free);
-  const std::size_t pinned = std::max(capacity_, target_);
-  const std::size_t fresh = used_ + bytes > pinned ? used_ + bytes - pinned : 0;
-  if (fresh == 0) return;
-  check_available(fresh);
+  std::size_t fresh = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::size_t free = limit_ > used_ ? limit_ - used_ : 0;
+    if (bytes > free) throw short_of_memory("the host memory for backups is bounded", bytes, free);
+    const std::size_t pinned = std::max(capacity_, target_);
+    if (used_ + bytes > pinned) fresh = used_ + bytes - pinned;
+  }
+  if (fresh > 0) check_available(fresh);
 }
 
 void HostPool::start_growth(std::size_t bytes) {

@@ -329,10 +329,13 @@ PYBIND11_MODULE(_native, module) {
              for (const auto& [file, slot] : saver->driver().accounts()) accounts.emplace_back(file, slot);
              return accounts;
            })
-      .def("known_tags", [](PySaver& saver) { return saver->known_tags(); })
-      .def("devices", [](PySaver& saver) { return saver->devices(); })
       .def(
-          "owns", [](PySaver& saver, Address address) { return saver->owns(address); }, py::arg("address"))
+          "known_tags", [](PySaver& saver) { return saver->known_tags(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "devices", [](PySaver& saver) { return saver->devices(); }, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "owns", [](PySaver& saver, Address address) { return saver->owns(address); }, py::arg("address"),
+          py::call_guard<py::gil_scoped_release>())
       .def("close", [](PySaver& saver) { saver->close(); })
       .def(
           "audit", [](PySaver& saver, const std::map<int, std::size_t>& others) { return saver->audit(others); },

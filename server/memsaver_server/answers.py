@@ -30,7 +30,10 @@ def operation_answer(operation: Operation) -> dict[str, Any]:
             "seconds": operation.seconds,
             "phases": [phase_answer(phase) for phase in operation.phases],
         }
-        return {**problem_of(operation.error).body(), **about}
+        body = problem_of(operation.error).body()
+        if operation.failed_phase:
+            body["error"].setdefault("phase", operation.failed_phase)
+        return {**body, **about}
     report = operation.report
     assert report is not None
     return {
@@ -68,6 +71,7 @@ def operation_status(operation: Operation) -> dict[str, Any]:
         "operation": operation.request.operation,
         "status": operation.status,
         "phase": operation.phase,
+        "stalled": stalled(operation),
         "tags": None if operation.request.tags is None else list(operation.request.tags),
         "client": operation.client,
         "created_at": operation.created_at,
@@ -78,6 +82,12 @@ def operation_status(operation: Operation) -> dict[str, Any]:
         "phases": [phase_answer(phase) for phase in operation.phases],
         "answer": operation_answer(operation) if done else None,
     }
+
+
+def stalled(operation: Operation) -> dict[str, Any] | None:
+    """Return the phase that an operation is stuck in, and for how long; None where it gets on."""
+    stall = operation.stall()
+    return None if stall is None else asdict(stall)
 
 
 def progress(operation: Operation) -> dict[str, Any] | None:

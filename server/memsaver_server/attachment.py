@@ -25,6 +25,8 @@ from memsaver_server.trust import check_address
 
 logger = logging.getLogger("memsaver")
 
+#: Connections that may wait in the kernel to be accepted.
+BACKLOG = 2048
 #: Answers under way when the server is closed get this long to end, seconds.
 GRACE_S = 5
 
@@ -104,6 +106,9 @@ def attach(
         lifespan="on",
         log_config=None,
         access_log=False,
+        # asyncio accepts so many connections in one go, and where descriptors run out it logs a failure, with a
+        # traceback, for each of them: two thousand would keep those waiting who have a connection.
+        backlog=1,
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
@@ -140,6 +145,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
+        if self.started:
+            for each in sockets or ():
+                each.listen(BACKLOG)
         self._settled.set()
 
     def wait_until_serving(self) -> None:

@@ -159,4 +159,11 @@ class Metrics:
             state.add_metric([name], float(name == now.state))
         admission = GaugeMetricFamily("memsaver_admission_open", "1 while the engine takes requests.")
         admission.add_metric([], float(not now.closed_because))
-        yield from (tags, backups, used, total, state, admission)
+        stalled = GaugeMetricFamily(
+            "memsaver_stalled_seconds",
+            "How long the operation in work has made no progress; only while that is longer than it may.",
+            labels=["operation", "phase"],
+        )
+        if now.running is not None and (stall := now.running.stall()) is not None:
+            stalled.add_metric([now.running.request.operation, stall.phase], stall.seconds)
+        yield from (tags, backups, used, total, state, admission, stalled)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,8 +20,8 @@ from memsaver_core import PhaseLog
 from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.policies import keeps_all
 from memsaver_core.reports import OperationReport, Status, TagStatus
-from memsaver_server.engines.port import DrainMode, Engine, Memory, memory_of
-from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest
+from memsaver_server.engines.port import DrainMode, DrainTimeoutError, Engine, Memory, memory_of
+from memsaver_server.operations import Operation, Operations, ReleaseRequest, ResumeRequest, stall_message
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -55,6 +56,18 @@ class NotResidentError(Exception):
         super().__init__(f"the memory of {tag!r} is released; resume it first")
 
 
+class MemoryBusyError(MemsaverError):
+    """Something else moves or writes the memory, and did not end in time. Nothing was done.
+
+    Attributes:
+        phase: what was waited for.
+    """
+
+    def __init__(self, phase: str, message: str) -> None:
+        self.phase = phase
+        super().__init__(message)
+
+
 @dataclass(frozen=True)
 class Moment:
     """What can be said of the process at one moment.
@@ -85,10 +98,11 @@ class Occupation:
         self.memory = memory_of(engine)
         self._settings = settings
         self._on_finished = on_finished
-        self.operations = Operations(settings.history, self._finished, self.memory)
+        self.operations = Operations(settings.history, self._finished, self.memory, settings.phase_timeout_s)
         self._lock = threading.Lock()
         # Held while memory moves, and while weights are written into it.
         self._moving = threading.Lock()
+        self._writing = False  # whether it is held for weights
         # Guarded by the lock, and all that admission depends on beside the core's own state.
         self._quiescing = ""
         self._paused: Paused = ""
@@ -126,9 +140,11 @@ class Occupation:
         tags = self._cheapest(request)
         self._close_admission("memory is being released")
         try:
-            with log.phase("drain"):
-                self._engine.drain(request.timeout_s, request.mode)
-            with self._moving:
+            with ExitStack() as moving:
+                with log.phase("drain"):
+                    ends = time.monotonic() + request.timeout_s
+                    self._engine.drain(request.timeout_s, request.mode)
+                    moving.enter_context(self._after_requests(request.timeout_s, ends))
                 return self.memory.release(
                     tags, log=log, restore=dict(request.restore), trim=request.trim, hibernate=request.hibernate
                 )
@@ -211,7 +227,7 @@ class Occupation:
         deadline = time.monotonic() + wait_for_memory_s
         while True:
             try:
-                with self._moving:
+                with self._after_weights(log):
                     return self.memory.resume(tags, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
@@ -272,11 +288,59 @@ class Occupation:
 
         Raises:
             NotResidentError: the weights are released. ``write`` was not called.
+            MemoryBusyError: an operation is stuck, or another update has not ended. ``write`` was not called.
         """
-        with self._moving:
+        with self._after_all():
             if "weights" in released_tags(self.memory.status()) or self.memory.status().hibernated:
                 raise NotResidentError("weights")
             return write()
+
+    # -- turns at the memory ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _after_requests(self, timeout_s: float, ends: float) -> Iterator[None]:
+        """A release's turn: a weight update in flight is a request in flight, and has until ``ends``, too."""
+        if not self._moving.acquire(timeout=max(0.0, ends - time.monotonic())):
+            raise DrainTimeoutError(timeout_s, ["a weight update"])
+        try:
+            yield
+        finally:
+            self._moving.release()
+
+    @contextmanager
+    def _after_weights(self, log: PhaseLog) -> Iterator[None]:
+        """A resume's turn."""
+        if not self._moving.acquire(blocking=False):
+            with log.phase("wait_for_weights"):
+                if not self._moving.acquire(timeout=self._settings.phase_timeout_s):
+                    raise self._update_too_long("nothing was resumed")
+        try:
+            yield
+        finally:
+            self._moving.release()
+
+    @contextmanager
+    def _after_all(self) -> Iterator[None]:
+        """A weight update's turn. An operation in work is waited for as long as it gets on."""
+        while not self._moving.acquire(timeout=self._settings.phase_timeout_s):
+            if self._writing:
+                raise self._update_too_long("nothing was written")
+            running = self.operations.running
+            if running is not None and (stall := running.stall()) is not None:
+                raise MemoryBusyError(stall.phase, f"no weights were written: {stall_message(running, stall)}")
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+            self._moving.release()
+
+    def _update_too_long(self, consequence: str) -> MemoryBusyError:
+        return MemoryBusyError(
+            "wait_for_weights",
+            f"a weight update has not ended after {self._settings.phase_timeout_s:g} s; {consequence}. Repeat the call "
+            "when it is done",
+        )
 
     # -- what can be asked -----------------------------------------------------------------------------------------
 

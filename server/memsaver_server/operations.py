@@ -6,6 +6,8 @@ They run in a worker thread, not in their callers', so a client that goes away c
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
 import time
 import uuid
@@ -20,6 +22,8 @@ from memsaver_core import PhaseLog
 from memsaver_core.reports import OperationReport, PhaseReport
 from memsaver_server.engines.port import LOCAL_MEMORY, DrainMode, Memory
 from memsaver_server.headroom import headroom
+
+logger = logging.getLogger("memsaver")
 
 #: More callers than this waiting for their turn are sent away.
 MAX_PENDING = 128
@@ -110,13 +114,26 @@ class PhaseTimeoutError(Exception):
         phase: the phase that it is in.
     """
 
-    def __init__(self, operation: Operation, phase: str, seconds: float) -> None:
+    def __init__(self, operation: Operation, stall: Stall) -> None:
         self.operation = operation
-        self.phase = phase
-        super().__init__(
-            f"{operation.request.operation} {operation.id} has made no progress in phase {phase!r} for "
-            f"{seconds:.0f} s. It goes on; GET /operations/{operation.id} tells what becomes of it"
-        )
+        self.phase = stall.phase
+        super().__init__(stall_message(operation, stall))
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A phase that has made no progress for longer than it may, and for how long."""
+
+    phase: str
+    seconds: float
+
+
+def stall_message(operation: Operation, stall: Stall) -> str:
+    """Return what callers and the log are told of an operation that is stuck."""
+    return (
+        f"{operation.request.operation} {operation.id} has made no progress in phase {stall.phase!r} for "
+        f"{stall.seconds:.0f} s. It goes on; GET /operations/{operation.id} tells what becomes of it"
+    )
 
 
 def tag_list(tags: Sequence[str] | None) -> str:
@@ -131,10 +148,10 @@ class Operation:
     Attributes:
         client: who asked first.
         memory: what it works on.
-        phase: what it does now, or an empty string.
-        phase_starts: when each of its phases began, in their order.
+        phase_timeout_s: how long a phase may go without progress until that counts as a stall.
         report: what it did, where it succeeded.
         error: why it failed, where it did.
+        failed_phase: and in which phase; an empty string where in none.
         state: the process's state when it ended.
         done: set when it has ended, either way.
     """
@@ -144,24 +161,34 @@ class Operation:
     client: str
     created_at: float
     memory: Memory = LOCAL_MEMORY
+    phase_timeout_s: float = math.inf
     status: Status = "queued"
     started_at: float | None = None
     finished_at: float | None = None
     seconds: float = 0.0
-    phase: str = ""
-    phase_starts: list[float] = field(default_factory=list)
     log: PhaseLog | None = None
     report: OperationReport | None = None
     error: BaseException | None = None
+    failed_phase: str = ""
     state: str = ""
     done: Future[None] = field(default_factory=Future)
     _started: float = 0.0
     _moved: float = field(default_factory=time.monotonic)
-    _moved_bytes: int = -1
+    _seen: tuple[str, int, int] = ("", 0, 0)
 
     def __post_init__(self) -> None:
         # A waiter that is cancelled (its client went away) must not cancel what the others wait for.
         self.done.set_running_or_notify_cancel()
+
+    @property
+    def phase(self) -> str:
+        """What it does now, or an empty string."""
+        return self.log.now if self.log is not None and self.status == "running" else ""
+
+    @property
+    def phase_starts(self) -> tuple[float, ...]:
+        """When each of its phases began, in their order; the last may run still."""
+        return self.log.starts if self.log is not None else ()
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -176,18 +203,33 @@ class Operation:
             return time.monotonic() - self._started
         return self.seconds
 
-    def enter_phase(self, name: str) -> None:
-        self.phase = name
-        self.phase_starts.append(time.time())
-        self._moved = time.monotonic()
+    def stall(self) -> Stall | None:
+        """What it is stuck in, if it is. Progress is what differs from the last call, so somebody has to ask often."""
+        if self.status != "running":
+            return None
+        phase, now = self.phase, time.monotonic()
+        seen = (phase, len(self.phase_starts), self.memory.status().progress.done_bytes)
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        still = now - self._moved
+        return Stall(phase or "start", still) if still > self.phase_timeout_s + self._patience(phase) else None
 
-    def seconds_without_progress(self) -> float:
-        """How long ago the phase began, or last moved bytes."""
-        moved_bytes = self.memory.status().progress.done_bytes
-        if moved_bytes != self._moved_bytes:
-            self._moved_bytes = moved_bytes
-            self._moved = time.monotonic()
-        return time.monotonic() - self._moved
+    def _patience(self, phase: str) -> float:
+        """How long the caller asked this phase to wait, seconds."""
+        if isinstance(self.request, ReleaseRequest):
+            return self.request.timeout_s if phase == "drain" else 0.0
+        return self.request.wait_for_memory_s if phase == "wait_for_memory" else 0.0
+
+    async def watch(self, every_s: float) -> None:
+        """Return when it has ended; until then, log each phase that it is stuck in, once."""
+        told = ""
+        ended = self.ending()
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=every_s)
+            stall = self.stall()
+            if stall is not None and stall.phase != told:
+                told = stall.phase
+                logger.warning("%s", stall_message(self, stall))
 
     def ending(self) -> asyncio.Future[None]:
         """Return a future of the running event loop that is done once this operation is.
@@ -212,26 +254,32 @@ class Operation:
         self.status = "running"
         self.started_at = time.time()
         self._started = self._moved = time.monotonic()
-        self.log = PhaseLog(self.enter_phase, self.memory.read_devices)
+        self.log = PhaseLog(self.memory.read_devices)
 
     def _finish(self, report: OperationReport | None, error: BaseException | None) -> None:
         self.seconds = time.monotonic() - self._started
         self.finished_at = time.time()
         self.report = None if report is None else replace(report, seconds=self.seconds)
-        # Neither the frames of a failure nor the log shall keep this operation for longer than the history does.
+        # The frames of a failure shall not keep this operation for longer than the history does.
         self.error = None if error is None else error.with_traceback(None)
-        if self.log is not None:
-            self.log.close()
+        if error is not None and self.log is not None:
+            self.failed_phase = self.log.failed
         self.state = self.memory.status().state
-        self.phase = ""
         self.status = "succeeded" if error is None else "failed"
 
 
 class Operations:
     """The queue of operations and what is remembered of them."""
 
-    def __init__(self, history: int, on_finished: Callable[[Operation], None], memory: Memory = LOCAL_MEMORY) -> None:
+    def __init__(
+        self,
+        history: int,
+        on_finished: Callable[[Operation], None],
+        memory: Memory = LOCAL_MEMORY,
+        phase_timeout_s: float = math.inf,
+    ) -> None:
         self._memory = memory
+        self._phase_timeout_s = phase_timeout_s
         self._history: OrderedDict[str, Operation] = OrderedDict()
         self._history_limit = history
         self._keys: OrderedDict[str, Operation] = OrderedDict()
@@ -284,7 +332,9 @@ class Operations:
                 raise ConflictError(request, conflicting)
             if len(self._pending) >= MAX_PENDING:
                 raise TooManyOperationsError
-            operation = Operation(uuid.uuid4().hex[:12], request, client, time.time(), self._memory)
+            operation = Operation(
+                uuid.uuid4().hex[:12], request, client, time.time(), self._memory, self._phase_timeout_s
+            )
             self._pending.append((operation, work))
             self._remember(operation, key)
             if self._worker is None:

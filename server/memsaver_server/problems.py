@@ -17,7 +17,7 @@ from memsaver_core.errors import (
     UnsupportedError,
 )
 from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError
-from memsaver_server.occupation import NotEnoughToReleaseError, NotResidentError, UnusableError
+from memsaver_server.occupation import MemoryBusyError, NotEnoughToReleaseError, NotResidentError, UnusableError
 from memsaver_server.operations import (
     ConflictError,
     IdempotencyKeyError,
@@ -115,6 +115,8 @@ def problem_of(error: BaseException) -> Problem:
         case PhaseTimeoutError():
             stuck = {"phase": error.phase, "operation_id": error.operation.id}
             return Problem(504, "phase_timeout", message, stuck)
+        case MemoryBusyError():
+            return Problem(504, "memory_busy", message, {"phase": error.phase})
         case ContextLostError() | UnusableError():
             return Problem(500, "context_lost", message, _driver(error))
         case DriverError():

@@ -168,6 +168,7 @@ class ErrorDetails(BaseModel):
 
     type: str
     message: str
+    phase: str | None = Field(default=None, description="The phase of an operation that failed or is stuck.")
 
 
 class ErrorAnswer(BaseModel):
@@ -190,6 +191,13 @@ class ProgressAnswer(BaseModel):
     seconds_left: float | None
 
 
+class StallAnswer(BaseModel):
+    """A phase that has made no progress for longer than MEMSAVER_PHASE_TIMEOUT_S. The operation goes on."""
+
+    phase: str
+    seconds: float
+
+
 class OperationStatusAnswer(BaseModel):
     """An operation, whether it waits, runs or is done. ``answer`` is what its caller got, once it is done."""
 
@@ -197,6 +205,7 @@ class OperationStatusAnswer(BaseModel):
     operation: Literal["release", "resume"]
     status: Literal["queued", "running", "succeeded", "failed"]
     phase: str
+    stalled: StallAnswer | None
     tags: list[str] | None
     client: str
     created_at: float

@@ -28,7 +28,7 @@ from memsaver_server.signatures import SeenNonces
 from memsaver_server.trust import caller
 from memsaver_server.turns import Turns
 
-#: How often a caller that waits looks whether the operation is stuck, seconds.
+#: How often those who wait look whether the operation is stuck, seconds, at most.
 WATCH_S = 1.0
 
 
@@ -44,6 +44,7 @@ class Service:
         self.metrics.watch(self.occupation)
         self.nonces = SeenNonces()
         self.turns = Turns()
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self.closing = threading.Event()
 
     def close(self) -> None:
@@ -85,9 +86,18 @@ class Service:
         except Exception as error:
             self.metrics.count(asked.operation, problem_of(error).kind)
             raise
+        self._watch(operation)
         if not run_async:
             await self._finished(operation)
         return operation
+
+    def _watch(self, operation: Operation) -> None:
+        """Have the log told where ``operation`` is stuck, also where nobody waits for it."""
+        if operation.id in self._watches or operation.done.done():
+            return
+        watch = asyncio.get_running_loop().create_task(operation.watch(self._look_every_s))
+        self._watches[operation.id] = watch
+        watch.add_done_callback(lambda _: self._watches.pop(operation.id))
 
     async def _finished(self, operation: Operation) -> None:
         """Wait until ``operation`` has ended, or whatever is in work now is stuck.
@@ -97,12 +107,15 @@ class Service:
         """
         ended = operation.ending()
         while not ended.done():
-            await asyncio.wait({ended}, timeout=min(WATCH_S, self.settings.phase_timeout_s / 4))
+            await asyncio.wait({ended}, timeout=self._look_every_s)
             running = self.occupation.operations.running
-            if not ended.done() and running is not None and running.status == "running":
-                still = running.seconds_without_progress() - _patience(running)
-                if still > self.settings.phase_timeout_s:
-                    raise PhaseTimeoutError(running, running.phase or "start", still)
+            stall = running.stall() if running is not None and not ended.done() else None
+            if running is not None and stall is not None:
+                raise PhaseTimeoutError(running, stall)
+
+    @property
+    def _look_every_s(self) -> float:
+        return min(WATCH_S, self.settings.phase_timeout_s / 4)
 
     def _record(self, operation: Operation) -> None:
         outcome = "success" if operation.error is None else problem_of(operation.error).kind
@@ -127,11 +140,3 @@ def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:
 def _normal(tags: list[str] | None) -> tuple[str, ...] | None:
     """An empty list means all, and neither order nor repetition counts."""
     return tuple(sorted(set(tags))) if tags else None
-
-
-def _patience(operation: Operation) -> float:
-    """How long the caller asked the present phase to wait, seconds."""
-    request = operation.request
-    if isinstance(request, ReleaseRequest):
-        return request.timeout_s if operation.phase == "drain" else 0.0
-    return request.wait_for_memory_s if operation.phase == "wait_for_memory" else 0.0

@@ -39,6 +39,11 @@ class SeenNonces:
             return True
 
 
+def is_signed(headers: Mapping[str, str]) -> bool:
+    """Return whether the request is said to be signed."""
+    return any(name in headers for name in BODY_HEADERS)
+
+
 def signature_is_right(
     key: str, method: str, path: str, headers: Mapping[str, str], body: bytes, seen: SeenNonces
 ) -> bool:

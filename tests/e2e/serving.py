@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -102,3 +103,40 @@ class Example(Child):
         address = ADDRESS.search(self.read_line())
         assert address is not None
         return address.group()
+
+
+class Forks(Child):
+    """Runs of ``memsaver serve`` that a test kills, one after the other: a start costs a second instead of five."""
+
+    def __init__(self) -> None:
+        super().__init__(str(Path(__file__).with_name("forks.py")), inherited=environment())
+        self.pid = 0
+
+    def serve(self, *options: str, changes: Mapping[str, str], phase: str = "", call: str = "") -> str:
+        """Start one, once the last has ended. Its address.
+
+        Args:
+            phase: stand still in the second phase of that name,
+            call: and there in the first call of that name to the driver; ``read_line`` tells when.
+        """
+        request = {"arguments": ["serve", *options], "environment": dict(changes), "phase": phase, "call": call}
+        self.pid = int(self.ask(json.dumps(request)))
+        line = self.read_line()
+        address = ADDRESS.search(line)
+        if address is None:
+            self.pid = 0
+            raise AssertionError(f"it did not start: {line}")
+        return address.group()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send the one that runs a signal, wait for its end and return the exit code."""
+        os.kill(self.pid, number)
+        self.pid = 0
+        while not (line := self.read_line()).startswith("exit "):
+            assert line, "the program that starts them has ended"
+        return int(line.split()[1])
+
+    def __exit__(self, *exception: object) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+        super().__exit__(*exception)

@@ -115,7 +115,7 @@ def test_simple(mode: str) -> None:
 
 @both_modes
 def test_cuda_graph(mode: str) -> None:
-    """G1 and G2: the memory of the cache and of the graphs goes, and the replay is right afterwards."""
+    """G1, G2: the memory of the cache and of the graphs goes, and the replay is right afterwards."""
     run(
         """
         size = 16 * MIB

@@ -161,7 +161,7 @@ def test_free_while_released(tag: str) -> None:
 
 
 def test_repeats_are_success(tag: str) -> None:
-    """R4 and R5: releasing and resuming again is success, whatever part was done before."""
+    """R4, R5: releasing and resuming again is success, whatever part was done before."""
     with ms.region(tag + "-a"):
         first = torch.ones(4 * MIB, device="cuda")
     with ms.region(tag + "-b"):
@@ -179,7 +179,7 @@ def test_repeats_are_success(tag: str) -> None:
 
 
 def test_nested_regions(tag: str) -> None:
-    """R15 and T7: inside an inner region its tag holds, after it the outer one again."""
+    """R15, T7: inside an inner region its tag holds, after it the outer one again."""
     with ms.region(tag + "-outer"):
         before = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         with ms.region(tag + "-inner"):
@@ -194,7 +194,7 @@ def test_nested_regions(tag: str) -> None:
 
 
 def test_graph_replays_after_release(tag: str) -> None:
-    """G1 and G2: a graph's pool bytes go, measured, and its replay is right afterwards without a recapture."""
+    """G1, G2: a graph's pool bytes go, measured, and its replay is right afterwards without a recapture."""
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda().half()
     with ms.region(tag + "-w", restore="host"):
         ms.adopt(model, tag + "-w", restore="host")

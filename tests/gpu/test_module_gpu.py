@@ -56,7 +56,7 @@ def owned(tensor: torch.Tensor) -> bool:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_it_goes_and_comes_back(make: Callable[[int], Example], width: int) -> None:
-    """R1 and G1: measured, by HTTP, with the same outputs from the same addresses; a graph is replayed as it was."""
+    """R1, G1: measured, by HTTP, with the same outputs from the same addresses; a graph is replayed as it was."""
     with example(make, width) as made:
         assert all(owned(each) for each in made.held)
         assert made.bytes > 64 * MIB

@@ -72,7 +72,7 @@ def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
 
 @pytest.mark.parametrize("current", DEVICES)
 def test_kernels_in_flight_on_the_other_device(tag: str, current: int) -> None:
-    """T6: the device that is not current is waited for, too; R2: nothing is unmapped under its kernels."""
+    """T6, R2: the device that is not current is waited for, too; nothing is unmapped under its kernels."""
     tensors = on_both(tag, 64 * MIB)
     for tensor in tensors:
         tensor.zero_()

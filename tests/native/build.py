@@ -1,4 +1,4 @@
-"""Builds the programs that test the core without Python; kept between runs, so that only what changed is built."""
+"""Builds what tests the core natively; kept between runs, so that only what changed is built."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ def built() -> Path:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
     return folder
+
+
+def small_module() -> Path:
+    """The Python module of a core with small units: a few pages are several blocks, chunks, windows and slices.
+
+    It registers the same types as ``memsaver_core._native``, so a process can have one of them only.
+    """
+    (module,) = built().glob("_native_small.*.so")
+    return module
 
 
 def run(program: Path, *arguments: str) -> str:

@@ -59,16 +59,19 @@ KNOWN = {
 }
 
 
+def keys_of(docstring: str) -> list[str]:
+    """The keys that a test's docstring starts with: ``R1: ...``, or ``R1, R2: ...`` where it guards against several."""
+    start = re.match(r"((?:[RGBTS]\d+, )*[RGBTS]\d+): ", docstring)
+    return start.group(1).split(", ") if start else []
+
+
 def tests_by_key() -> dict[str, list[str]]:
-    """The tests whose docstrings start a sentence with the key."""
+    """The tests whose docstrings start with the key."""
     found: dict[str, list[str]] = {key: [] for key in KNOWN}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
-                continue
-            text = ast.get_docstring(node) or ""
-            for group in re.findall(r"(?:^|[\s(])((?:[RGBTS]\d+(?:, | and )?)+):", text):
-                for key in re.findall(r"[RGBTS]\d+", group):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                for key in keys_of(ast.get_docstring(node) or ""):
                     if key in found:
                         found[key].append(f"`{path.relative_to(ROOT / 'tests')}` {node.name}")
     return found

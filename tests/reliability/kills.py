@@ -1,7 +1,8 @@
 """Kill -9 before and after each system call of an engine: ``python -m tests.reliability.kills``, standstill preloaded.
 
 Each engine is a fork of this process. It stands still in the nth system call of one operation, where the host driver's
-account and the system, and the saver's account and the driver's, are at odds; there it is killed. Prints figures.
+account and the system, and the saver's account and the driver's, are at odds; there it is killed. A co-tenant works
+meanwhile; where the engine stands still with the account's lock, the co-tenant waits for that. Prints figures.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import glob
+import itertools
 import json
 import os
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
@@ -26,6 +29,8 @@ CAPACITY = 1 << 20
 #: Tag, policy and bytes of what an engine holds.
 HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
 OPERATIONS = ("start", "allocate", "release", "resume", "free", "end")
+#: What the co-tenant does while an engine is killed, in turn.
+TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
 
 def make(device: str, folder: Path) -> Any:
@@ -61,8 +66,10 @@ def engine(operation: str, nth: int, after: bool, report: int, device: str, fold
     reached("")
 
 
-def run_until(operation: str, nth: int, after: bool, device: str, folder: Path) -> str:
+def run_until(operation: str, nth: int, after: bool, device: str, folder: Path, tenant: Tenant | None) -> str:
     """Kill an engine in the nth system call of an operation. The call; empty where there are fewer."""
+    if tenant is not None:
+        tenant.prepare()
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -75,6 +82,8 @@ def run_until(operation: str, nth: int, after: bool, device: str, folder: Path) 
     os.close(theirs)
     call = os.read(ours, 100).decode()  # nothing where the engine has ended by itself
     if call:
+        if tenant is not None:
+            tenant.begin()
         os.kill(child, signal.SIGKILL)
     os.close(ours)
     _, status = os.waitpid(child, 0)
@@ -83,19 +92,58 @@ def run_until(operation: str, nth: int, after: bool, device: str, folder: Path) 
 
 
 class Tenant:
-    """A co-tenant in this process: whatever happens to the engine, it notices nothing."""
+    """A co-tenant in this process: whatever happens to the engine, its operations succeed and its content is whole."""
 
     def __init__(self, device: str, folder: Path) -> None:
         self.saver = make(device, folder)
         self.address = self.saver.allocate(0, "tenant", "host", 7 * PAGE)
         self.written = fill(self.address, 7 * PAGE, 2)
+        self.turns = itertools.cycle(TENANTS_OPERATIONS)
+        self.waited: Counter[str] = Counter()
+
+    def prepare(self) -> None:
+        """Be ready for the next operation, while no engine holds the lock."""
+        self.operation = next(self.turns)
+        if self.operation == "resume":
+            self.saver.release([], [], {})
+
+    def begin(self) -> None:
+        """Run the operation in a thread; return when it is done, or waits for the lock that the engine holds."""
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        while self.thread.is_alive():
+            if waits_for_a_lock():
+                self.waited[self.operation] += 1
+                return
+
+    def _run(self) -> None:
+        try:
+            if self.operation == "allocate":
+                self.saver.free(self.saver.allocate(0, "more", "discard", PAGE))
+            elif self.operation == "release":
+                self.saver.release([], [], {})
+            else:
+                self.saver.resume([])
+        except BaseException as failure:
+            self.failure = failure
 
     def check(self) -> None:
+        self.thread.join()
+        assert self.failure is None, self.failure
         assert self.saver.audit() == []  # the device has given out what the tenant holds, and no more
+        self.saver.resume([])
         self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - 7 * PAGE))
         self.saver.release([], [], {})
         self.saver.resume([])
         assert content(self.address, 7 * PAGE) == self.written
+
+
+def waits_for_a_lock() -> bool:
+    """Whether a thread of this process waits for a lock on a file, which the system tells by an arrow."""
+    with open("/proc/locks") as locks:
+        waiting = [line.split() for line in locks if "->" in line]
+    return any(int(fields[5]) == os.getpid() for fields in waiting)
 
 
 def check_successor(device: str, folder: Path) -> None:
@@ -109,24 +157,19 @@ def check_successor(device: str, folder: Path) -> None:
             assert content(address, nbytes) == expected
 
 
-def kill_everywhere(folder: Path, alone: bool) -> Counter[str]:
+def kill_everywhere(folder: Path, tenant: Tenant | None, device: str) -> Counter[str]:
     """Kill an engine in every place; alone on its device, or beside a co-tenant."""
-    device = f"kills-{uuid.uuid4().hex[:12]}"
-    tenant = None if alone else Tenant(device, folder)
     kills: Counter[str] = Counter()
     for operation in OPERATIONS:
         for after in (False, True):
             nth = 0
-            while call := run_until(operation, nth := nth + 1, after, device, folder):
+            while call := run_until(operation, nth := nth + 1, after, device, folder, tenant):
                 kills[f"{operation}, {call}"] += 1
                 if tenant is not None:
                     tenant.check()
                 check_successor(device, folder)
                 assert list(folder.iterdir()) == []
-                assert alone != bool(shared_memory(device))
-    del tenant
-    gc.collect()
-    assert shared_memory(device) == []
+                assert (tenant is not None) == bool(shared_memory(device))
     return kills
 
 
@@ -136,12 +179,24 @@ def shared_memory(device: str) -> list[str]:
 
 def main() -> None:
     start = time.monotonic()
-    kills: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for alone in (False, True):
-            kills += kill_everywhere(Path(folder), alone)
-    seconds = round(time.monotonic() - start, 1)
-    print(json.dumps({"kills": sum(kills.values()), "seconds": seconds, "by_place": dict(sorted(kills.items()))}))
+    device = f"kills-{uuid.uuid4().hex[:12]}"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kills = kill_everywhere(folder, None, device)
+        tenant = Tenant(device, folder)
+        kills += kill_everywhere(folder, tenant, device)
+        waited = dict(sorted(tenant.waited.items()))
+        del tenant
+        gc.collect()
+        assert shared_memory(device) == []
+    figures = {
+        "kills": sum(kills.values()),
+        "waited": sum(waited.values()),
+        "seconds": round(time.monotonic() - start, 1),
+        "by_place": dict(sorted(kills.items())),
+        "waited_by_operation": waited,
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

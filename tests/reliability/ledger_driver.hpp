@@ -21,6 +21,7 @@ namespace memsaver {
 // compare a saver's with. It is hostile where the contract lets it be:
 // - copies, fills and digests run when somebody waits for them, as late as a device may;
 // - memory that was just mapped holds garbage;
+// - it may refuse to unmap a range for as long as it likes, and have no digests;
 // - it writes down every misuse: a handle released while mapped, a range unmapped or host memory unpinned while work on
 //   it is under way, work on memory that is not there, an event recycled twice, anything never given back.
 class LedgerDriver final : public Driver {
@@ -31,14 +32,46 @@ class LedgerDriver final : public Driver {
   }
 
  public:
-  explicit LedgerDriver(std::unique_ptr<Driver> driver) : driver_(std::move(driver)) {}
+  // What there is to tell when all is over: what was done against the contract, and what was never given back, by kind.
+  struct Report {
+    std::vector<std::string> misuses;
+    std::map<std::string, std::size_t> left_behind;
+  };
+
+  explicit LedgerDriver(std::unique_ptr<Driver> driver, bool digests = true)
+      : driver_(std::move(driver)), digests_(digests) {}
   ~LedgerDriver() override {
-    if (report_ == nullptr) return;
-    *report_ = misuses_;
-    for (auto& left : left_behind()) report_->push_back("left behind: " + left);
+    if (report_ != nullptr) *report_ = {misuses_, held()};
   }
-  // Where the destructor writes misuses and what was never given back.
-  void report_to(std::vector<std::string>* report) { report_ = report; }
+  // Where the destructor writes its report.
+  void report_to(Report* report) { report_ = report; }
+
+  // The next `count` ranges to be unmapped are not, however often that is tried, until let_go().
+  void refuse_unmaps(std::size_t count) {
+    with_lock([&] {
+      refusals_ = count;
+      holding_ = true;
+    });
+  }
+  void let_go() {
+    with_lock([&] {
+      refusals_ = 0;
+      holding_ = false;
+    });
+  }
+  // Whether what is mapped there was refused to be unmapped, and still is mapped.
+  [[nodiscard]] bool is_stuck(Address address) const {
+    return with_lock([&] { return stuck_.count(address) != 0; });
+  }
+  // The context is lost: nothing runs on the device any more.
+  void lose_work() {
+    with_lock([&] {
+      for (auto& [stream, queue] : queues_) {
+        queue.begin = queue.end();
+        queue.work.clear();
+      }
+    });
+  }
 
   struct Mapping {
     int device;
@@ -72,12 +105,12 @@ class LedgerDriver final : public Driver {
   [[nodiscard]] std::size_t events() const {
     return with_lock([&] { return events_.size(); });
   }
-  // What was never given back, in words; empty where all was.
-  [[nodiscard]] std::vector<std::string> left_behind() const {
+  // What is not given back yet, by kind; empty where all is.
+  [[nodiscard]] std::map<std::string, std::size_t> held() const {
     return with_lock([&] {
-      std::vector<std::string> left;
+      std::map<std::string, std::size_t> held;
       const auto count = [&](std::size_t number, const char* what) {
-        if (number > 0) left.push_back(std::to_string(number) + " " + what);
+        if (number > 0) held[what] = number;
       };
       count(events_.size(), "events");
       count(handles_.size(), "handles");
@@ -85,7 +118,7 @@ class LedgerDriver final : public Driver {
       count(reservations_.size(), "reservations");
       count(registered_.size(), "registered ranges");
       count(queues_.size(), "streams");
-      return left;
+      return held;
     });
   }
 
@@ -152,9 +185,18 @@ class LedgerDriver final : public Driver {
     with_lock([&] {
       const auto found = mappings_.find(address);
       if (found == mappings_.end() || found->second.bytes != bytes) return misuse("unmap of what is not mapped");
+      if (stuck_.count(address) == 0 && refusals_ > 0) {
+        --refusals_;
+        stuck_.insert(address);
+      }
+      if (holding_ && stuck_.count(address) != 0) {
+        throw Error::from_driver(ErrorKind::driver, "unmap", "REFUSED", "the range is held");
+      }
       if (in_use(address, bytes)) misuse("unmap under work that is under way");
-      handles_.at({device, found->second.handle}).mapped = false;
+      const auto handle = handles_.find({device, found->second.handle});
+      if (handle != handles_.end()) handle->second.mapped = false;
       mappings_.erase(found);
+      stuck_.erase(address);
     });
     driver_->unmap(device, address, bytes);
   }
@@ -207,7 +249,7 @@ class LedgerDriver final : public Driver {
       for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
     });
   }
-  bool has_digest(int device) noexcept override { return driver_->has_digest(device); }
+  bool has_digest(int device) noexcept override { return digests_ && driver_->has_digest(device); }
   bool digest_is_cheap() const noexcept override { return driver_->digest_is_cheap(); }
 
   Event record(int, Stream stream) override {
@@ -358,7 +400,11 @@ class LedgerDriver final : public Driver {
   std::unique_ptr<Driver> driver_;
   mutable std::recursive_mutex mutex_;
   std::vector<std::string> misuses_;
-  std::vector<std::string>* report_ = nullptr;
+  Report* report_ = nullptr;
+  const bool digests_;
+  std::size_t refusals_ = 0;
+  bool holding_ = false;
+  std::set<Address> stuck_;
   std::map<Address, std::size_t> reservations_;
   std::map<std::pair<int, Handle>, Owned> handles_;
   std::map<Address, Mapping> mappings_;

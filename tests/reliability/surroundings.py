@@ -1,4 +1,4 @@
-"""Small surroundings for a process of its own: a control group with little memory, a disk with little space.
+"""Small surroundings for a process: a control group with little memory, a disk with little space, few descriptors.
 
 What this machine does not allow is skipped, with the reason.
 """
@@ -6,8 +6,11 @@ What this machine does not allow is skipped, with the reason.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import os
+import resource
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +33,8 @@ def in_child(body: Callable[[], None]) -> None:
             pipe.send(("done", ""))
         except pytest.skip.Exception as reason:
             pipe.send(("skipped", str(reason)))
-        except BaseException as error:
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
 
     ours, theirs = _FORK.Pipe()
     process = _FORK.Process(target=run, args=(theirs,))
@@ -46,7 +49,8 @@ def in_child(body: Callable[[], None]) -> None:
     process.join()
     if outcome == "skipped":
         pytest.skip(reason)
-    assert (outcome, reason) == ("done", "")
+    if outcome == "failed":
+        pytest.fail(f"in the child:\n{reason}")
 
 
 class ControlGroup:
@@ -59,17 +63,17 @@ class ControlGroup:
     def limit(self, nbytes: int) -> None:
         (self._folder / self._bound).write_text(str(nbytes))
 
-    def enter(self) -> None:
-        """Move this process in. What it had before still counts where it was."""
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+    def enter(self, process: int = 0) -> None:
+        """Move a process in, this one by default. What it had before still counts where it was."""
+        (self._folder / "cgroup.procs").write_text(str(process or os.getpid()))
 
 
 @contextmanager
-def control_group(nbytes: int) -> Iterator[ControlGroup]:
+def control_group(nbytes: int, version: int) -> Iterator[ControlGroup]:
     """A new control group below this process's own, or below the nearest that may have such children."""
     name = f"memsaver-{uuid.uuid4().hex[:12]}"
     reasons = []
-    for parent, bound in _places():
+    for parent, bound in _places(version):
         folder = parent / name
         try:
             folder.mkdir()
@@ -86,16 +90,17 @@ def control_group(nbytes: int) -> Iterator[ControlGroup]:
             return
         finally:
             folder.rmdir()
-    pytest.skip("no control group with a memory limit can be made here: " + "; ".join(reasons or ["none is mounted"]))
+    why = "; ".join(reasons or ["none is mounted"])
+    pytest.skip(f"no control group of version {version} with a memory limit can be made here: {why}")
 
 
-def _places() -> Iterator[tuple[Path, str]]:
+def _places(version: int) -> Iterator[tuple[Path, str]]:
     """Where a child may be made, nearest first, and the name of its limit."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        if "memory" in controllers.split(","):
+        if version == 1 and "memory" in controllers.split(","):
             root, bound = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        elif not controllers:
+        elif version == 2 and not controllers:
             root, bound = Path("/sys/fs/cgroup"), "memory.max"
         else:
             continue
@@ -117,3 +122,15 @@ def mount_small_disk(folder: Path, nbytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
         pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")
+
+
+@contextmanager
+def no_descriptors(process: int) -> Iterator[None]:
+    """A process can open nothing while the block runs; what it has open stays."""
+    before = resource.prlimit(process, resource.RLIMIT_NOFILE)
+    first_free = next(number for number in itertools.count() if not os.path.lexists(f"/proc/{process}/fd/{number}"))
+    resource.prlimit(process, resource.RLIMIT_NOFILE, (first_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, resource.RLIMIT_NOFILE, before)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import pytest
 from memsaver_core import _native
 from memsaver_core.errors import OutOfDeviceMemoryError
 from tests.native.build import ROOT, built
-from tests.programs import Child, run_python
-from tests.reliability.figures import keep, kept
+from tests.programs import Child
+from tests.reliability.figures import keep
 from tests.unit.saver_memory import MIB, PAGE, content, fill
 
 CAPACITY = 32 * MIB
@@ -33,6 +33,7 @@ PHASES = [
     *(("resume", call) for call in ("memory_info", "create", "map", "allow_access", "copy_to_device", "fill_zero")),
     *(("resume", call) for call in ("digest", "record", "wait")),
 ]
+IDLE = ("", "")
 
 
 @pytest.fixture
@@ -43,21 +44,63 @@ def device() -> Iterator[str]:
         os.unlink(path)
 
 
+@pytest.fixture(scope="module")
+def places() -> Iterator[dict[str, str]]:
+    """Where this run has killed processes: kept once, at the end, so that no earlier run's places stay."""
+    found: dict[str, str] = {}
+    yield found
+    keep("deaths", found)
+
+
+Fork = Callable[..., tuple[multiprocessing.process.BaseProcess, Connection]]
+
+
+@pytest.fixture
+def fork() -> Iterator[Fork]:
+    """Runs a function in a forked child, with a pipe to the test as its last argument; no child outlives the test."""
+    children = []
+
+    def start(target: Callable[..., None], *arguments: Any) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+        ours, theirs = FORK.Pipe()
+        child = FORK.Process(target=target, args=(*arguments, theirs))
+        children.append(child)
+        child.start()
+        theirs.close()  # so that a child that dies early is an error to who listens
+        return child, ours
+
+    yield start
+    for child in children:
+        child.kill()
+        child.join()
+
+
+def kill(process: multiprocessing.process.BaseProcess) -> None:
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
 def shared_memory(device: str) -> list[str]:
     """What names the device; others of this machine may use theirs meanwhile."""
     return glob.glob(f"/dev/shm/*{device}*")
 
 
-def make(device: str, folder: Path, **settings: Any) -> _native.Saver:
+def make(device: str, folder: Path, capacity: int = CAPACITY, **settings: Any) -> _native.Saver:
     return _native.Saver(
         driver="host",
         host_devices=[device],
-        host_capacity=CAPACITY,
+        host_capacity=capacity,
         file_folder=str(folder),
         verify="full",
         faulty=True,
         **settings,
     )
+
+
+def used_bytes(saver: _native.Saver) -> int:
+    """What all processes hold of the device, as one of them is told."""
+    free, total = saver.memory_info(0)
+    return total - free
 
 
 def populate(saver: _native.Saver) -> list[tuple[int, int, bytes]]:
@@ -72,61 +115,143 @@ def populate(saver: _native.Saver) -> list[tuple[int, int, bytes]]:
     return kept_memories
 
 
-def full_cycle(saver: _native.Saver, memories: list[tuple[int, int, bytes]]) -> None:
-    saver.release([], [], {})
-    saver.resume([])
+def check_content(memories: list[tuple[int, int, bytes]]) -> None:
     for address, nbytes, written in memories:
         assert content(address, nbytes) == written
 
 
+def full_cycle(saver: _native.Saver, memories: list[tuple[int, int, bytes]]) -> None:
+    saver.release([], [], {})
+    saver.resume([])
+    check_content(memories)
+
+
+class Operation(threading.Thread):
+    """A release or a resume of everything in a thread of its own, which stands still in its first `call`."""
+
+    def __init__(self, saver: _native.Saver, operation: str, call: str) -> None:
+        super().__init__(daemon=True)
+        self.saver, self.operation = saver, operation
+        self.failure: BaseException | None = None
+        before = saver.counts().get(call, 0)
+        saver.delay(call, 3600)
+        self.start()
+        while saver.counts().get(call, 0) == before:
+            time.sleep(0.001)
+
+    def run(self) -> None:
+        try:
+            if self.operation == "release":
+                self.saver.release([], [], {})
+            else:
+                self.saver.resume([])
+        except BaseException as failure:
+            self.failure = failure
+
+    def finish(self) -> None:
+        """Let it go on, and see it succeed."""
+        self.saver.heal()
+        self.join()
+        assert self.failure is None, self.failure
+
+
 def engine(device: str, folder: Path, operation: str, call: str, pipe: Connection) -> None:
-    """Stands still in the first `call` of the operation, and says so."""
+    """Stands still in the first `call` of the operation, if any, and says so."""
     saver = make(device, folder)
     populate(saver)
     if operation == "resume":
         saver.release([], [], {})
-    before = saver.counts().get(call, 0)
-    saver.delay(call, 3600)
-    run = (lambda: saver.release([], [], {})) if operation == "release" else (lambda: saver.resume([]))
-    threading.Thread(target=run, daemon=True).start()
-    while saver.counts().get(call, 0) == before:
-        time.sleep(0.001)
+    if call:
+        Operation(saver, operation, call)
     pipe.send((saver.status()["state"], saver.status()["operation"]))
     signal.pause()
 
 
 @pytest.mark.parametrize(("operation", "call"), PHASES)
-def test_killed_in_the_middle(device: str, tmp_path: Path, operation: str, call: str) -> None:
-    """S5: killed in any phase of a release or a resume, its memory is free at once, no file is left, and neither the
-    co-tenant nor the next engine notices anything; B6: no backup file stays."""
+def test_killed_in_the_middle(
+    device: str, tmp_path: Path, operation: str, call: str, fork: Fork, places: dict[str, str]
+) -> None:
+    """S5, B6: killed in any phase of a release or a resume, its memory is free at once, no backup file is left, and
+    neither the co-tenant nor the next engine notices anything."""
     tenant = make(device, tmp_path)
     memories = populate(tenant)
-    held = CAPACITY - tenant.memory_info(0)[0]
+    held = used_bytes(tenant)
     before = shared_memory(device)
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=engine, args=(device, tmp_path, operation, call, theirs))
-    process.start()
-    state, running = ours.recv()
+    process, pipe = fork(engine, device, tmp_path, operation, call)
+    state, running = pipe.recv()
     if call not in ("synchronize", "memory_info"):
         assert (state, running) == (operation[:-1] + "ing", operation)
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
-    assert CAPACITY - tenant.memory_info(0)[0] == held
+    kill(process)
+    assert used_bytes(tenant) == held
     assert tenant.audit() == []
     assert list(tmp_path.iterdir()) == []
     assert shared_memory(device) == before
     full_cycle(tenant, memories)
     successor = make(device, tmp_path)
     full_cycle(successor, populate(successor))
-    figures = kept("deaths")
-    figures[f"{operation}, {call}"] = "account right at once, nothing left, successor works"
-    keep("deaths", figures)
+    places[f"{operation}, {call}"] = "account right at once, nothing left, successor works"
+
+
+@pytest.mark.parametrize(("operation", "call"), PHASES)
+def test_a_co_tenant_killed_while_in_the_middle(
+    device: str, tmp_path: Path, operation: str, call: str, fork: Fork
+) -> None:
+    """S5: in whatever phase an engine is while its co-tenant is killed, which idles or is in the middle itself: what
+    the dead one held is free at once, the operation succeeds, and the content is whole."""
+    opposite = PHASES[(PHASES.index((operation, call)) + len(PHASES) // 2) % len(PHASES)]
+    observer = make(device, tmp_path)
+    for place in (IDLE, (operation, call), opposite):
+        process, pipe = fork(engine, device, tmp_path, *place)  # before the survivor has threads
+        pipe.recv()
+        held = used_bytes(observer)
+        survivor = make(device, tmp_path)
+        memories = populate(survivor)
+        if operation == "resume":
+            survivor.release([], [], {})
+        under_way = Operation(survivor, operation, call)
+        both = used_bytes(observer)
+        kill(process)
+        assert used_bytes(observer) == both - held
+        under_way.finish()
+        if operation == "release":
+            survivor.resume([])
+        check_content(memories)
+        assert survivor.audit() == []
+        del survivor, under_way
+        assert used_bytes(observer) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def take_all(device: str, folder: Path, pipe: Connection) -> None:
+    """Takes the whole device, and stands still where a release has kept nothing yet."""
+    saver = make(device, folder)
+    fill(saver.allocate(0, "all", "host", CAPACITY), CAPACITY, 9)
+    Operation(saver, "release", "copy_to_host")
+    pipe.send(used_bytes(saver))
+    signal.pause()
+
+
+def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path: Path, fork: Fork) -> None:
+    """S5: a resume that has too little memory succeeds once the co-tenant that holds it is killed, before it looks."""
+    survivor = make(device, tmp_path)
+    memories = populate(survivor)
+    survivor.release([], [], {})
+    process, pipe = fork(take_all, device, tmp_path)
+    assert pipe.recv() == CAPACITY
+    with pytest.raises(OutOfDeviceMemoryError):
+        survivor.resume([])
+    under_way = Operation(survivor, "resume", "memory_info")
+    kill(process)
+    under_way.finish()
+    check_content(memories)
+    assert survivor.audit() == []
 
 
 @pytest.mark.slow
 def test_killed_before_and_after_each_system_call() -> None:
     """S5: wherever an engine is killed, inside of the host driver's calls too, between what the system did and what the
-    account says of it, the account is right at once and the next engine works."""
+    account says of it, the account is right at once, the next engine works, and a co-tenant's operation succeeds,
+    though it waits on the account's lock, which the dead one held."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills"],
         cwd=ROOT,
@@ -141,63 +266,145 @@ def test_killed_before_and_after_each_system_call() -> None:
     keep("kills", figures)
     assert figures["kills"] > 300
     assert {"release, fallocate", "resume, fallocate", "allocate, unlock"} <= set(figures["by_place"])
+    assert set(figures["waited_by_operation"]) == {"allocate", "release", "resume"}
 
 
 PROGRAM = """
-import sys, threading, time
-import torch
+import os, sys, threading, time
+import torch, torch._dynamo  # which is loaded at the first region otherwise
 import memsaver_core as ms
 from memsaver_core import _process
-_process.configure(driver="host", host_device=sys.argv[1], host_capacity=32 << 20, file_dir=sys.argv[2],
-                   fault_injection=True)
+
+# One fork for each line: what starts is a process that has loaded all, and used nothing.
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+
+device, folder, said, state, then = line.split()
+_process.configure(driver="host", host_device=device, host_capacity=32 << 20, file_dir=folder, fault_injection=True)
 with ms.region("weights"):
     weights = torch.full((4 << 20,), 3, dtype=torch.uint8)
 with ms.region("disk", restore="file"):
     disk = torch.full((1 << 20,), 5, dtype=torch.uint8)
-state = sys.argv[3]
-if state != "resident":
-    if state == "releasing":
-        saver = _process.saver()
-        saver.delay("copy_to_host", 1)
-        threading.Thread(target=ms.release, daemon=True).start()
-        while ms.status().state != "releasing":
-            time.sleep(0.001)
-    else:
+saver = _process.saver()
+
+def stand_still_in(call, run):
+    before = saver.counts().get(call, 0)
+    saver.delay(call, 3600)
+    threading.Thread(target=run, daemon=True).start()
+    while saver.counts().get(call, 0) == before:
+        time.sleep(0.001)
+
+def allocate():
+    with ms.region("more"):
+        torch.full((1 << 20,), 7, dtype=torch.uint8)
+
+if state in ("released", "resuming", "resumed"):
+    ms.release()
+if state == "partly_released":
+    ms.release(["disk"])
+elif state == "releasing":
+    stand_still_in("copy_to_host", ms.release)
+elif state == "resuming":
+    stand_still_in("copy_to_device", ms.resume)
+elif state == "resumed":
+    ms.resume()
+elif state == "failed":
+    saver.fail("copy_to_host", kind="context_lost")
+    try:
         ms.release()
-    if state == "resumed":
-        ms.resume()
-print(ms.status().state, flush=True)
-if sys.argv[4] == "wait":
+    except ms.ContextLostError:
+        pass
+elif state == "allocating":
+    stand_still_in("create", allocate)
+os.dup2(os.open(said, os.O_WRONLY), 2)  # what it says from now on
+print(ms.status().state, os.getpid(), flush=True)
+if then == "wait":
     sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("state", ["resident", "releasing", "released", "resumed"])
-def test_exit_in_each_state(device: str, tmp_path: Path, state: str) -> None:
-    """T2: a process ends well in whatever state it is, and leaves nothing behind."""
-    ran = run_python(PROGRAM, device, str(tmp_path), state, "exit")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    observer = make(device, tmp_path)
-    assert observer.memory_info(0)[0] == CAPACITY
-    assert list(tmp_path.iterdir()) == []
+class Ending:
+    """Processes that come into a state, one after the other, on a device and with a folder of their own."""
+
+    def __init__(self, program: Child, device: str, folder: Path) -> None:
+        self.program, self.device, self.folder = program, device, folder / "backups"
+        self.said = folder / "stderr"
+        self.said.touch()
+        self.folder.mkdir()
+
+    def start(self, state: str, then: str) -> str:
+        """Start one; it then ends or waits. What it says of its state."""
+        said, pid = self.program.ask(f"{self.device} {self.folder} {self.said} {state} {then}").split()
+        self.pid = int(pid)
+        return said
+
+    def exit_code(self) -> int:
+        return int(self.program.read_line())
 
 
-def test_terminated_while_released(device: str, tmp_path: Path) -> None:
-    """S5: SIGTERM while released ends the process, and all that it held is free."""
-    observer = make(device, tmp_path)
-    with Child("-c", PROGRAM, device, str(tmp_path), "released", "wait") as engine:
-        assert engine.read_line() == "released"
-        engine.process.terminate()
-        assert engine.process.wait(60) == -signal.SIGTERM  # no handler of ours is in the way
-    assert observer.memory_info(0)[0] == CAPACITY
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture(scope="module")
+def program() -> Iterator[Child]:
+    with Child("-c", PROGRAM) as program:
+        yield program
 
 
-def test_forked_child_that_ends(device: str, tmp_path: Path) -> None:
-    """T4: a forked child is refused by every call, may drop its references, and changes nothing of its parent."""
+@pytest.fixture
+def ending(program: Child, device: str, tmp_path: Path) -> Ending:
+    return Ending(program, device, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("resident", "resident"),
+        ("releasing", "releasing"),
+        ("released", "released"),
+        ("resuming", "resuming"),
+        ("resumed", "resident"),
+        ("failed", "failed"),
+        ("allocating", "resident"),
+    ],
+)
+def test_exit_in_each_state(ending: Ending, state: str, says: str) -> None:
+    """T2: a process ends well in whatever state it is, an operation or an allocation under way in another thread, too,
+    and leaves nothing behind."""
+    assert ending.start(state, "end") == says
+    assert (ending.exit_code(), ending.said.read_text()) == (0, "")
+    assert shared_memory(ending.device) == []
+    assert used_bytes(make(ending.device, ending.folder)) == 0
+    assert list(ending.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", ["partly_released", "released", "releasing"])
+def test_terminated_in_each_state(ending: Ending, state: str) -> None:
+    """S5: SIGTERM, which the library leaves alone, ends the process; what it held, part of it resident or all, is free
+    at once, and no file is left."""
+    observer = make(ending.device, ending.folder)
+    assert ending.start(state, "wait") == state.removeprefix("partly_")
+    assert (used_bytes(observer) > 0) == (state != "released")
+    os.kill(ending.pid, signal.SIGTERM)
+    assert ending.exit_code() == -signal.SIGTERM
+    assert used_bytes(observer) == 0
+    assert list(ending.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", ["resident", "released", "releasing"])
+def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: Fork) -> None:
+    """T4: a child, forked in whatever state its parent is, is refused by every call, may drop its references, and
+    changes nothing of its parent."""
     saver: Any = make(device, tmp_path)
     memories = populate(saver)
-    held = CAPACITY - saver.memory_info(0)[0]
+    if state == "released":
+        saver.release([], [], {})
+    under_way = Operation(saver, "release", "copy_to_host") if state == "releasing" else None
+    assert saver.status()["state"] == state
+    observer = make(device, tmp_path)
+    held = used_bytes(observer)
 
     def child(pipe: Connection) -> None:
         nonlocal saver
@@ -216,20 +423,23 @@ def test_forked_child_that_ends(device: str, tmp_path: Path) -> None:
                 getattr(saver, name)(*arguments)
             except Exception as error:
                 refused.append(type(error).__name__)
-        assert sys.getrefcount(saver) == 2
+        if under_way is None:  # else the frames of the thread that the fork left out hold it, too
+            assert sys.getrefcount(saver) == 2
         saver = None  # its destructor runs in the child
         fresh = make(device, tmp_path)  # a saver of its own is welcome
         full_cycle(fresh, populate(fresh))
         pipe.send(refused)
 
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=child, args=(theirs,))
-    process.start()
-    assert ours.poll(60)
-    assert ours.recv() == ["ForkedProcessError"] * 8
+    process, pipe = fork(child)
+    assert pipe.poll(60)
+    assert pipe.recv() == ["ForkedProcessError"] * 8
     process.join()
     assert process.exitcode == 0
-    assert CAPACITY - saver.memory_info(0)[0] == held
+    assert used_bytes(observer) == held
+    if under_way is not None:
+        under_way.finish()
+    saver.resume([])
+    check_content(memories)
     assert saver.audit() == []
     full_cycle(saver, memories)
 

@@ -13,8 +13,8 @@ from tests.reliability.figures import keep
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # it may be the first that builds the core
 def test_every_call_at_every_occurrence() -> None:
-    """R3: whatever call fails, all is as before or released with its backup, and the retry works; B1: with its content;
-    R7: frees of released memory and failed ones leave nothing behind; T6: on every device."""
+    """R3, B1, R7, T6: whatever call fails, all is as before or released with its backup, and the retry works, with its
+    content; frees of released memory and failed ones leave nothing behind; on every device."""
     figures = json.loads(run(built() / "every_call").splitlines()[-1])
     keep("every_call", figures)
     assert figures["problems"] == 0

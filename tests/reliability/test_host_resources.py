@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,23 @@ import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import OutOfHostMemoryError
-from tests.reliability.surroundings import control_group, in_child, keep_mounts_private, mount_small_disk
+from tests.reliability.surroundings import (
+    ControlGroup,
+    control_group,
+    in_child,
+    keep_mounts_private,
+    mount_small_disk,
+)
 from tests.unit.saver_memory import MIB, PAGE, content, fill
 
 GROUP = 192 * MIB
+
+
+@pytest.fixture(params=[1, 2])
+def group(request: pytest.FixtureRequest) -> Iterator[ControlGroup]:
+    """An empty control group, of the version that the machine has."""
+    with control_group(GROUP, request.param) as group:
+        yield group
 
 
 def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
@@ -34,96 +48,92 @@ def is_marked(address: int, nbytes: int) -> bool:
     return all(ctypes.c_uint64.from_address(address + at).value == at + 1 for at in range(0, nbytes, PAGE))
 
 
-def test_a_backup_larger_than_the_control_group_allows() -> None:
+def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> None:
     """B5: it is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
     nbytes = 112 * MIB
-    with control_group(GROUP) as group:
 
-        def body() -> None:
-            group.enter()
-            saver = make()
-            address = saver.allocate(0, "t", "host", nbytes)
-            mark(address, nbytes)
-            with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup") as refused:
-                saver.release([], [], {})
-            assert refused.value.needed_bytes == nbytes
-            assert 0 < refused.value.free_bytes < GROUP - nbytes
-            assert saver.audit() == []
-            assert is_marked(address, nbytes)
-            group.limit(2 * GROUP)
+    def body() -> None:
+        group.enter()
+        saver = make()
+        address = saver.allocate(0, "t", "host", nbytes)
+        mark(address, nbytes)
+        with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup") as refused:
             saver.release([], [], {})
-            saver.resume([])
-            assert is_marked(address, nbytes)
+        assert refused.value.needed_bytes == nbytes
+        assert 0 < refused.value.free_bytes < GROUP - nbytes
+        assert saver.audit() == []
+        assert is_marked(address, nbytes)
+        group.limit(2 * GROUP)
+        saver.release([], [], {})
+        saver.resume([])
+        assert is_marked(address, nbytes)
 
-        in_child(body)
+    in_child(body)
 
 
-def test_a_backup_prepared_in_the_background_keeps_to_the_control_group() -> None:
+def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: ControlGroup) -> None:
     """B5: pinning memory ahead of the first release takes none that is not there."""
     nbytes = 112 * MIB
-    with control_group(GROUP) as group:
 
-        def body() -> None:
-            group.enter()
-            saver = make()
-            mark(saver.allocate(0, "t", "host", nbytes), nbytes)
-            saver.prepare_backup()
-            with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup"):
-                saver.wait_until_prepared()
-            assert saver.status()["pool_capacity_bytes"] == 0
-            group.limit(2 * GROUP)
-            saver.prepare_backup()
+    def body() -> None:
+        group.enter()
+        saver = make()
+        mark(saver.allocate(0, "t", "host", nbytes), nbytes)
+        saver.prepare_backup()
+        with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup"):
             saver.wait_until_prepared()
-            assert saver.status()["pool_capacity_bytes"] == nbytes
+        assert saver.status()["pool_capacity_bytes"] == 0
+        group.limit(2 * GROUP)
+        saver.prepare_backup()
+        saver.wait_until_prepared()
+        assert saver.status()["pool_capacity_bytes"] == nbytes
 
-        in_child(body)
+    in_child(body)
 
 
-def test_page_cache_makes_way_for_a_backup(tmp_path: Path) -> None:
+def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) -> None:
     """B5: what the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
     nbytes = 64 * MIB
-    with control_group(GROUP) as group:
 
-        def body() -> None:
-            group.enter()
-            path = tmp_path / "weights"
-            path.write_bytes(bytes(2 * nbytes))
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                for _ in range(2):  # read twice it is in active use, for all that the kernel knows
-                    file.seek(0)
-                    while file.read(MIB):
-                        pass
-            saver = make()
-            address = saver.allocate(0, "t", "host", nbytes)
-            mark(address, nbytes)
-            saver.release([], [], {})
-            saver.resume([])
-            assert is_marked(address, nbytes)
+    def body() -> None:
+        group.enter()
+        path = tmp_path / "weights"
+        path.write_bytes(bytes(2 * nbytes))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            for _ in range(2):  # read twice it is in active use, for all that the kernel knows
+                file.seek(0)
+                while file.read(MIB):
+                    pass
+        saver = make()
+        address = saver.allocate(0, "t", "host", nbytes)
+        mark(address, nbytes)
+        saver.release([], [], {})
+        saver.resume([])
+        assert is_marked(address, nbytes)
 
-        in_child(body)
+    in_child(body)
 
 
-def test_a_backup_file_in_memory_keeps_to_the_control_group(tmp_path: Path) -> None:
+def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path) -> None:
     """B5: files of a file system in memory count as memory, however much the file system says is free."""
     nbytes = 112 * MIB
-    with control_group(GROUP) as group:
 
-        def body() -> None:
-            keep_mounts_private()
-            mount_small_disk(tmp_path, 4 * GROUP)
-            group.enter()
-            saver = make(tmp_path)
-            address = saver.allocate(0, "t", "file", nbytes)
-            mark(address, nbytes)
-            with pytest.raises(OutOfHostMemoryError, match="too little space") as refused:
-                saver.release([], [], {})
-            assert refused.value.needed_bytes == nbytes
-            assert refused.value.free_bytes < GROUP
-            assert saver.audit() == []
-            assert is_marked(address, nbytes)
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(tmp_path, 4 * GROUP)
+        group.enter()
+        saver = make(tmp_path)
+        address = saver.allocate(0, "t", "file", nbytes)
+        mark(address, nbytes)
+        with pytest.raises(OutOfHostMemoryError, match="too little space") as refused:
+            saver.release([], [], {})
+        assert refused.value.needed_bytes == nbytes
+        assert refused.value.free_bytes < GROUP
+        assert saver.audit() == []
+        assert is_marked(address, nbytes)
 
-        in_child(body)
+    in_child(body)
 
 
 @pytest.mark.parametrize(

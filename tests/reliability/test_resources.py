@@ -122,10 +122,34 @@ def test_status_answers_while_a_copy_stalls() -> None:
     assert answers[-1]["total_bytes"] == 4 * MIB
 
 
+def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
+    """B2: the resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
+    address = saver.allocate(0, "t", "host", 4 * MIB)
+    written = fill(address, 4 * MIB, 1)
+    saver.release([], [], {})
+    saver.delay("unregister_host", 3600)
+    resume = threading.Thread(target=saver.resume, args=([],))
+    resume.start()
+    resume.join(60)
+    waited = resume.is_alive()
+    while saver.counts().get("unregister_host", 0) == 0:
+        pass  # it is freed all the same
+    status = saver.status()
+    found = content(address, 4 * MIB)
+    fill(address, 4 * MIB, 2)
+    saver.heal()
+    assert not waited
+    assert (status["state"], status["operation"]) == ("resident", "")
+    assert found == written
+    while saver.status()["pool_capacity_bytes"] != 0:
+        pass
+
+
 @pytest.mark.parametrize("retention", ["trim", "free"])
 def test_retention_never_blocks(retention: str) -> None:
-    """S3: the thread that unpins backups after a resume and the next resume do not wait for each other; S4: cycle after
-    cycle, host memory stays the same."""
+    """S3, S4: the thread that unpins backups after a resume and the next resume do not wait for each other for ever;
+    cycle after cycle, host memory stays the same."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention=retention, verify="full")
     address = saver.allocate(0, "t", "host", 2 * MIB)
     written = fill(address, 2 * MIB, 1)

@@ -42,7 +42,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_random_programs_agree_with_the_model() -> None:
-    """R4: repeats are success; R5, R8: after parts, the rest; R6: allocations while released live; B2: nothing
+    """R4, R5, R6, R8, B2: repeats are success; after parts, the rest; allocations while released live; nothing
     is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS."""
     figures = json.loads(run("-m", "tests.reliability.machine").stdout.splitlines()[-1])
     keep("state_machine", figures)

@@ -1,5 +1,9 @@
 #pragma once
 
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -26,30 +30,35 @@ class World {
     int devices = 1;
     Settings settings;
     std::size_t capacity = std::size_t{4} << 20;
+    bool digests = true;  // the device has them
   };
 
   // Thousands of small files: not on a disk.
   static inline std::string file_folder = "/dev/shm";
+  static inline std::string other_folder = "/dev/shm";
 
   explicit World(const Options& options) {
-    auto ledger_driver = std::make_unique<LedgerDriver>(
-        open_host_driver(std::vector<std::string>(static_cast<std::size_t>(options.devices)), options.capacity));
+    std::vector<std::string> names(static_cast<std::size_t>(options.devices));
+    auto ledger_driver = std::make_unique<LedgerDriver>(open_host_driver(names, options.capacity), options.digests);
     ledger = ledger_driver.get();
-    ledger->report_to(&end_report_);
+    ledger->report_to(&report_);
     auto faulty_driver = std::make_unique<FaultyDriver>(std::move(ledger_driver));
     faulty = faulty_driver.get();
-    Settings settings = options.settings;
-    settings.file_folder = file_folder;
-    saver = std::make_unique<Saver>(std::move(faulty_driver), settings);
+    settings_ = options.settings;
+    settings_.file_folder = file_folder;
+    // Far more than there is to keep, and not asked of the control groups for each of thousands of worlds.
+    if (settings_.host_backup_limit == 0) settings_.host_backup_limit = std::size_t{64} << 20;
+    saver = std::make_unique<Saver>(std::move(faulty_driver), settings_);
     devices_ = options.devices;
   }
 
   // Allocates and writes content that is different for each allocation. Returns its number.
   std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0) {
     const std::size_t bytes = pages * kPage;
+    concerned_ = {tag};
     const Address address = saver->allocate({device, tag, restore}, bytes);
     memories_.push_back({address, tag, restore, ++seeds_, std::vector<Expect>(pages, Expect::written),
-                         std::vector<unsigned>(pages, 0), true});
+                         std::vector<unsigned>(pages, 0)});
     for (std::size_t page = 0; page < pages; ++page) write(memories_.back(), page);
     return memories_.size() - 1;
   }
@@ -71,29 +80,18 @@ class World {
   void mark_dead(std::size_t number, std::size_t first_page, std::size_t pages) {
     dead_.push_back({memories_[number].address + first_page * kPage, pages * kPage});
   }
+  void mark_nothing_dead() { dead_.clear(); }
 
   void release(const Saver::Tags& tags = {}, const std::map<std::string, Restore>& overrides = {}) {
-    const auto before = mapped_pages();
-    const auto settle = [&] {
-      const auto after = mapped_pages();
-      for (auto& memory : memories_) {
-        const auto override_ = overrides.find(memory.tag);
-        const Restore restore = override_ == overrides.end() ? memory.restore : override_->second;
-        for (std::size_t page = 0; page < memory.pages.size(); ++page) {
-          const Address address = memory.address + page * kPage;
-          if (before.count(address) == 0 || after.count(address) != 0) continue;
-          if (restore == Restore::zero) memory.pages[page] = Expect::zeros;
-          if (restore == Restore::discard || is_dead(address)) memory.pages[page] = Expect::anything;
-        }
-      }
-    };
+    const auto before = mapped_pages(true);
+    note_concerned(tags, before, true);
     try {
       saver->release(tags, dead_, overrides);
     } catch (...) {
-      settle();
+      note_released(tags, overrides, before, false);
       throw;
     }
-    settle();
+    note_released(tags, overrides, before, true);
     const auto here = mapped_pages();
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
@@ -104,15 +102,19 @@ class World {
   }
   void resume(const Saver::Tags& tags = {}) {
     const auto before = mapped_pages();
+    note_concerned(tags, before, false);
     try {
       saver->resume(tags);
-    } catch (...) {
+    } catch (const Error& error) {
+      for (auto& memory : memories_) {
+        if (error.kind == ErrorKind::backup && selected(tags, memory.tag)) memory.unreadable = true;
+      }
       if (faulty->failures() > 0 && mapped_pages() != before && saver->status().failure.empty() && !undo_may_fail) {
         problems.push_back("a failed resume was not undone");
       }
       throw;
     }
-    const auto here = mapped_pages();
+    const auto here = mapped_pages(true);
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
@@ -121,6 +123,65 @@ class World {
     }
   }
 
+  void prepare_backup() {
+    note_concerned({}, mapped_pages(), true);
+    saver->prepare_backup();
+    saver->wait_until_prepared();
+  }
+  // What is kept of released memory, as its users see it.
+  void read_backups() {
+    const auto here = mapped_pages();
+    for (const auto& memory : memories_) {
+      if (!memory.alive) continue;
+      concerned_ = {memory.tag};
+      std::vector<unsigned char> content(memory.pages.size() * kPage);
+      const BackupView view = saver->backup_of(memory.address, content.size(), content.data());
+      if (view.tag != memory.tag) problems.push_back("a backup is told under another tag: " + view.tag);
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        if (here.count(memory.address + page * kPage) != 0) continue;
+        if (!view.released) report("released memory is told as resident", memory, page);
+        if (view.kept == Kept::host) {
+          if (!is_right(memory, page, content.data() + page * kPage)) report("a backup is wrong", memory, page);
+        } else if (memory.restore == Restore::host) {
+          report("content is told as not kept in host memory", memory, page);
+        }
+      }
+    }
+  }
+  // Makes what is kept of each page of a released allocation another content than it was.
+  void damage_backup(std::size_t number) {
+    Memory& memory = memories_[number];
+    memory.damaged = true;
+    if (memory.restore == Restore::file) return damage_files();
+    for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+      const void* const kept = saver->backup_of(memory.address + page * kPage, kPage, nullptr).memory;
+      ++*static_cast<unsigned char*>(const_cast<void*>(kept));
+    }
+  }
+
+  // Where the backups must lie now, in pages.
+  void check_kept(std::size_t host_pages, std::size_t file_pages) {
+    const SaverStatus status = saver->status();
+    const auto compare = [&](const char* what, std::size_t bytes, std::size_t pages) {
+      if (bytes == pages * kPage) return;
+      problems.push_back(std::string("backups use ") + std::to_string(bytes / kPage) + " pages of " + what + ", not " +
+                         std::to_string(pages));
+    };
+    compare("host memory", status.pool.used_bytes, host_pages);
+    compare("the file", status.file_bytes, file_pages);
+  }
+  [[nodiscard]] std::size_t released_pages(Restore restore) const {
+    std::size_t sum = 0;
+    for (const auto& memory : memories_) {
+      if (!memory.alive || memory.restore != restore) continue;
+      const std::size_t pages = memory.pages.size();
+      if (saver->backup_of(memory.address, pages * kPage, nullptr).released) sum += pages;
+    }
+    return sum;
+  }
+  // The tags that the last call had something to do for.
+  [[nodiscard]] const std::set<std::string>& concerned() const { return concerned_; }
+
   // The invariants of the design, on the saver's own structures, the ledger's account and the content of every page.
   void check() {
     for (const auto& misuse : ledger->misuses()) problems.push_back("misuse of the driver: " + misuse);
@@ -128,6 +189,10 @@ class World {
     if (ledger->events() != 0) problems.push_back("events were not recycled");
     for (auto& problem : saver->audit({})) problems.push_back(std::move(problem));
     const SaverStatus status = saver->status();
+    if (status.pool.capacity_bytes > settings_.host_backup_limit + static_cast<std::size_t>(devices_) * kBlockBytes) {
+      problems.push_back("more host memory is pinned than the limit and one block for each device: " +
+                         std::to_string(status.pool.capacity_bytes) + " bytes");
+    }
     if (status.state == "releasing" || status.state == "resuming") problems.push_back("it is still " + status.state);
     for (int device = 0; device < devices_; ++device) {
       const MemoryInfo memory = ledger->memory_info(device);
@@ -142,11 +207,8 @@ class World {
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
         const Address address = memory.address + page * kPage;
         if (here.count(address) == 0) continue;
-        const auto* const data = reinterpret_cast<const unsigned char*>(address);
-        bool right = true;
-        if (memory.pages[page] == Expect::zeros) right = std::all_of(data, data + kPage, [](auto c) { return c == 0; });
-        if (memory.pages[page] == Expect::written) right = std::memcmp(data, pattern(memory, page).data(), kPage) == 0;
-        if (!right) report(memory.pages[page] == Expect::zeros ? "zeros are owed" : "content is lost", memory, page);
+        if (is_right(memory, page, reinterpret_cast<const unsigned char*>(address))) continue;
+        report(memory.pages[page] == Expect::zeros ? "zeros are owed" : "content is lost", memory, page);
       }
     }
   }
@@ -164,18 +226,29 @@ class World {
       if (status.pool.used_bytes != 0) problems.push_back("host memory is left after everything was freed");
       if (status.file_bytes != 0) problems.push_back("file space is left after everything was freed");
     }
+    for (const auto& [what, count] : take_down()) {
+      const bool kept = what == std::string("streams") && streams_may_stay;
+      if (!context_lost && !kept) problems.push_back("left behind: " + std::to_string(count) + " " + what);
+    }
+  }
+  // Takes the saver down. What is left, by kind.
+  std::map<std::string, std::size_t> take_down() {
+    faulty = nullptr;
+    ledger = nullptr;
     saver.reset();
-    if (!context_lost) problems.insert(problems.end(), end_report_.begin(), end_report_.end());
+    for (const auto& misuse : report_.misuses) problems.push_back("misuse of the driver: " + misuse);
+    return report_.left_behind;
   }
 
   std::unique_ptr<Saver> saver;
   FaultyDriver* faulty = nullptr;
   LedgerDriver* ledger = nullptr;
-  bool undo_may_fail = false;  // a failure of the undo is planned too
+  bool undo_may_fail = false;     // a failure of the undo is planned too
+  bool streams_may_stay = false;  // one that the driver did not destroy stays to the end
   std::vector<std::string> problems;
 
  private:
-  enum class Expect : unsigned char { written, zeros, anything };
+  enum class Expect : unsigned char { written, zeros, written_or_zeros, anything };
   struct Memory {
     Address address;
     std::string tag;
@@ -183,7 +256,9 @@ class World {
     unsigned seed;
     std::vector<Expect> pages;
     std::vector<unsigned> versions;
-    bool alive;
+    bool alive = true;
+    bool damaged = false;     // its backup is
+    bool unreadable = false;  // so it seemed to the last resume
   };
 
   static bool selected(const Saver::Tags& tags, const std::string& tag) {
@@ -198,19 +273,79 @@ class World {
     }
     return content;
   }
+  [[nodiscard]] static bool is_right(const Memory& memory, std::size_t page, const unsigned char* data) {
+    const Expect expect = memory.pages[page];
+    if (expect == Expect::anything) return true;
+    const bool zeros = std::all_of(data, data + kPage, [](auto c) { return c == 0; });
+    if (expect == Expect::zeros || (expect == Expect::written_or_zeros && zeros)) return zeros;
+    return std::memcmp(data, pattern(memory, page).data(), kPage) == 0;
+  }
   void write(Memory& memory, std::size_t page) {
     ++memory.versions[page];
     const auto content = pattern(memory, page);
     std::memcpy(reinterpret_cast<void*>(memory.address + page * kPage), content.data(), kPage);
     memory.pages[page] = Expect::written;
   }
-  [[nodiscard]] std::set<Address> mapped_pages() const {
+  // Those that can be read; `held`: also those that are mapped because the driver does not let go of them.
+  [[nodiscard]] std::set<Address> mapped_pages(bool held = false) const {
     std::set<Address> pages;
     for (const auto& [address, mapping] : ledger->mappings()) {
-      if (!mapping.accessible) continue;
+      if (!mapping.accessible || (!held && ledger->is_stuck(address))) continue;
       for (std::size_t at = 0; at < mapping.bytes; at += kPage) pages.insert(pages.end(), address + at);
     }
     return pages;
+  }
+  void note_concerned(const Saver::Tags& tags, const std::set<Address>& here, bool mapped) {
+    concerned_.clear();
+    std::set<std::string> all;
+    for (const auto& memory : memories_) {
+      if (!memory.alive || !selected(tags, memory.tag)) continue;
+      all.insert(memory.tag);
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        if ((here.count(memory.address + page * kPage) != 0) == mapped) concerned_.insert(memory.tag);
+      }
+    }
+    if (concerned_.empty()) concerned_ = all;
+  }
+  // What each page holds after a release that began with `before` mapped: what went is owed what the release said. What
+  // was gone before stays owed what it was; but what a resume could not bring back, a release may say to give up.
+  void note_released(const Saver::Tags& tags, const std::map<std::string, Restore>& overrides,
+                     const std::set<Address>& before, bool done) {
+    const auto after = mapped_pages(true);
+    for (auto& memory : memories_) {
+      if (!selected(tags, memory.tag)) continue;
+      const auto override_ = overrides.find(memory.tag);
+      const Restore restore = override_ == overrides.end() ? memory.restore : override_->second;
+      const bool give_up = override_ != overrides.end() && !keeps_content(restore);
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        const Address address = memory.address + page * kPage;
+        Expect& expect = memory.pages[page];
+        if (after.count(address) != 0) continue;
+        const bool gone = before.count(address) != 0 || (give_up && memory.damaged && done);
+        if (!gone && !(give_up && memory.unreadable)) continue;
+        if (restore == Restore::zero && gone) expect = Expect::zeros;
+        if (restore == Restore::zero && expect == Expect::written) expect = Expect::written_or_zeros;
+        if (restore == Restore::discard || is_dead(address)) expect = Expect::anything;
+      }
+      if (give_up && done) memory.damaged = false;
+    }
+  }
+  // The backup file has no name; this process has it open.
+  static void damage_files() {
+    const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir("/proc/self/fd"), &closedir);
+    while (const dirent* const entry = readdir(files.get())) {
+      const std::string path = std::string("/proc/self/fd/") + entry->d_name;
+      char target[4096] = {};
+      if (readlink(path.c_str(), target, sizeof target - 1) < 0) continue;
+      if (std::strncmp(target, file_folder.c_str(), file_folder.size()) != 0) continue;
+      const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+      unsigned char first = 0;
+      for (off_t at = 0; pread(file, &first, 1, at) == 1; at += kPage) {
+        ++first;
+        (void)!pwrite(file, &first, 1, at);
+      }
+      close(file);
+    }
   }
   [[nodiscard]] bool is_dead(Address address) const {
     return std::any_of(dead_.begin(), dead_.end(), [&](const auto& range) {
@@ -222,7 +357,9 @@ class World {
                        std::to_string(page) + " of " + std::to_string(memory.pages.size()));
   }
 
-  std::vector<std::string> end_report_;
+  Settings settings_;
+  std::set<std::string> concerned_;
+  LedgerDriver::Report report_;
   std::vector<Memory> memories_;
   std::vector<RangeSet::Range> dead_;
   unsigned seeds_ = 0;

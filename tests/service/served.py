@@ -1,8 +1,9 @@
 """A process of its own: serves the test engine until its standard input ends. Prints the server's address first.
 
-A line ``CALL KIND`` on standard input makes the next such call of the driver fail in this way. Run with
-``bare`` its engine has weights and a KV cache alone; with ``trainer BYTES`` it is a co-tenant instead, which holds so
-much of the device until its standard input ends.
+Lines on standard input are orders for its driver, each answered by how often the call was made so far:
+``fail CALL KIND`` makes the next such call fail in this way, ``hold CALL`` makes it stand still, ``heal`` ends both,
+``count CALL`` does nothing. Run with ``bare`` its engine has weights and a KV cache alone; with ``trainer BYTES`` it is
+a co-tenant instead, which holds so much of the device until its standard input ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import _native, _process
 
 
 def serve(bare: bool) -> None:
@@ -24,9 +25,17 @@ def serve(bare: bool) -> None:
     with attach(engine) as attachment:
         print(attachment.url, flush=True)
         for line in sys.stdin:
-            call, kind = line.split()
-            _process.saver().fail(call, kind=kind)
-            print("planned", flush=True)
+            print(obey(_process.saver(), *line.split()), flush=True)
+
+
+def obey(driver: _native.Saver, order: str, call: str = "", kind: str = "") -> int:
+    if order == "fail":
+        driver.fail(call, kind=kind)
+    elif order == "hold":
+        driver.delay(call, 3600)
+    elif order == "heal":
+        driver.heal()
+    return driver.counts().get(call, 0)
 
 
 def hold(size: int) -> None:

@@ -128,7 +128,7 @@ def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -
 
 
 def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
-    """S1, on the service's side: no wrong answer, no deadlock, and no generation reads what is not there."""
+    """S1: on the service's side, no wrong answer, no deadlock, and no generation reads what is not there."""
     http = serve(history=CLIENTS * CALLS, drain_timeout_s=60)
     expected = http.post("/generate", json=PROMPT).json()["output_ids"]
     calls: list[Call] = []

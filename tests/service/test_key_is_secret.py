@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import inspect
+import json
 import logging
-from collections.abc import Callable
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
-from memsaver_server import Settings
+from memsaver_server import Settings, signatures
+from memsaver_server.cli import commands
 from memsaver_server.cli import serve as command
 
 from .tensor_engine import TensorEngine
@@ -19,16 +27,31 @@ KEY = "the-word-nobody-may-read"
 WRONG = "a-wrong-word-nobody-may-read"
 
 
-def test_it_is_in_no_log_line_and_no_answer(
-    serve: Callable[..., httpx.Client],
-    engine: TensorEngine,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor is a wrong one that somebody sent, whatever the level of the logs and however a request ends."""
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Every line that any level of any logger would show, with tracebacks."""
     caplog.set_level(1)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "memsaver", "memsaver.audit", "asyncio"):
         caplog.set_level(1, name)
+    formatter = logging.Formatter()
+    return lambda: [formatter.format(record) for record in caplog.records]
+
+
+def answer_of(http: httpx.Client, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> str:
+    """All of an answer, but for a stream's content."""
+    with http.stream(method, path, headers=headers, content=body) as answer:
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            return str(answer.headers)
+        return answer.read().decode() + str(answer.headers)
+
+
+def test_it_is_in_no_log_line_and_no_answer(
+    serve: Callable[..., httpx.Client],
+    engine: TensorEngine,
+    logged: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is a wrong one that somebody sent, whatever the level of the logs and however a request ends."""
     http = serve(api_key=KEY)
     described = http.get("/openapi.json").json()["paths"]
     said = [http.get("/openapi.json").text]
@@ -38,19 +61,133 @@ def test_it_is_in_no_log_line_and_no_answer(
             for path in described:
                 for method in described[path]:
                     headers = {"Authorization": f"{scheme} {word}", "X-Api-Key": word}
-                    with http.stream(method, path.replace("{operation_id}", "none"), headers=headers) as answer:
-                        if not answer.headers["content-type"].startswith("text/event-stream"):
-                            said.append(answer.read().decode())
-                        said.append(str(answer.headers))
+                    said.append(answer_of(http, method, path.replace("{operation_id}", "none"), headers))
     assert len(said) > 100
-    assert len(caplog.records) > 0
-    formatter = logging.Formatter()  # tracebacks, too
-    logged = [formatter.format(record) for record in caplog.records]
-    assert any("ZeroDivisionError" in line for line in logged)
-    assert any('"event": "release"' in line for line in logged)
-    for text in [*said, *logged]:
+    lines = logged()
+    assert any("ZeroDivisionError" in line for line in lines)
+    assert any('"event": "release"' in line for line in lines)
+    for text in [*said, *lines]:
         assert KEY not in text
         assert WRONG not in text
+
+
+def signed(key: str, method: str, path: str, body: bytes) -> Iterator[dict[str, str]]:
+    """The headers of a signed call: the two older kinds, the present one, and what somebody may send by mistake."""
+    for name in signatures.BODY_HEADERS:
+        yield {name: "sha256=" + hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}
+        yield {name: key}
+        yield {name: f"sha256={key}"}
+    timestamp, nonce = str(int(time.time())), uuid.uuid4().hex
+    head = f"trtllm-runtime-control-v1\n{method}\n{path}\n{timestamp}\n{nonce}\n".encode()
+    dated = {signatures.TIMESTAMP_HEADER: timestamp, signatures.NONCE_HEADER: nonce}
+    yield {signatures.BODY_HEADERS[0]: "sha256=" + hmac.new(key.encode(), head + body, hashlib.sha256).hexdigest(), **dated}
+    yield {**dated, signatures.BODY_HEADERS[0]: key, signatures.NONCE_HEADER: key, signatures.TIMESTAMP_HEADER: key}
+
+
+def test_what_a_call_is_signed_with_is_nowhere(
+    serve: Callable[..., httpx.Client],
+    engine: TensorEngine,
+    logged: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the key nor a signature, which may be good for another call; also where the call fails."""
+    http = serve(api_key=KEY)
+    said, secrets, statuses = [], {KEY, WRONG}, set()
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(engine, "drain", lambda *_: 1 / 0)
+        for key in (KEY, WRONG):
+            for method, path in (("POST", "/release_memory"), ("POST", "/resume_memory"), ("GET", "/memory_status")):
+                body = json.dumps({"tags": ["kv_cache"], "other": uuid.uuid4().hex}).encode() if method == "POST" else b""
+                for headers in signed(key, method, path, body):
+                    answer = http.request(method, path, headers=headers, content=body)
+                    statuses.add((broken, key == KEY, answer.status_code))
+                    said += [answer.text, str(answer.headers)]
+                    secrets |= {value.removeprefix("sha256=") for name, value in headers.items() if "auth" in name}
+    assert {(False, True, 200), (True, True, 500), (False, True, 401), (False, False, 401)} <= statuses
+    assert not {(False, False, 200), (True, False, 500)} & statuses
+    lines = logged()
+    assert any('"event": "release"' in line for line in lines)
+    for text in [*said, *lines]:
+        assert not any(secret in text for secret in secrets)
+
+
+def test_no_span_holds_it(
+    serve: Callable[..., httpx.Client], engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever header it came in, and whether the operation went well."""
+    trace = pytest.importorskip("opentelemetry.trace")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    in_memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter = in_memory.InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    http = serve(api_key=KEY)
+    own = {"Authorization": f"Bearer {KEY}", "User-Agent": KEY, "Traceparent": KEY}
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        http.post(path, headers={**own, "Idempotency-Key": KEY + path}).raise_for_status()
+        http.post(path, headers={"Authorization": f"Bearer {WRONG}"})
+    monkeypatch.setattr(engine, "drain", lambda *_: 1 / 0)
+    assert http.post("/release_memory_occupation", headers={**own, "Idempotency-Key": WRONG}).status_code == 500
+    spans = exporter.get_finished_spans()
+    assert {"memsaver.release", "memsaver.release.pause", "memsaver.resume"} <= {span.name for span in spans}
+    assert any("division by zero" in str(span.status.description) for span in spans)
+    for span in spans:
+        assert KEY not in span.to_json()
+        assert WRONG not in span.to_json()
+
+
+def said_by(arguments: Sequence[str], key: str, *, option: bool) -> tuple[int, str]:
+    """The exit code of a command and all that it prints, its traceback where it breaks."""
+    given = [arguments[0], "--api-key", key, *arguments[1:]] if option else list(arguments)
+    result = CliRunner().invoke(commands.app, given, env={"MEMSAVER_API_KEY": None if option else key})
+    broken = result.exception if not isinstance(result.exception, SystemExit) else None
+    return result.exit_code, result.output + "".join(traceback.format_exception(broken))
+
+
+COMMANDS: list[Sequence[str]] = [
+    ("status",),
+    ("status", "--json"),
+    ("release", "kv_cache"),
+    ("resume", "--json"),
+    ("release", "no-such-tag"),
+    ("watch", "no-such-operation"),
+    ("top",),
+]
+#: These end before anything is asked.
+WRONG_COMMANDS: list[Sequence[str]] = [
+    ("status", "-v"),
+    ("status", "--api-key"),
+    ("release", "--at-least", "much"),
+    ("status", "--help"),
+    ("status", "--url", "http://["),
+    ("status", "--url", "no scheme"),
+    ("status", "--uds", "/nowhere"),
+    ("status", "--url", "http://127.0.0.1:9"),
+]
+#: No header can carry them; files and secrets that end with their line give the first.
+UNFIT = [f"{KEY}\n", f"{KEY} ", f"{KEY}\r\nX-Other: 1", f"{KEY}\udcff", f"{KEY}\x00"]
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_no_command_prints_it(serve: Callable[..., httpx.Client], option: bool) -> None:
+    """The right one, a wrong one and such as no header can carry, from the environment or from the option."""
+    url = str(serve(api_key=KEY).base_url)
+    cases: list[tuple[Sequence[str], str]] = [
+        *(((*arguments, "--url", url), KEY) for arguments in COMMANDS),
+        *((arguments, KEY) for arguments in WRONG_COMMANDS),
+        *((("status", "--url", url, *more), word) for more in ((), ("--json",)) for word in (WRONG, *UNFIT)),
+        (("resume", "--url", url), UNFIT[0]),
+    ]
+    codes = set()
+    for arguments, word in cases:
+        code, said = said_by(arguments, word, option=option)
+        codes.add(code)
+        assert KEY not in said
+        assert WRONG not in said
+    assert {0, 2, 3, 4} <= codes
 
 
 def test_settings_do_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
+from tests.dirty_pages import dirty_pages
 
 from .tensor_engine import ALL_TAGS, MIB, TensorEngine
 
@@ -186,10 +187,14 @@ def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, en
 
 def test_kv_pages_come_back_as_zeros(http: httpx.Client, engine: TensorEngine) -> None:
     """R14: undefined pages have given NaN, so KV pages are zero unless the engine asked otherwise."""
-    engine.kv.fill_(-1)
-    assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
-    resume(http)
-    assert int(engine.kv.abs().sum()) == 0
+    with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
+        release(http, {"restore": {"kv_cache": "discard"}}).raise_for_status()
+        resume(http)
+    assert bool((engine.kv == -1).all())  # so it is what such pages hold
+    with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
+        assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
+        resume(http)
+    assert not engine.kv.any()
 
 
 def test_occupation_shows_what_is_held(http: httpx.Client) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from urllib.parse import urlsplit
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -48,6 +48,29 @@ def until_done(http: httpx.Client, operation_id: str) -> dict[str, object]:
     return next(data for name, data in events(http, operation_id) if name == "done")
 
 
+def asked(http: httpx.Client, path: str) -> HTTPConnection:
+    """A connection on which a request was sent, whose answer nobody has read yet."""
+    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
+    connection.request("POST", path)
+    return connection
+
+
+@contextmanager
+def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
+    """The driver's ``call`` stands still while the block runs; what it gets waits until one does."""
+    before = driver.counts().get(call, 0)
+
+    def wait() -> None:
+        while driver.counts().get(call, 0) == before:
+            pass
+
+    driver.delay(call, 3600)
+    try:
+        yield wait
+    finally:
+        driver.heal()
+
+
 @contextmanager
 def drain_held_up(http: httpx.Client, engine: TensorEngine) -> Iterator[ThreadPoolExecutor]:
     """A request that does not end until the block does: a release inside stays in its drain."""
@@ -67,7 +90,7 @@ def release_in_drain(http: httpx.Client, engine: TensorEngine, **body: object) -
     return operation_id
 
 
-def test_two_clients_wake_at_once(http: httpx.Client, engine: TensorEngine) -> None:
+def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -> None:
     """R9: a repeat of a call in flight joins it, and both get the one operation's answer."""
     with drain_held_up(http, engine) as pool:
         operation_id = release_in_drain(http, engine, tags=["kv_cache", "weights"])
@@ -81,10 +104,27 @@ def test_two_clients_wake_at_once(http: httpx.Client, engine: TensorEngine) -> N
         answers = [repeat.result().json() for repeat in repeats]
     assert [answer["operation_id"] for answer in answers] == [operation_id] * 2
     assert answers[0] == answers[1]
-    with ThreadPoolExecutor(8) as pool:
-        woken = [pool.submit(post, http, "/resume_memory_occupation") for _ in range(8)]
-        assert {call.result().status_code for call in woken} == {200}
+
+
+def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
+    """R9: all who ask for a resume while one maps memory join it, and get the one operation's answer."""
+    post(http, "/release_memory_occupation").raise_for_status()
+    with stopped(driver, "map") as wait:
+        callers = [asked(http, "/resume_memory_occupation")]
+        wait()
+        callers += [asked(http, "/resume_memory_occupation") for _ in range(7)]
+        # Requests take turns, so that the others have joined when this one has: it asks last, and waits for nothing.
+        operation_id = post(http, "/resume_memory_occupation", **{"async": True}).json()["operation_id"]
+    responses = [caller.getresponse() for caller in callers]
+    answers = [json.load(response) for response in responses]
+    assert {response.status for response in responses} == {200}
+    assert {answer["operation_id"] for answer in answers} == {operation_id}
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0]["resumed_bytes"] >= 24 * MIB
+    assert [each["operation"] for each in http.get("/operations").json()["operations"]] == ["resume", "release"]
     assert http.get("/memory_occupation").json()["state"] == "resident"
+    for caller in callers:
+        caller.close()
 
 
 def test_a_conflicting_operation_is_refused_and_named(http: httpx.Client, engine: TensorEngine) -> None:
@@ -119,16 +159,53 @@ def test_releases_of_different_tags_follow_each_other(http: httpx.Client, engine
 
 def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: TensorEngine) -> None:
     """R10: the operation completes by itself, and the state is true."""
-    address = urlsplit(str(http.base_url))
     with drain_held_up(http, engine):
-        with socket.create_connection((address.hostname, address.port)) as connection:
-            connection.sendall(b"POST /release_memory_occupation HTTP/1.1\r\nHost: engine\r\nContent-Length: 0\r\n\r\n")
-            engine.wait_until(lambda engine: engine.is_closed)
+        connection = asked(http, "/release_memory_occupation")
+        engine.wait_until(lambda engine: engine.is_closed)
+        connection.close()
         operation_id = http.get("/memory_occupation").json()["operation_id"]
         engine.unblock()
         assert until_done(http, operation_id)["state"] == "released"
     assert operation(http, operation_id)["status"] == "succeeded"
     assert http.get("/memory_occupation").json()["state"] == "released"
+
+
+def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Client, driver: Driver) -> None:
+    """R10: the resume completes by itself, and the state is true."""
+    before = post(http, "/generate", **PROMPT).json()["output_ids"]
+    post(http, "/release_memory_occupation").raise_for_status()
+    with stopped(driver, "map") as wait:
+        connection = asked(http, "/resume_memory_occupation")
+        wait()
+        connection.close()
+        occupation = http.get("/memory_occupation").json()
+        assert occupation["state"] == "resuming"
+    assert until_done(http, occupation["operation_id"])["state"] == "resident"
+    assert operation(http, occupation["operation_id"])["status"] == "succeeded"
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert post(http, "/generate", **PROMPT).json()["output_ids"] == before
+
+
+def test_a_resume_that_fails_after_its_client_went_away(http: httpx.Client, driver: Driver) -> None:
+    """R10: it is undone by itself, the state is true, and the next one works."""
+    before = post(http, "/generate", **PROMPT).json()["output_ids"]
+    post(http, "/release_memory_occupation").raise_for_status()
+    maps = driver.counts()["map"]
+    driver.delay("map", 0.5)
+    driver.fail("copy_to_device")
+    connection = asked(http, "/resume_memory_occupation")
+    while driver.counts()["map"] == maps:
+        pass
+    connection.close()
+    operation_id = http.get("/operations").json()["operations"][0]["operation_id"]
+    answer = until_done(http, operation_id)
+    driver.heal()
+    assert (answer["success"], answer["error"]["type"], answer["state"]) == (False, "driver_error", "released")
+    assert http.get("/operations").json()["operations"][0]["status"] == "failed"
+    assert http.get("/memory_occupation").json()["state"] == "released"
+    assert http.get("/readyz").status_code == 503
+    assert post(http, "/resume_memory_occupation").json()["state"] == "resident"
+    assert post(http, "/generate", **PROMPT).json()["output_ids"] == before
 
 
 def test_an_operation_that_nobody_waits_for(http: httpx.Client, engine: TensorEngine) -> None:
@@ -260,6 +337,138 @@ def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: s
     assert http.get("/metrics").status_code == 200
     driver.heal()
     assert until_done(http, response.json()["error"]["operation_id"])["success"] is True
+
+
+def test_what_nobody_waits_for_is_told_when_it_is_stuck(
+    serve: Serve, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3: an operation that goes on by itself says in its record, its events, the metrics and the log that it is stuck,
+    and in which phase; it goes on all the same, and then says so no more.
+    """
+    http = serve(phase_timeout_s=0.2)
+    driver.delay("unmap", 3600)
+    started = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()
+    operation_id = started["operation_id"]
+    stalled = next(data for name, data in events(http, operation_id) if name == "stalled")
+    assert stalled["phase"] == "pause"
+    assert stalled["seconds"] > 0.2
+    now = operation(http, operation_id)
+    assert (now["status"], now["stalled"]["phase"]) == ("running", "pause")
+    assert 'memsaver_stalled_seconds{operation="release",phase="pause"}' in http.get("/metrics").text
+    driver.heal()
+    assert until_done(http, operation_id)["success"] is True
+    assert operation(http, operation_id)["stalled"] is None
+    assert "memsaver_stalled_seconds{" not in http.get("/metrics").text
+    told = [record.getMessage() for record in caplog.records if operation_id in record.getMessage()]
+    assert len(told) == 1
+    assert "no progress in phase 'pause'" in told[0]
+
+
+@contextmanager
+def weights_being_written(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], httpx.Response]]:
+    """A weight update that does not end until the block does, or until its answer is asked for."""
+    writing, ends = threading.Event(), threading.Event()
+
+    def write(_path: str, **_how: object) -> int:
+        writing.set()
+        assert ends.wait(60)
+        return 1
+
+    monkeypatch.setattr(engine, "update_weights_from_disk", write)
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(post, http, "/update_weights_from_disk", model_path="/trained")
+        assert writing.wait(60)
+
+        def answer() -> httpx.Response:
+            ends.set()
+            return update.result()
+
+        try:
+            yield answer
+        finally:
+            ends.set()
+
+
+def test_a_release_waits_for_weights_as_for_requests(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: no longer than its drain may take; the error names what it waited for, and nothing is released."""
+    with weights_being_written(http, engine, monkeypatch) as update:
+        late = post(http, "/release_memory_occupation", timeout_s=0.05)
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
+        assert late.json()["error"]["phase"] == "drain"
+        assert "a weight update" in late.json()["message"]
+        assert http.get("/readyz").status_code == 200
+        assert update().status_code == 200
+    assert post(http, "/release_memory_occupation").json()["state"] == "released"
+
+
+def test_a_resume_says_that_it_waits_for_weights(
+    serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: it has a deadline, after which nothing is resumed and the error names what it waited for."""
+    http = serve(phase_timeout_s=0.2)
+    post(http, "/release_memory_occupation", tags=["kv_cache"])
+    with weights_being_written(http, engine, monkeypatch) as update:
+        operation_id = post(http, "/resume_memory_occupation", **{"async": True}).json()["operation_id"]
+        answer = until_done(http, operation_id)
+        assert (answer["error"]["type"], answer["error"]["phase"]) == ("memory_busy", "wait_for_weights")
+        assert "a weight update has not ended" in answer["message"]
+        assert http.get("/memory_occupation").json()["state"] == "released"
+        assert update().status_code == 200
+    assert post(http, "/resume_memory_occupation").json()["state"] == "resident"
+
+
+def test_a_weight_update_does_not_wait_without_end(
+    serve: Serve, engine: TensorEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: behind another update, or an operation that is stuck, it is refused after a while, and says behind what."""
+    http = serve(phase_timeout_s=0.2)
+    with weights_being_written(http, engine, monkeypatch):
+        second = post(http, "/update_weights_from_disk", model_path="/trained")
+        assert (second.status_code, second.json()["error"]["phase"]) == (504, "wait_for_weights")
+    driver.delay("unmap", 3600)
+    started = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()
+    operation_id = started["operation_id"]
+    while operation(http, operation_id)["stalled"] is None:
+        pass
+    third = post(http, "/update_weights_from_disk", model_path="/trained")
+    assert (third.status_code, third.json()["error"]["phase"]) == (504, "pause")
+    assert operation_id in third.json()["message"]
+    driver.heal()
+    assert until_done(http, operation_id)["success"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "phase"),
+    [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
+)
+def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path: str, call: str, phase: str) -> None:
+    """S3: also where the phase failed instead of hanging."""
+    if path == "resume":
+        post(http, "/release_memory_occupation").raise_for_status()
+    driver.fail(call, kind="invalid_value")
+    answer = post(http, f"/{path}_memory_occupation")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["phase"] == phase
+
+
+def test_an_engine_that_cannot_be_made_whole_says_in_which_phase(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: also where the error is not one of ours."""
+    post(http, "/release_memory_occupation").raise_for_status()
+
+    def repair(_tags: list[str], _lost: list[str]) -> None:
+        raise RuntimeError("no prefix tree")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "repair", repair)
+        answer = post(http, "/resume_memory_occupation")
+    assert (answer.status_code, answer.json()["error"]["phase"]) == (500, "repair")
+    assert post(http, "/resume_memory_occupation").status_code == 200
 
 
 def test_every_answer_comes_while_an_operation_runs(http: httpx.Client, engine: TensorEngine) -> None:

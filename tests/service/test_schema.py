@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import httpx
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import (
@@ -15,13 +17,12 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-import memsaver_core as ms
 from tests.reliability.figures import keep
 
+from .surface import posts, seen
 from .tensor_engine import TensorEngine
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-BAD_REQUESTS = 10_000
 
 
 def test_every_answer_is_as_described(http: httpx.Client) -> None:
@@ -44,46 +45,77 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
     assert seen.get(200, 0) > 0
 
 
-def bad_request(choose: random.Random) -> tuple[str, str, bytes]:
-    """Return a method, a path and a body that no server should accept."""
-    path = choose.choice(
-        [
-            "/release_memory_occupation",
-            "/resume_memory_occupation",
-            "/release_memory",
-            "/resume_memory",
-            "/sleep",
-            "/wake_up",
-        ]
-    )
+#: What fits no field of any body: neither a text or number nor a list or map of such.
+WRONG = (
+    lambda word: [{"a": word}],
+    lambda word: {word: [word]},
+    lambda word: {"weights": {"a": word}},
+    lambda word: [[]],
+    lambda word: [None],
+    lambda word: [word, [word]],
+)
+#: What else does not fit, by the field.
+WRONG_VALUES: dict[str, list[Any]] = {
+    "tags": ["weights", 7, {"weights": True}, [1], ["weights", 7], [["weights"]], ["x" * 300], ["\ud800"]],
+    "timeout_s": [-1, 1e400, float("nan"), "soon", 86401],
+    "wait_for_memory_s": [-1, 1e400, -(10**30), "x"],
+    "mode": ["sideways", 1, "WAIT", "\x00"],
+    "restore": [{"weights": "tape"}, {"weights": None}, "host", ["host"]],
+    "level": [9, -1, 1.5, "deep"],
+    "at_least_bytes": [0, -1, 1 << 63, 10**30, "much"],
+    "load_format": [7, True],
+    "serialized_named_tensors": [[], ["!"], ["AAAA", "AAAA"], ["gASVAA=="], ["é"], "AAAA", [7]],
+    "model_path": [7, "/nowhere/at/all", "", "\x00", "/", "\ud800"],
+    "input_ids": [[], [-1], [997], ["1"], [1e400], "1", {"1": 1}],
+    "sampling_params": [{"max_new_tokens": -1}, {"max_new_tokens": "4"}, {"max_new_tokens": 1 << 40}, [1], "x"],
+    "text": ["x", 7],
+}
+UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
+#: It has its own tag, and ignores others.
+KNOWS_ITS_TAG = "/release_kv_cache_memory"
+BAD_REQUESTS = 10_000
+
+
+def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
+    """A body that this route, which reads these fields, should not accept."""
     junk = bytes(choose.randrange(256) for _ in range(choose.randrange(1, 40)))
     word = "".join(choose.choice("abcdefghijk \x00é\ud800") for _ in range(choose.randrange(1, 12)))
-    values = [-1, 1e400, "x" * 300, [word], {"a": word}, [[]], -(10**30), float("nan"), [None]]
-    body = choose.choice(
-        [
-            b"{" + junk,
-            b"[" + junk,
-            json.dumps({"tags": choose.choice([word, 7, {"weights": True}, [1], ["weights", word], [None]])}).encode(),
-            json.dumps({"timeout_s": choose.choice(values), "wait_for_memory_s": -1, "level": 9}).encode(),
-            json.dumps({"tags": ["weights", f"no-{choose.random()}"]}).encode(),
-            json.dumps([choose.choice(values)]).encode(),
-            b"[" * 100_000,
-        ]
-    )
-    return choose.choice(["POST", "POST", "PUT", "DELETE"]), path, body
+    kinds = [
+        b"{" + junk,
+        b"[" + junk,
+        json.dumps([choose.choice([-1, float("nan"), word, {"tags": ["weights"]}])]).encode(),
+        json.dumps(word).encode(),
+        b"[" * 100_000,
+        b'{"a":' * 30_000,
+    ]
+    if fields:
+        field = choose.choice(fields)
+        values = [*WRONG_VALUES.get(field, []), *(wrong(word) for wrong in WRONG)]
+        if field == "tags" and path != KNOWS_ITS_TAG:
+            values += UNKNOWN_TAGS
+        kinds += [json.dumps({field: choose.choice(values), "other": word}).encode()] * 6
+    return choose.choice(kinds)
 
 
+@pytest.mark.slow
 def test_bad_requests_leave_everything_as_it_was(serve: Callable[..., httpx.Client], engine: TensorEngine) -> None:
+    """Every route that is posted to, and each time all is looked at: while all is resident, and with memory away."""
     http = serve()
     choose = random.Random(2026)
-    before = ms.status()
-    for _ in range(BAD_REQUESTS):
-        method, path, body = bad_request(choose)
-        response = http.request(method, path, content=body)
-        assert response.status_code in (400, 405), (method, path, body[:200], response.text)
-        assert response.json()["success"] is False
-    after = ms.status()
-    assert (after.state, after.tags) == (before.state, before.tags)
-    assert http.get("/operations").json()["operations"] == []
-    assert not engine.is_closed
+    routes = posts(engine)
+    assert len(routes) >= 13
+    http.post("/generate", json={"input_ids": [1, 2, 3]}).raise_for_status()  # so that there is a cache to forget
+    for state in ("resident", "released"):
+        if state == "released":
+            http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status()
+        operations = http.get("/operations").json()["operations"]
+        before = seen(engine)
+        for number in range(BAD_REQUESTS // 2):
+            path = list(routes)[number % len(routes)]
+            method, body = choose.choice(["POST", "POST", "PUT", "DELETE"]), bad_body(choose, path, routes[path])
+            response = http.request(method, path, content=body)
+            assert response.status_code in (400, 405), (method, path, body[:200], response.text)
+            assert response.json()["success"] is False
+            assert seen(engine) == before, (method, path, body[:200])
+        assert http.get("/operations").json()["operations"] == operations
     keep("bad_requests", {"requests": BAD_REQUESTS})

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import logging
 import os
 import resource
+import select
 import socket
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import safetensors.torch
 
 from memsaver_server import connections
+from memsaver_server.routes import dashboard
+
+from .tensor_engine import TensorEngine
 
 Connect = Callable[[], socket.socket]
+Serve = Callable[..., httpx.Client]
 HEAD = b"POST /release_memory_occupation HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n"
+CHUNKED = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
+
+
+@pytest.fixture
+def key() -> str | None:
+    """What the service asks for; a test that has it ask for something says so."""
+    return None
+
+
+@pytest.fixture
+def http(serve: Serve, key: str | None) -> httpx.Client:
+    return serve(api_key=key)
 
 
 @pytest.fixture
@@ -36,6 +57,25 @@ def was_dropped(one: socket.socket) -> bool:
         return one.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def all_of(one: socket.socket) -> bytes:
+    """Everything that the server says until it ends the connection."""
+    said = b""
+    try:
+        while more := one.recv(65536):
+            said += more
+    except ConnectionResetError:
+        pass
+    return said
+
+
+def has_news(one: socket.socket) -> bool:
+    return bool(select.select([one], [], [], 0)[0])
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
 
 
 def test_slow_bodies_hold_nothing(http: httpx.Client, connect: Connect) -> None:
@@ -75,10 +115,8 @@ def test_headers_that_never_end_are_dropped(
     assert http.get("/livez").status_code == 200
 
 
-def test_a_request_that_takes_its_time_is_not_dropped(
-    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only headers have a bound: another connection's runs out while this one's body is on its way."""
+def test_headers_have_their_own_bound(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another connection's runs out while this one's body is on its way."""
     monkeypatch.setattr(connections, "HEADERS_S", 0.2)
     slow = connect()
     slow.sendall(HEAD.replace(b"100", b"21") + b'\r\n{"tags": ["weig')
@@ -87,6 +125,176 @@ def test_a_request_that_takes_its_time_is_not_dropped(
     slow.sendall(b'hts"]}')
     assert slow.recv(65536).startswith(b"HTTP/1.1 200")
     assert http.post("/resume_memory_occupation").status_code == 200
+
+
+@pytest.mark.parametrize("path", [b"/release_memory_occupation", b"/update_weights_from_tensor", b"/generate"])
+@pytest.mark.parametrize("sent", [HEAD + b"\r\n", HEAD + b'\r\n{"tags": ', CHUNKED + b"\r\n" + chunk(b'{"tags": ')])
+def test_a_body_that_stops_is_answered(
+    http: httpx.Client,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    path: bytes,
+    sent: bytes,
+) -> None:
+    """After its time, by a 408 that says what is wanted; the connection ends, and nothing has happened."""
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    one = connect()
+    one.sendall(sent.replace(b"/release_memory_occupation", path))
+    head, _, body = all_of(one).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408")
+    assert b"Connection: close" in head
+    answer = httpx.Response(408, content=body).json()
+    assert (answer["success"], answer["error"]["type"]) == (False, "body_late")
+    assert "65536 bytes" in answer["message"]
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert http.get("/operations").json()["operations"] == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_body_that_trickles_is_answered(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte by byte a small body could take for ever, and would never be silent."""
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    one = connect()
+    one.sendall(HEAD.replace(b"100", b"1000000") + b"\r\n")
+    for _ in range(50_000):  # all of it together is less than a body has to bring in its time
+        if has_news(one):
+            break
+        one.sendall(b" ")
+        assert http.get("/livez").status_code == 200
+    assert all_of(one).startswith(b"HTTP/1.1 408")
+
+
+def test_a_large_body_may_take_longer(
+    http: httpx.Client, connect: Connect, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that come slowly come all the same, while bodies that stop are ended beside them, one after the other."""
+    monkeypatch.setattr(connections, "BODY_S", 1.0)
+    monkeypatch.setattr(connections, "BODY_BYTES", 1)
+    payload = base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()}))
+    slow = connect()
+    slow.sendall(CHUNKED.replace(b"/release_memory_occupation", b"/update_weights_from_tensor") + b"\r\n")
+    for _ in range(3):
+        other = connect()
+        other.sendall(HEAD + b"\r\n")
+        while not has_news(other):
+            slow.sendall(chunk(b" "))
+            assert http.get("/livez").status_code == 200
+        assert all_of(other).startswith(b"HTTP/1.1 408")
+    slow.sendall(chunk(b'{"serialized_named_tensors": ["' + payload + b'"]}') + b"0\r\n\r\n")
+    assert slow.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("key", ["the key"])
+@pytest.mark.parametrize(
+    "signed", [b"", b"x-trtllm-runtime-control-auth: sha256=0\r\n", b"x-trtllm-rl-control-auth: sha256=0\r\n"]
+)
+def test_slow_bodies_without_the_key_keep_nobody_out(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
+) -> None:
+    """They take all connections that there may be, and lose them."""
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    monkeypatch.setattr(connections, "REST_S", 0.2)
+    http.close()
+    held = [connect() for _ in range(10)]
+    for one in held:
+        one.sendall(HEAD.replace(b"_occupation", b"") + signed + b"\r\n{")
+    status = b"HTTP/1.1 408" if signed else b"HTTP/1.1 401"
+    assert all(all_of(one).startswith(status) for one in held)
+    assert httpx.get(http.base_url.join("/livez")).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["the key"])
+def test_an_answer_that_came_before_the_body_ends_the_connection(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soon, however much of the body still comes."""
+    monkeypatch.setattr(connections, "REST_S", 0.2)
+    one = connect()
+    one.sendall(HEAD.replace(b"100", b"1000000000000") + b"\r\n")
+    while not has_news(one):
+        pass
+    assert one.recv(65536).startswith(b"HTTP/1.1 401")
+    for _ in range(20_000):
+        assert http.get("/livez").status_code == 200
+        try:
+            one.sendall(b" " * 1024)
+        except ConnectionError:
+            return
+    pytest.fail("the connection never ended")
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
+    http: httpx.Client, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told at the level of debugging, and of what."""
+    caplog.set_level(logging.DEBUG, "memsaver")
+    paths = ["/release_memory_occupation", "/sleep", "/generate", "/update_weights_from_tensor"]
+    for path in paths:
+        one = connect()
+        one.sendall(HEAD.replace(b"/release_memory_occupation", path.encode()) + b'\r\n{"tags": ')
+        one.close()
+    while not all(any(path in record.getMessage() for record in caplog.records) for path in paths):
+        assert http.get("/livez").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert http.get("/operations").json()["operations"] == []
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[connections.BoundedProtocol]:
+    """The connections that can take nothing more until their reader reads. They have little room, to be so soon."""
+    found: set[connections.BoundedProtocol] = set()
+    made, pause = connections.BoundedProtocol.connection_made, connections.BoundedProtocol.pause_writing
+
+    def connection_made(self: connections.BoundedProtocol, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    def pause_writing(self: connections.BoundedProtocol) -> None:
+        pause(self)
+        found.add(self)
+
+    monkeypatch.setattr(connections.BoundedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(connections.BoundedProtocol, "pause_writing", pause_writing)
+    return found
+
+
+def test_readers_that_never_read_hinder_nobody(
+    full: set[connections.BoundedProtocol],
+    http: httpx.Client,
+    connect: Connect,
+    engine: TensorEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of an operation that runs, the dashboard's feed and metrics: their writers wait, and nobody else."""
+    monkeypatch.setattr(dashboard, "BEAT_S", 0.0)
+    monkeypatch.setattr(dashboard, "RUNNING_BEAT_S", 0.0)
+    monkeypatch.setattr(dashboard, "TICK_S", 0.0)
+    engine.block()
+    busy = connect()
+    prompt = b'{"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}'
+    busy.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(prompt) + prompt)
+    engine.wait_until(lambda engine: engine.in_flight())
+    release = {"async": True, "timeout_s": 3600}
+    operation_id = http.post("/release_memory_occupation", json=release).json()["operation_id"]
+    asked = [f"/operations/{operation_id}/events"] * 4 + ["/dashboard/feed"] * 4 + ["/metrics"] * 4
+    readers = [connect() for _ in asked]
+    for one, path in zip(readers, asked, strict=True):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.sendall(b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n" % path.encode() * (1000 if path == "/metrics" else 1))
+    while len(full) < 8:  # those of feeds and metrics
+        assert http.get("/livez").status_code == 200
+    assert http.get("/memory_occupation").json()["state"] == "releasing"
+    assert http.get("/metrics").status_code == 200
+    assert all(one.transport.get_write_buffer_size() < 1 << 20 for one in full)
+    engine.unblock()
+    while http.get(f"/operations/{operation_id}").json()["status"] == "running":
+        pass
+    assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+    assert http.post("/release_memory_occupation").json()["state"] == "released"
 
 
 def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,37 +4,75 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable
 
 import httpx
 import pytest
+from fastapi.routing import iter_route_contexts
 
 from memsaver_core.errors import ConfigurationError
-from memsaver_server import Settings, attach
+from memsaver_server import Settings, attach, create_app
 
 from .tensor_engine import TensorEngine
 
 Serve = Callable[..., httpx.Client]
-GUARDED = [
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/sleep",
-    "/wake_up",
-    "/release_memory",
-    "/generate",
-]
+#: Open to everybody on purpose: the page and its files, which hold no data, the description, and the probes.
+PUBLIC = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"}
+#: Halves of a character, which JSON can say and UTF-8 cannot: as an escape, and as the bytes that are not allowed.
+HALVES = [rb"\ud800", rb"a\uDFFFb", rb"\ude00\ud83d", b"\xed\xa0\x80"]
 
 
-@pytest.mark.parametrize("path", GUARDED)
+def calls(engine: TensorEngine) -> list[tuple[str, str]]:
+    """Each method and path that the service has, by its own account."""
+    routes = iter_route_contexts(create_app(engine).routes)
+    return sorted((method, str(route.path)) for route in routes for method in route.methods or ())
+
+
+def test_all_calls_are_known(http: httpx.Client, engine: TensorEngine) -> None:
+    """What this file derives from the service's own routes is no less than what the service describes."""
+    described = http.get("/openapi.json").json()["paths"]
+    assert {(method.upper(), path) for path in described for method in described[path]} <= set(calls(engine))
+    assert {path for _, path in calls(engine)} >= PUBLIC
+
+
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Basic the key", "the key", "Bearer \xe9"])
-def test_without_the_key_nothing_happens(serve: Serve, path: str, given: str | None) -> None:
+def test_without_the_key_nothing_happens(serve: Serve, engine: TensorEngine, given: str | None) -> None:
+    """Whatever the route: one that is not to ask for the key is named above."""
     http = serve(api_key="the key")
     headers = {} if given is None else {"Authorization": given.encode("latin-1")}
-    response = http.post(path, headers=headers)
-    assert response.status_code == 401
-    assert response.json()["success"] is False
-    occupation = http.get("/memory_occupation", headers={"Authorization": "Bearer the key"})
-    assert occupation.json()["state"] == "resident"
+    for method, path in calls(engine):
+        response = http.request(method, path, headers=headers)
+        assert (response.status_code == 401) == (path not in PUBLIC), (method, path)
+        if response.status_code == 401:
+            assert response.json()["success"] is False
+    right = {"Authorization": "Bearer the key"}
+    assert http.get("/memory_occupation", headers=right).json()["state"] == "resident"
+    assert http.get("/operations", headers=right).json()["operations"] == []
+
+
+@pytest.mark.parametrize("expects", [b"", b"Expect: 100-continue\r\n"])
+def test_without_the_key_no_body_is_waited_for(serve: Serve, engine: TensorEngine, expects: bytes) -> None:
+    http = serve(api_key="the key")
+    for method, path in calls(engine):
+        if method == "POST":
+            with socket.create_connection((http.base_url.host, http.base_url.port), timeout=20) as one:
+                one.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n".encode() + expects + b"\r\n")
+                assert one.recv(65536).startswith(b"HTTP/1.1 401"), path
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_of_a_body_that_is_said_to_be_signed_little_is_read(serve: Serve, chunked: bool) -> None:
+    """Anybody can say so: more than that is read only for the key itself."""
+    http = serve(api_key="the key")
+    body = b" " * (64 << 10) + b"{}"
+    for header in ("x-trtllm-runtime-control-auth", "x-trtllm-rl-control-auth"):
+        for path in ("/release_memory", "/resume_memory"):
+            response = http.post(path, content=iter([body]) if chunked else body, headers={header: "sha256=0"})
+            assert response.status_code == 413
+            assert "Authorization" in response.json()["message"]
+    both = {"x-trtllm-rl-control-auth": "sha256=0", "Authorization": "Bearer the key"}
+    assert http.post("/resume_memory", content=body, headers=both).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["clé", "voilà", "Å"])
@@ -73,12 +111,63 @@ def test_with_a_key_any_name_will_do(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_over_the_limit_is_refused(serve: Serve, chunked: bool) -> None:
-    http = serve(max_body_bytes=4096)
-    body = json.dumps({"tags": ["weights"], "padding": "x" * 5000}).encode()
-    response = http.post("/release_memory_occupation", content=iter([body]) if chunked else body)
-    assert response.status_code == 413
+def test_a_body_over_the_limit_is_refused(serve: Serve, engine: TensorEngine, chunked: bool) -> None:
+    """By every call that takes one, and the answer names the setting."""
+    http = serve(max_body_bytes=4096, max_update_bytes=8192)
+    largest = {"/update_weights_from_tensor": (8192, "MEMSAVER_MAX_UPDATE_BYTES")}
+    takers = {path for method, path in calls(engine) if method == "POST"}
+    for method, path in calls(engine):
+        if path not in takers:
+            continue
+        most, setting = largest.get(path, (4096, "MEMSAVER_MAX_BODY_BYTES"))
+        start = b'{"tags": ["nothing"], "padding": "'
+        body = start + b"x" * (most + 1 - len(start) - 2) + b'"}'
+        response = http.request(method, path, content=iter([body]) if chunked else body)
+        assert response.status_code == 413, (method, path)
+        assert setting in response.json()["message"]
+        assert str(most) in response.json()["message"]
     assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert http.get("/operations").json()["operations"] == []
+    assert http.get("/readyz").status_code == 200
+
+
+def test_a_body_of_just_the_limit_is_read(serve: Serve) -> None:
+    http = serve(max_body_bytes=4096, max_update_bytes=8192)
+    for path, most in (("/release_memory_occupation", 4096), ("/update_weights_from_tensor", 8192)):
+        start = b'{"tags": ["nothing"], "serialized_named_tensors": ["'
+        assert http.post(path, content=start + b"x" * (most - len(start) - 3) + b'"]}').status_code == 400
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_text_that_no_answer_could_repeat_is_refused(serve: Serve, engine: TensorEngine, half: bytes) -> None:
+    """In whichever field of whichever call, its name included."""
+    http = serve()
+    fields = [b"tags", b"text", b"rid", b"model_path", b"serialized_named_tensors", b"mode", b"other"]
+    values = [b'"%s"', b'["%s"]', b'{"%s": "host"}', b'[{"a": ["%s"]}]']
+    bodies = [b'{"input_ids": [3], "%s": %s}' % (name, value % half) for name in fields for value in values]
+    bodies.append(b'{"%s": 1}' % half)
+    for method, path in calls(engine):
+        if method == "POST":
+            for body in bodies:
+                response = http.post(path, content=body)
+                assert response.status_code == 400, (path, body)
+                assert "not JSON" in response.json()["message"]
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert http.get("/operations").json()["operations"] == []
+
+
+def test_text_outside_of_bodies_can_always_be_repeated(http: httpx.Client, engine: TensorEngine) -> None:
+    """Path, query and headers are bytes that any text is read from; no answer fails on it."""
+    half = "%ED%A0%80"
+    headers = dict.fromkeys(("User-Agent", "Idempotency-Key", "Accept", "Content-Type"), b"\xed\xa0\x80")
+    for method, path in calls(engine):
+        address = path.replace("{operation_id}", half).replace("{name}", half)
+        for name in ("tags", "mode", "level", "model_path", "serialized_named_tensors", "wait", half):
+            if path != "/dashboard/feed":  # has no end
+                response = http.request(method, f"{address}?{name}={half}", headers=headers)
+                assert response.status_code != 500, (method, path, response.text)
+                if "json" in response.headers["content-type"] and method != "HEAD":
+                    assert isinstance(response.json(), dict)
 
 
 def test_no_answer_holds_a_traceback(http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch) -> None:

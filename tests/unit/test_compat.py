@@ -128,7 +128,7 @@ def test_pause_and_resume_can_be_repeated(tag: str) -> None:
 
 
 def test_a_tag_then_all(tag: str) -> None:
-    """R5: pausing one tag and then everything pauses the rest; R8: resuming everything resumes what is paused."""
+    """R5, R8: pausing one tag and then everything pauses the rest; resuming everything resumes what is paused."""
     with torch_memory_saver.region(tag + "-a", enable_cpu_backup=True):
         first = torch.randn(1000)
     with torch_memory_saver.region(tag + "-b", enable_cpu_backup=True):
@@ -435,7 +435,7 @@ def test_freed_while_paused(tag: str) -> None:
     ids=lambda environment: next(iter(environment)),
 )
 def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """T3, and what ends the process in torch_memory_saver: an error names the variable, and the process lives."""
+    """T3: like all that ends the process in torch_memory_saver, it is an error that names the variable, no more."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(_state, "_initialized", False)

@@ -134,7 +134,7 @@ class Scheduler:
 
 @each_adapter
 def test_scheduler_of_an_engine(module: ModuleType, adapt: Callable[[ModuleType], Adapter]) -> None:
-    """A rollout engine between two steps: all away, weights back and overwritten, then the cache (R14: as zeros)."""
+    """R14: a rollout engine between two steps; all away, weights back and overwritten, then the cache, as zeros."""
     adapter = adapt(module)
     assert adapter.enabled
     with adapter.configure_subprocess():

@@ -15,6 +15,7 @@ import memsaver_core as ms
 from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
 from memsaver_server.engines.port import DrainTimeoutError, GeneratingEngine
 from memsaver_server.engines.transformers import TransformersEngine
+from tests.dirty_pages import dirty_pages
 from tests.programs import output_of
 
 TAGS = ("weights", "kv_cache", "workspace", "cuda_graph")
@@ -137,11 +138,14 @@ def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: Transformer
 
 
 def test_a_cache_that_comes_back_empty_gives_no_undefined_number(engine: TransformersEngine) -> None:
-    """R14: the KV cache comes back as zeros."""
-    engine.generate_sync(REQUEST)
-    release(engine, ["kv_cache"])
-    resume(engine)
-    assert all(not tensor.any() for pair in engine._runner._cache._layers for tensor in pair)
+    """R14: the KV cache comes back as zeros, whatever its new pages held, and the tokens are the same."""
+    before = engine.generate_sync(REQUEST)["output_ids"]
+    cache = [tensor for pair in engine._runner._cache._layers for tensor in pair]
+    with dirty_pages(cache[0].data_ptr(), 2 * live_bytes()["kv_cache"]):
+        release(engine, ["kv_cache"])
+        resume(engine)
+    assert all(not tensor.any() for tensor in cache)
+    assert engine.generate_sync(REQUEST)["output_ids"] == before
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,12 +23,25 @@ def test_defaults_are_greedy() -> None:
         {"temperature": -1},
         {"temperature": "hot"},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e400},
+        {"temperature": 10**400},
         {"temperature": True},
         {"max_new_tokens": 0},
         {"max_new_tokens": 1.5},
         {"top_p": 0},
         {"top_p": 1.5},
+        {"top_p": float("nan")},
+        {"top_p": 1e-300},
         {"top_k": -2},
+        {"top_k": float("nan")},
+        {"min_p": float("nan")},
+        {"min_p": 1e-300},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("inf")},
+        {"frequency_penalty": -1e308},
+        {"presence_penalty": float("nan")},
+        {"logit_bias": {"3": float("nan")}},
         {"seed": -1},
         {"stop_token_ids": 3},
         {"stop_token_ids": ["x"]},
@@ -70,6 +84,43 @@ def test_draws_follow_the_seed_and_the_bounds() -> None:
     assert set(draws(seed=1, top_k=1)) == {1}
     assert set(draws(seed=1, temperature=1e-3)) == {1}
     assert set(draws(seed=1)) > {1, 2, 4}
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-45, 1e-38, 9e-6])
+def test_a_temperature_too_small_to_matter_is_greedy(temperature: float) -> None:
+    """As vLLM and SGLang take it: divided by it, scores are no numbers any more."""
+    sampler = Sampler(Sampling.parse({"temperature": temperature}))
+    assert sampler.greedy
+    assert sampler.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
+
+
+#: Scores as a model may have them, one that is broken or has lost its weights included; and what may be drawn of them.
+SCORES = [
+    ([0.0, 3.0, 2.9, -1.0], {0, 1, 2, 3}),
+    ([3e38, 1.0, -3e38, 0.0], {0}),
+    ([1.0, float("-inf"), 2.0, float("-inf")], {0, 2}),
+    ([1.0, float("inf"), 2.0, float("inf")], {1, 3}),
+    ([1.0, float("nan"), 2.0, float("-inf")], {0, 2}),
+    ([float("nan")] * 4, {0, 1, 2, 3}),
+    ([float("-inf")] * 4, {0, 1, 2, 3}),
+    ([float("inf")] * 4, {0, 1, 2, 3}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("scores", "allowed"), SCORES)
+def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[int], dtype: torch.dtype) -> None:
+    """A draw among what are no numbers is an error on the host, and on a GPU the end of the process's context."""
+    logits = torch.tensor(scores, dtype=dtype)
+    before = logits.clone()
+    for temperature, top_p, top_k in itertools.product(
+        (1e-5, 1e-3, 1.0, 100.0), (1e-6, 0.5, 1.0), (-1, 0, 2, 4, 5, 10**30)
+    ):
+        given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 10**40}
+        sampler = Sampler(Sampling.parse(given))
+        assert not sampler.greedy
+        assert {sampler.pick(logits) for _ in range(5)} <= allowed, given
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # the engine's own, which the next token may read
 
 
 def test_an_answer_ends_at_its_stop_tokens() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import _process
+from tests.dirty_pages import dirty_pages
 from tests.programs import run_python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
@@ -66,7 +67,7 @@ def test_from_pretrained(tag: str, tmp_path: Path, dtype: str) -> None:
 
 
 def test_only_what_is_made_inside(tag: str) -> None:
-    """R15: a region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
+    """R15, T7: a region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
     inner_tag = tag + "-inner"
     before = torch.ones(1000)
     view_of_before = None
@@ -181,13 +182,51 @@ def test_one_line_brings_a_buffer_in(tag: str) -> None:
     attention.workspace.fill_(1)
 
 
-def test_pages_of_zero_are_really_zero(tag: str) -> None:
-    """R14: `kv_cache` comes back as zeros by default, so stale pages cannot give NaN."""
+def test_pages_of_zero_are_really_zero() -> None:
+    """R14: `kv_cache` comes back as zeros by default, so what somebody else left in its pages cannot give NaN."""
     with ms.region("kv_cache"):
-        cache = torch.full((1000,), float("nan"))
-    ms.release(["kv_cache"])
-    ms.resume(["kv_cache"])
+        cache = torch.ones(1000)
+    with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
+        ms.release(["kv_cache"], restore={"kv_cache": "discard"})
+        ms.resume(["kv_cache"])
+    assert cache.isnan().all()  # so it is what such pages hold
+    with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
+        ms.release(["kv_cache"])
+        ms.resume(["kv_cache"])
     assert not cache.any()
+
+
+def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
+    """G1, G2: its pages go, measured, and what nobody writes a second time is there again on others."""
+    with ms.region("cuda_graph"):
+        written_at_capture = torch.arange(1 << 18, dtype=torch.int64)
+    address, expected = written_at_capture.data_ptr(), written_at_capture.clone()
+    with dirty_pages(address, bytes_of("cuda_graph")):
+        report = ms.release(["cuda_graph"])
+        assert report.tags[0].restore == "host"
+        assert report.devices[0].delta_bytes == -report.released_bytes <= -(2 << 20)
+        ms.resume(["cuda_graph"])
+    assert written_at_capture.data_ptr() == address
+    assert torch.equal(written_at_capture, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*_set_allocator_settings is deprecated:FutureWarning")
+@pytest.mark.parametrize("where", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "at run time"])
+def test_whatever_torch_was_told_of_expandable_segments(where: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T3: memory of a region goes, measured."""
+    if where == "at run time":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    else:
+        monkeypatch.setenv(where, "expandable_segments:True")
+    try:
+        with ms.region(tag, restore="host"):
+            tensor = torch.ones(1 << 20)
+        assert ms.release([tag]).devices[0].delta_bytes == -(4 << 20)
+        ms.resume([tag])
+        assert bool((tensor == 1).all())
+    finally:
+        if where == "at run time":
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def test_unknown_and_well_known_tags(tag: str) -> None:

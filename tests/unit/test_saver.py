@@ -22,6 +22,7 @@ from memsaver_core.errors import (
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
 )
+from tests.dirty_pages import GARBAGE, dirty_pages
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 
 POLICIES = ("discard", "zero", "host", "file")
@@ -57,20 +58,22 @@ def tag_status(saver: _native.Saver, tag: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_policy_gives_what_it_owes(policy: str) -> None:
+    """R14, B1: on pages that hold what somebody else left there."""
     saver = make()
     sizes = [PAGE, 3 * MIB, 70 * MIB]
     blocks = [(saver.allocate(0, "t", policy, size), size) for size in sizes]
     written = [fill(address, size, seed) for seed, (address, size) in enumerate(blocks)]
     assert used(saver) == sum(sizes)
-    assert release(saver)["t"]["released_bytes"] == sum(sizes)
-    assert used(saver) == 0
-    assert resume(saver)["t"]["resumed_bytes"] == sum(sizes)
+    with dirty_pages(blocks[0][0], sum(sizes)):
+        assert release(saver)["t"]["released_bytes"] == sum(sizes)
+        assert used(saver) == 0
+        assert resume(saver)["t"]["resumed_bytes"] == sum(sizes)
     assert used(saver) == sum(sizes)
     for (address, size), expected in zip(blocks, written, strict=True):
         if policy in ("host", "file"):
             assert content(address, size) == expected
-        elif policy == "zero":
-            assert not view(address, size).any()
+        else:
+            assert (view(address, size) == (0 if policy == "zero" else GARBAGE)).all()
         view(address, size)[:] = 1  # readable and writable whatever the policy
 
 
@@ -90,7 +93,7 @@ def test_resident_memory_falls() -> None:
 
 
 def test_resume_of_everything_is_what_is_released() -> None:
-    """R8: resume with no tags resumes exactly what is released; R4, R5: repeats are success."""
+    """R8, R4, R5: resume with no tags resumes exactly what is released; repeats are success."""
     saver = make()
     first = saver.allocate(0, "a", "host", MIB)
     second = saver.allocate(0, "b", "host", MIB)
@@ -197,12 +200,14 @@ def test_unchanged_content_is_not_copied() -> None:
 
 
 def test_zero_content_needs_no_memory() -> None:
+    """B1: what was zero is written as zeros, over whatever the new pages hold."""
     saver = make()
     address = saver.allocate(0, "t", "host", 64 * MIB)
     view(address, 64 * MIB)[:] = 0
-    assert release(saver)["t"]["zero_bytes"] == 64 * MIB
-    assert saver.status()["pool_used_bytes"] == 0
-    resume(saver)
+    with dirty_pages(address, 64 * MIB):
+        assert release(saver)["t"]["zero_bytes"] == 64 * MIB
+        assert saver.status()["pool_used_bytes"] == 0
+        resume(saver)
     assert not view(address, 64 * MIB).any()
 
 
@@ -269,6 +274,7 @@ def test_backup_larger_than_the_bound_is_refused_first() -> None:
 
 
 def test_policy_override_holds_for_one_release() -> None:
+    """R14: an override to zeros gives them on pages that hold what somebody else left there."""
     saver = make()
     address = saver.allocate(0, "t", "host", 2 * MIB)
     fill(address, 2 * MIB, 1)
@@ -278,8 +284,9 @@ def test_policy_override_holds_for_one_release() -> None:
     assert release(saver)["t"]["backed_up_bytes"] == 2 * MIB
     resume(saver)
     assert content(address, 2 * MIB) == expected
-    assert release(saver, t="zero")["t"]["backed_up_bytes"] == 0
-    resume(saver)
+    with dirty_pages(address, 2 * MIB):
+        assert release(saver, t="zero")["t"]["backed_up_bytes"] == 0
+        resume(saver)
     assert not view(address, 2 * MIB).any()
 
 
@@ -350,7 +357,7 @@ def test_discarded_tags_go_last() -> None:
 
 
 def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
-    """B1 and B6: a damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
+    """B1, B6: a damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
     saver = make(file_folder=str(tmp_path))
     address = saver.allocate(0, "t", "file", 2 * MIB)
     expected = fill(address, 2 * MIB, 1)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from memsaver_core import PhaseLog
 from memsaver_core.compat.vllm import worker
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_server.engines._ranks import RankMemory
@@ -88,6 +90,11 @@ class Model:
         from memsaver_core import _process
 
         _process.saver().fail(call, kind=kind, times=times)
+
+    def delay(self, call: str, seconds: float) -> None:
+        from memsaver_core import _process
+
+        _process.saver().delay(call, seconds)
 
     def answer(self, command: str, *arguments: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self.worker.memsaver(command, *arguments)
@@ -352,7 +359,7 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
 
 
 def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
-    """R4."""
+    """R4: the second of either is success."""
     rank.sleep(1)
     rank.sleep(1)
     rank.wake_up()
@@ -458,3 +465,56 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
     executor.ask = ask  # type: ignore[method-assign]
     with pytest.raises(MemsaverError, match="cannot be reached: worker 1 died"):
         memory.release()
+
+
+def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
+    """S3: a worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
+    memory = RankMemory(Executor(group))
+    for rank in group:
+        rank.delay("unmap", 0.5)
+    log = PhaseLog(memory.read_devices)
+    with ThreadPoolExecutor(1) as pool:
+        release = pool.submit(memory.release, log=log)
+        while not memory.status().progress.done_bytes:
+            assert not release.done()
+        assert log.now == "pause"
+        seen = memory.status().progress
+        assert (seen.operation, seen.done_bytes <= seen.total_bytes) == ("release", True)
+        assert release.result().released_bytes > 0
+    assert memory.status().progress.operation == ""
+    assert [phase.name for phase in log.phases][:2] == ["synchronize", "pause"]
+    assert len(log.starts) == len(log.phases)
+    memory.resume()
+
+
+def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: list[Rank]) -> None:
+    """S3: as one on another host, where its numbers may be those of something else."""
+
+    class Far(Executor):
+        def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
+            answers = super().ask(command, *arguments)
+            for answer, place in zip(answers, ({"mark": 0}, {"file": 9999}), strict=True):
+                if command == "hello":
+                    answer["board"].update(place)
+                elif command == "resume":
+                    told.append((log.now, memory.status().progress.operation))
+            return answers
+
+    told: list[tuple[str, str]] = []
+    memory = RankMemory(Far(group))
+    memory.release()
+    log = PhaseLog(memory.read_devices)
+    memory.resume(log=log)
+    assert told == [("restore", "")] * 2
+    assert all(rank.content()["weights"] for rank in group)
+
+
+def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
+    """S3, S2: whatever the ranks did after that to undo it."""
+    memory = RankMemory(Executor(group))
+    for call, phase in (("synchronize", "synchronize"), ("unmap", "pause")):
+        group[1].fail(call, "invalid_value", 1)
+        log = PhaseLog(memory.read_devices)
+        with pytest.raises(DriverError, match="rank 1"):
+            memory.release(log=log)
+        assert log.failed == phase

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +114,7 @@ def world(group: list[Rank]) -> Iterator[World]:
 
 
 def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
-    """R1, R12, S2."""
+    """R1, R12, S2: measured, on all of them or none, with requests refused meanwhile."""
     ranks = world.client.executor.ranks
     answer = world.post("/release_memory_occupation").json()
     assert answer["success"], answer
@@ -146,7 +146,42 @@ def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
     failed = world.post("/release_memory_occupation")
     assert failed.status_code == 500
     assert "rank 1" in failed.json()["message"]
+    assert failed.json()["error"]["phase"] == "pause"
     assert world.post("/v1/completions").json()["weights"]
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "phase"),
+    [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
+)
+def test_a_rank_that_hangs_is_named_by_its_phase(
+    group: list[Rank], monkeypatch: pytest.MonkeyPatch, path: str, call: str, phase: str
+) -> None:
+    """S3: not by the drain before it, nor as one that has not started; the operation goes on, and its end is true."""
+    monkeypatch.setenv("MEMSAVER_PHASE_TIMEOUT_S", "0.3")
+    with closing(World(group)) as world:
+        if path == "resume":
+            world.post("/release_memory_occupation", tags=["kv_cache"]).raise_for_status()
+        group[1].delay(call, 2.0)
+        stuck = world.post(f"/{path}_memory_occupation", tags=["kv_cache"])
+        assert (stuck.status_code, stuck.json()["error"]["phase"]) == (504, phase)
+        operation = f"/operations/{stuck.json()['error']['operation_id']}"
+        while world.http.get(operation).json()["status"] == "running":
+            pass
+        answer = world.http.get(operation).json()["answer"]
+        assert answer["success"], answer
+
+
+def test_how_far_the_ranks_are_is_told(world: World) -> None:
+    """S3: an operation on ranks that gets on is known to, so nobody takes it for stuck."""
+    for rank in world.client.executor.ranks:
+        rank.delay("unmap", 0.5)
+    started = world.post("/release_memory_occupation", **{"async": True}).json()
+    told = []
+    while (now := world.http.get(started["location"]).json())["status"] != "succeeded":
+        told.append((now["phase"], now["progress"] and now["progress"]["done_bytes"]))
+    assert ("pause", None) not in told
+    assert len({done for phase, done in told if phase == "pause"}) > 1
 
 
 def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
@@ -170,7 +205,7 @@ def test_requests_wait_while_generation_is_paused(world: World) -> None:
 
 
 def test_the_cache_is_reset_with_its_memory(world: World) -> None:
-    """R13."""
+    """R13: no prefix leads to pages that were discarded."""
     world.post("/release_memory_occupation", tags=["kv_cache"])
     world.post("/resume_memory_occupation")
     assert world.client.resets == 1

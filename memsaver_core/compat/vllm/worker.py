@@ -18,6 +18,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core._cuda_region import forget_pools
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator
+from memsaver_core.compat.vllm.board import Board
 from memsaver_core.compat.vllm.tags import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE
 from memsaver_core.errors import ConfigurationError, MemsaverError
 
@@ -377,7 +378,7 @@ def answer(worker: Any, command: str, *arguments: Any) -> dict[str, Any]:
     """Do what the service asks of this rank. Errors are part of the answer: a rank that raised would be lost to vLLM.
 
     Commands:
-        ``hello``: status, devices and what stands in the way of hibernation.
+        ``hello``: status, devices, what stands in the way of hibernation, and where the board is.
         ``expect_release(plan)``: the worker's next sleep releases what ``plan`` says: ``tags``, ``restore``, ``trim``.
         ``sleep(plan, level)``: the same at once, for an engine that takes its workers to be asleep already.
         ``release(plan)``: release without the worker, which could not sleep while the process is hibernated.
@@ -402,7 +403,7 @@ def answer(worker: Any, command: str, *arguments: Any) -> dict[str, Any]:
         elif command == "outcome":
             given = _take_outcome()
         elif command == "hibernate":
-            given = {"hibernated": asdict(ms.release(*arguments, hibernate=True))}
+            given = _hibernate(*arguments)
         elif command == "resume":
             given = _resume(worker, *arguments)
         elif command == "hello":
@@ -421,18 +422,39 @@ def _introduction() -> dict[str, Any]:
         "devices": [asdict(device) for device in ms.read_devices()],
         "blockers": ms.hibernation_blockers(),
         "pid": os.getpid(),
+        "board": _board().place,
     }
+
+
+@functools.lru_cache
+def _board() -> Board:
+    return Board()
 
 
 def _release(plan: Mapping[str, Any]) -> None:
     """Runs in the worker's sleep, in the place of what vLLM tells the allocator."""
     global _outcome
     try:
-        report = ms.release(plan["tags"], restore=plan["restore"], trim=plan["trim"])
+        report = _at_work(lambda log: ms.release(plan["tags"], restore=plan["restore"], trim=plan["trim"], log=log))
     except Exception as error:
         _outcome = {"error": described(error)}
     else:
-        _outcome = {"report": asdict(report)}
+        _outcome = {"report": report}
+
+
+def _hibernate(tags: list[str]) -> dict[str, Any]:
+    return {"hibernated": _at_work(lambda log: ms.release(tags, hibernate=True, log=log))}
+
+
+def _at_work(operate: Callable[[ms.PhaseLog], ms.OperationReport]) -> dict[str, Any]:
+    """The report of an operation, during which this rank's board shows how far it is."""
+    log = ms.PhaseLog()
+    try:
+        with _board().showing(log):
+            return asdict(operate(log))
+    except Exception as error:
+        error.__dict__["phase"] = log.failed  # goes with it to the service, as its other attributes do
+        raise
 
 
 def _take_outcome() -> dict[str, Any]:
@@ -458,7 +480,7 @@ def _resume(worker: Any, tags: list[str] | None) -> dict[str, Any]:
 
     def resume() -> None:
         # A failure leaves all asleep; then vLLM must not go on to restore what it saved.
-        outcome["report"] = asdict(ms.resume(tags))
+        outcome["report"] = _at_work(lambda log: ms.resume(tags, log=log))
 
     with _waking(resume):
         # vLLM, too, shall know when this is the last of it.

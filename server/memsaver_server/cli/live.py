@@ -19,7 +19,7 @@ from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Uds, Url, 
 from memsaver_server.cli.tables import make_console, state_text, status_view
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client import Client, OperationStatusAnswer
-from memsaver_server.schemas import PhaseAnswer, ProgressAnswer
+from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
 
 _POLL_S = 0.25
 _STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim"}
@@ -95,6 +95,9 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
                 spinner.update(f"{event.data['name']} ...")
             elif event.name == "progress":
                 spinner.update(_progress_line(ProgressAnswer.model_validate(event.data)))
+            elif event.name == "stalled":
+                stall = StallAnswer.model_validate(event.data)
+                spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
                 console.print(_phase_line(PhaseAnswer.model_validate(event.data)))
     console.print(_outcome(client.operation(operation_id)))

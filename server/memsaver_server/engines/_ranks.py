@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
 from memsaver_core import PhaseLog, errors
+from memsaver_core.compat.vllm.board import Boards
 from memsaver_core.errors import MemsaverError, UnknownTagError
 from memsaver_core.meter import read_again
 from memsaver_core.policies import WELL_KNOWN_TAGS, keeps_any
@@ -44,7 +47,9 @@ class Ranks(Protocol):
 
 
 class RankMemory:
-    """Implements ``Memory``. What ``status`` says is as of the last operation: asking the ranks would disturb them."""
+    """Implements ``Memory``. What ``status`` says is as of the last operation: asking the ranks would disturb them. How
+    far they are with the one in work is read off their boards.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -56,6 +61,9 @@ class RankMemory:
         self._meet(introductions)
         self._pids = frozenset(answer["pid"] for answer in introductions if "pid" in answer)
         self._blockers = [blocker for answer in introductions for blocker in answer["blockers"]]
+        self._boards = Boards([answer["board"] for answer in introductions if "board" in answer])
+        self._operation = ""
+        self._began = 0.0
         self._status = self._merged_status(introductions)
 
     def enabled(self) -> bool:
@@ -70,7 +78,10 @@ class RankMemory:
         return names
 
     def status(self) -> Status:
-        return self._status
+        if not self._operation:
+            return self._status
+        seconds = time.monotonic() - self._began
+        return replace(self._status, progress=self._boards.progress(self._operation, seconds))
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
         return tuple(read_again(device, self._pids) for device in self._devices)
@@ -97,17 +108,18 @@ class RankMemory:
         self.check_tags(list(restore or ()))
         reports: list[list[Answer]] = []
         if self.enabled():
-            stages = self._stages(names, restore or {})
-            for stage in stages:
-                plan = {"tags": stage, "restore": dict(restore or {}), "trim": trim}
-                answers = self._release(plan, hibernate and stage is stages[-1])
-                if any("error" in answer for answer in answers) and len(answers) > 1:
-                    self._undo_release(names)
-                _raise_first(answers)
-                reports.append([answer["report"] for answer in answers])
-                log.add(self._merged_phases([answer["report"] for answer in answers]))
-                if "hibernated" in answers[0]:
-                    log.add(self._merged_phases([answer["hibernated"] for answer in answers]))
+            with self._at_work("release", "pause", log):
+                stages = self._stages(names, restore or {})
+                for stage in stages:
+                    plan = {"tags": stage, "restore": dict(restore or {}), "trim": trim}
+                    answers = self._release(plan, hibernate and stage is stages[-1])
+                    if any("error" in answer for answer in answers) and len(answers) > 1:
+                        self._undo_release(names)
+                    _raise_first(answers)
+                    reports.append([answer["report"] for answer in answers])
+                    log.add(self._merged_phases([answer["report"] for answer in answers]))
+                    if "hibernated" in answers[0]:
+                        log.add(self._merged_phases([answer["hibernated"] for answer in answers]))
         return self._merged_report("release", reports, log)
 
     def resume(self, tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
@@ -116,15 +128,31 @@ class RankMemory:
         names = self.check_tags(tags)
         reports: list[list[Answer]] = []
         if self.enabled():
-            answers = self._ask("resume", names or None)
-            if any("error" in answer for answer in answers) and len(answers) > 1:
-                self._undo_resume(answers)
-            _raise_first(answers)
-            reports.append([answer["report"] for answer in answers])
-            log.add(self._merged_phases(reports[0]))
+            with self._at_work("resume", "restore", log):
+                answers = self._ask("resume", names or None)
+                if any("error" in answer for answer in answers) and len(answers) > 1:
+                    self._undo_resume(answers)
+                _raise_first(answers)
+                reports.append([answer["report"] for answer in answers])
+                log.add(self._merged_phases(reports[0]))
         return self._merged_report("resume", reports, log)
 
     # -- the ranks -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _at_work(self, operation: str, phase: str, log: PhaseLog) -> Iterator[None]:
+        """The ranks do ``operation`` inside; ``phase`` is where they are while none of them shows more."""
+        self._boards.begin()
+        self._operation, self._began = operation, time.monotonic()
+        try:
+            with log.elsewhere(lambda: self._boards.phase or phase):
+                yield
+        except MemsaverError as error:
+            if phase_of_rank := vars(error).pop("phase", ""):
+                log.add_failure(phase_of_rank)
+            raise
+        finally:
+            self._operation = ""
 
     def _ask(self, command: str, *arguments: Any) -> list[Answer]:
         try:

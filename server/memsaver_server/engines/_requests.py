@@ -27,6 +27,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 
+#: A smaller temperature is taken for 0, as vLLM does.
+_LEAST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,7 +37,7 @@ class Sampling:
 
     Attributes:
         max_new_tokens: how many tokens at most.
-        temperature: 0 takes the likeliest token always; above 0 draws from the distribution.
+        temperature: 0, or less than 1e-5, takes the likeliest token always; above that draws from the distribution.
         top_p: draws from the likeliest tokens that together have this probability.
         top_k: draws from that many likeliest tokens; -1 from all.
         seed: makes the draws repeatable; None draws differently each time.
@@ -91,10 +94,10 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        return self._sampling.temperature == 0.0 or self._sampling.top_k == 1
+        return self._sampling.temperature < _LEAST_TEMPERATURE or self._sampling.top_k == 1
 
     def pick(self, logits: Tensor) -> int:
-        """Draw a token from ``logits`` ``[vocabulary]``."""
+        """Draw a token from ``logits`` ``[vocabulary]``, whatever they are; what is no number is the least likely."""
         if self.greedy:
             return int(torch.argmax(logits))
         if self._generator is None:
@@ -103,7 +106,11 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(self._sampling.seed)
-        scores, order = torch.sort(logits.float() / self._sampling.temperature, descending=True)
+        # A draw among weights that are no numbers ends the context of a GPU, and with it the engine. So the scores are
+        # finite first (a model that lost its weights has others), and then at most 0, where the likeliest are.
+        finite = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
+        scores, order = torch.sort(finite, descending=True)
+        scores = (scores - scores[0]) / self._sampling.temperature
         if self._sampling.top_k > 0:
             scores[self._sampling.top_k :] = float("-inf")
         weights = torch.softmax(scores, dim=-1)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
-from memsaver_server.answers import operation_answer, operation_status, phase_answer, progress
+from memsaver_server.answers import operation_answer, operation_status, phase_answer, progress, stalled
 from memsaver_server.operations import Operation
 from memsaver_server.problems import NotFoundError
 from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard
@@ -45,7 +45,9 @@ async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
 )
 async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
-    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, at last ``done``."""
+    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, ``stalled`` where a
+    phase makes none, at last ``done``.
+    """
     found = _find(service, operation_id)
     return StreamingResponse(
         _events(service, found), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
@@ -63,6 +65,7 @@ async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
     told = 0
     current = ""
     moved: dict[str, Any] | None = None
+    stuck = ""
     ended = operation.ending()
     while not service.closing.is_set():
         done = operation.done.done()
@@ -77,6 +80,10 @@ async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
         if now is not None and now != moved:
             moved = now
             yield _event("progress", now)
+        stall = stalled(operation)
+        if stall is not None and stall["phase"] != stuck:
+            stuck = stall["phase"]
+            yield _event("stalled", stall)
         if done:
             yield _event("done", operation_answer(operation))
             return

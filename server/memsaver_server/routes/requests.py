@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from memsaver_server.problems import BadRequestError, BodyTooLargeError
 from memsaver_server.schemas import ErrorAnswer
@@ -16,9 +20,30 @@ from memsaver_server.service import Service
 from memsaver_server.settings import Settings
 from memsaver_server.trust import check_key, check_origin
 
+logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
 #: Parsing a larger body takes so long that other requests would notice.
 LARGE_BYTES = 1 << 20
+#: How JSON says one half of a character that takes more than 16 bits.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a body may be.
+
+    Attributes:
+        bytes: that many.
+        remedy: what to do about a larger one.
+    """
+
+    bytes: int
+    remedy: str
+
+
+def limit_of(settings: Settings, name: str = "max_body_bytes") -> Limit:
+    """Return the limit that the operator has set under this name."""
+    return Limit(getattr(settings, name), f"MEMSAVER_{name.upper()} sets the limit")
 
 
 def service_of(request: Request) -> Service:
@@ -33,28 +58,33 @@ async def _service(request: Request) -> Service:
 ServiceOf = Annotated[Service, Depends(_service)]
 
 
-async def body_of(request: Request, limit: int | None = None) -> bytes:
-    """Return the request's body, of at most ``limit`` bytes: by default the server's own limit.
+async def body_of(request: Request, limit: Limit | None = None) -> bytes:
+    """Return the request's body, of at most ``limit``: by default the server's own.
 
     Raises:
         BodyTooLargeError: it is larger; what is over the limit is not read.
+        BadRequestError: the connection ended before it did.
     """
     if not hasattr(request.state, "memsaver_body"):
-        limit = service_of(request).settings.max_body_bytes if limit is None else limit
+        limit = limit or limit_of(service_of(request).settings)
         announced = request.headers.get("content-length", "0")
         body = bytearray()
-        if not announced.isdecimal() or int(announced) <= limit:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    break
-        if len(body) > limit or (announced.isdecimal() and int(announced) > limit):
-            raise BodyTooLargeError(f"the body is larger than {limit} bytes; MEMSAVER_MAX_BODY_BYTES sets the limit")
+        try:
+            if not announced.isdecimal() or int(announced) <= limit.bytes:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit.bytes:
+                        break
+        except ClientDisconnect:
+            logger.debug("%s %s: its body was cut off", request.method, request.url.path)
+            raise BadRequestError("the body was cut off") from None  # nobody will read it
+        if len(body) > limit.bytes or (announced.isdecimal() and int(announced) > limit.bytes):
+            raise BodyTooLargeError(f"the body is larger than {limit.bytes} bytes; {limit.remedy}")
         request.state.memsaver_body = bytes(body)
     return cast(bytes, request.state.memsaver_body)
 
 
-async def json_of(request: Request, limit: int | None = None) -> dict[str, Any]:
+async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any]:
     """Return the JSON object in the body, an empty one where there is none. The content type does not matter.
 
     Raises:
@@ -64,7 +94,7 @@ async def json_of(request: Request, limit: int | None = None) -> dict[str, Any]:
     if not body.strip():
         return {}
     try:
-        value = json.loads(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(json.loads, body)
+        value = _parse(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(_parse, body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     if value is None:
@@ -74,14 +104,36 @@ async def json_of(request: Request, limit: int | None = None) -> dict[str, Any]:
     return value
 
 
-def fields_of(model: type[Model], limit: Callable[[Settings], int] | None = None) -> Callable[..., Awaitable[Model]]:
-    """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent."""
+def _parse(body: bytes) -> Any:
+    """Read JSON whose every text can be said again in UTF-8, so that no answer, log line or file name fails on it.
+
+    Raises:
+        ValueError: it is none, or holds half a character.
+        RecursionError: it is nested too deep.
+    """
+    text = body.decode(json.detect_encoding(body))
+    value = json.loads(text)
+    if _HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{error.object[error.start]!r} in it is half of a character; send both") from None
+    return value
+
+
+def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[..., Awaitable[Model]]:
+    """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent.
+
+    Args:
+        model: the fields.
+        limit: the setting that bounds the body.
+    """
 
     async def read(request: Request) -> Model:
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
-        body = await json_of(request, limit(service_of(request).settings) if limit else None)
+        body = await json_of(request, limit_of(service_of(request).settings, limit))
         given = {key: value for key, value in {**query, **body}.items() if value is not None}
         try:
             return model.model_validate(given)
@@ -124,6 +176,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorAnswer, "description": "The request cannot be used; everything is as it was."},
     401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
     403: {"model": ErrorAnswer, "description": "A browser asks for another site."},
+    408: {"model": ErrorAnswer, "description": "The body did not come."},
     409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     422: {"model": ErrorAnswer, "description": "The Idempotency-Key belongs to another request."},

@@ -12,27 +12,46 @@ from starlette.requests import Request
 from memsaver_server.engines.port import Memory
 from memsaver_server.occupation import released_tags
 from memsaver_server.operations import Operation
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, body_of, fields_of, service_of, takes
+from memsaver_server.problems import UnauthorizedError
+from memsaver_server.routes.requests import (
+    PROBLEMS,
+    Limit,
+    ServiceOf,
+    body_of,
+    fields_of,
+    limit_of,
+    service_of,
+    takes,
+)
 from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, ReleaseFields, ResumeFields
 from memsaver_server.service import answer
-from memsaver_server.signatures import signature_is_right
-from memsaver_server.trust import check_key, check_origin
+from memsaver_server.signatures import is_signed, signature_is_right
+from memsaver_server.trust import bearer_is_right, check_key, check_origin
 
 #: TensorRT-LLM's own names of what is called ``weights`` here.
 WEIGHT_TAGS = ("model", "model_weights")
 STATES = {"resident": "running", "releasing": "parking", "released": "parked", "resuming": "waking", "failed": "failed"}
 
+#: For a body whose sender has not shown the key itself. The tags of an engine take some hundred bytes.
+SIGNED = Limit(64 << 10, "send a larger one with 'Authorization: Bearer KEY'")
+
 
 async def guard_signed(request: Request) -> None:
-    """Let callers pass whose request carries the key, or is signed with it."""
+    """Let callers pass whose request carries the key, or is signed with it.
+
+    Only a body that is said to be signed is read before that is known, and little of it: anybody may say so.
+    """
     asked = service_of(request)
     check_origin(request, asked.settings)
     key = asked.settings.api_key
-    if key is not None and signature_is_right(
-        key.get_secret_value(), request.method, request.url.path, request.headers, await body_of(request), asked.nonces
-    ):
+    if key is None or bearer_is_right(request, key.get_secret_value()) or not is_signed(request.headers):
+        check_key(request, asked.settings)
         return
-    check_key(request, asked.settings)
+    body = await body_of(request, min(SIGNED, limit_of(asked.settings), key=lambda limit: limit.bytes))
+    if not signature_is_right(
+        key.get_secret_value(), request.method, request.url.path, request.headers, body, asked.nonces
+    ):
+        raise UnauthorizedError("the signature is wrong, late or used before; sign each request anew with the key")
 
 
 router = APIRouter(tags=["runtime memory"], dependencies=[Depends(guard_signed)])

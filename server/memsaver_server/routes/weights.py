@@ -20,7 +20,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     409: {**PROBLEMS[409], "description": "The weights are released; resume them first."},
 }
 #: Tensors come in the body.
-_LARGE = fields_of(UpdateFromTensorFields, lambda settings: settings.max_update_bytes)
+_LARGE = fields_of(UpdateFromTensorFields, "max_update_bytes")
 
 
 @router.post(

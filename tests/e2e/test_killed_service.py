@@ -1,0 +1,279 @@
+"""A served engine that is killed or told to end in the middle: what its device, its callers' addresses and the next
+engine see.
+"""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_server.client import Client
+from tests.unit.saver_memory import MIB, content, fill
+
+from .serving import Forks
+
+CAPACITY = 128 * MIB
+SMALL = ("--kv-cache-bytes", "16MiB")
+TENANT = 8 * MIB
+#: The phases that a served engine is killed in, each with the call to the driver that it is in the middle of, if any.
+PLACES = [
+    ("drain", ""),
+    ("pause", "copy_to_host"),
+    ("pause", "unmap"),
+    ("settle", ""),
+    ("restore", "copy_to_device"),
+    ("wait_for_memory", ""),
+    ("repair", ""),
+    ("released", ""),
+]
+RELEASING = ("drain", "pause", "settle")
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Forks]:
+    with Forks() as program:
+        yield program
+
+
+@pytest.fixture
+def forks(program: Forks) -> Iterator[Forks]:
+    yield program
+    if program.pid:
+        program.end(signal.SIGKILL)
+
+
+@dataclass
+class Host:
+    """A host device, and a folder for backups, that engines share."""
+
+    name: str
+    backups: Path
+
+    def environment(self, capacity: int = CAPACITY) -> dict[str, str]:
+        return {
+            "MEMSAVER_HOST_DEVICE": self.name,
+            "MEMSAVER_HOST_CAPACITY": str(capacity),
+            "MEMSAVER_FILE_DIR": str(self.backups),
+            "MEMSAVER_FAULT_INJECTION": "1",
+        }
+
+    @property
+    def account(self) -> Path:
+        return Path(f"/dev/shm/memsaver-{os.getuid()}-{self.name}")
+
+    def shared_memory(self) -> list[str]:
+        return glob.glob(f"/dev/shm/*{self.name}*")
+
+    def saver(self) -> _native.Saver:
+        return _native.Saver(
+            driver="host",
+            host_devices=[self.name],
+            host_capacity=CAPACITY,
+            file_folder=str(self.backups),
+            verify="full",
+        )
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(f"killed-{uuid.uuid4().hex[:12]}", tmp_path / "backups")
+    host.backups.mkdir()
+    yield host
+    host.account.unlink(missing_ok=True)
+
+
+class Tenant:
+    """A co-tenant in this process, whose content must stay whole, and who sees what the others hold."""
+
+    def __init__(self, host: Host) -> None:
+        self.saver = host.saver()
+        self.address = self.saver.allocate(0, "tenant", "host", TENANT)
+        self.written = fill(self.address, TENANT, 1)
+
+    def others_hold(self) -> int:
+        free, total = self.saver.memory_info(0)
+        return total - free - TENANT
+
+    def take_the_rest(self) -> None:
+        free, _ = self.saver.memory_info(0)
+        self.rest = self.saver.allocate(0, "rest", "discard", free)
+
+    def give_the_rest_back(self) -> None:
+        self.saver.free(self.rest)
+
+    def check(self) -> None:
+        assert self.saver.audit() == []  # nobody else holds anything
+        self.saver.release([], [], {})
+        self.saver.resume([])
+        assert content(self.address, TENANT) == self.written
+
+
+def tokens(client: Client) -> list[int]:
+    answer: list[int] = client.generate("what stays is the same", max_new_tokens=6, temperature=0)["output_ids"]
+    return answer
+
+
+def check_cycle(client: Client) -> list[int]:
+    """The tokens, which are the same after a release and a resume."""
+    before = tokens(client)
+    assert client.release().released_bytes > 0
+    assert client.resume().success
+    assert tokens(client) == before
+    return before
+
+
+def wait_for_phase(client: Client, operation_id: str, phase: str) -> None:
+    """Return when the operation is in the phase, which it does not leave by itself."""
+    names = (event.data["name"] for event in client.events(operation_id) if event.name == "phase")
+    assert phase in names, f"the operation ended without {phase}"
+
+
+def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
+    """Begin what comes into the phase, part of the backup on disk; return when the engine is there."""
+    if phase in RELEASING:
+        operation = client.start_release(restore={"weights": "file"})
+    else:
+        client.release(restore={"weights": "file"})
+        operation = client.start_resume(wait_for_memory_s=3600)
+    wait_for_phase(client, operation.operation_id, phase)
+    if call:
+        assert forks.read_line() == "standing still"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str) -> None:
+    """S5, B6: a served engine is killed in each phase. What it held is free at once, no backup is left, the co-tenant
+    notices nothing, and the next engine takes address and device over, and completes a cycle; no backup file
+    stays."""
+    path = tmp_path / "engine.sock"
+    where = ("--uds", str(path)) if over == "unix" else ("--port", str(free_port()))
+    tenant = Tenant(host)
+    expected: list[list[int]] = []
+    for phase, call in PLACES:
+        url = forks.serve(*SMALL, *where, changes=host.environment(), phase=phase, call=call)
+        with Client(url) as client:
+            expected.append(check_cycle(client))  # what the last one left is in nobody's way
+            assert tenant.others_hold() > 0
+            if phase == "wait_for_memory":
+                client.release()
+                tenant.take_the_rest()
+            if phase == "released":
+                client.release()
+            else:
+                stand_still(forks, client, phase, call)
+            assert forks.end(signal.SIGKILL) == -signal.SIGKILL
+        if phase == "wait_for_memory":
+            tenant.give_the_rest_back()
+        assert tenant.others_hold() == 0, phase
+        assert list(host.backups.iterdir()) == [], phase
+        assert host.shared_memory() == [str(host.account)], phase  # which is the co-tenant's now
+        assert path.exists() == (over == "unix")
+        tenant.check()
+    forks.serve(*SMALL, *where, changes=host.environment())
+    with Client(url) as client:
+        expected.append(check_cycle(client))
+    assert forks.end() == 0
+    assert all(each == expected[0] for each in expected)
+    assert tenant.others_hold() == 0
+    assert not path.exists()
+
+
+def test_what_the_only_engine_leaves_behind_is_taken_over(forks: Forks, host: Host, tmp_path: Path) -> None:
+    """S5: killed without a co-tenant, an engine leaves its device's account and its socket behind, which hold nothing:
+    the next one takes both over, though its device is of another size, and takes both along when it ends."""
+    path = tmp_path / "engine.sock"
+    url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment())
+    with Client(url) as client:
+        client.release(["kv_cache"])
+        assert client.occupation().devices[0].used_bytes > 0
+    assert forks.end(signal.SIGKILL) == -signal.SIGKILL
+    assert path.exists()
+    assert host.shared_memory() == [str(host.account)]
+    left = host.account.stat().st_ino
+    assert forks.serve(*SMALL, "--uds", str(path), changes=host.environment(capacity=CAPACITY + MIB)) == url
+    assert host.account.stat().st_ino == left
+    with Client(url) as client:
+        assert client.occupation().devices[0].total_bytes == CAPACITY + MIB
+        check_cycle(client)
+    assert forks.end() == 0
+    assert not path.exists()
+    assert host.shared_memory() == []
+
+
+def hold_all(host: Host, pipe: Connection) -> None:
+    saver = host.saver()
+    free, _ = saver.memory_info(0)
+    saver.allocate(0, "all", "discard", free)
+    pipe.send(free)
+    signal.pause()
+
+
+def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, host: Host) -> None:
+    """S5: a resume that waits for memory goes on when the co-tenant that holds it is killed: what the dead hold is
+    free."""
+    url = forks.serve(*SMALL, "--port", "0", changes=host.environment())
+    with Client(url) as client:
+        before = tokens(client)
+        released = client.release().released_bytes
+        ours, theirs = FORK.Pipe()
+        co_tenant = FORK.Process(target=hold_all, args=(host, theirs), daemon=True)
+        co_tenant.start()
+        assert ours.recv() == CAPACITY
+        operation = client.start_resume(wait_for_memory_s=3600)
+        wait_for_phase(client, operation.operation_id, "wait_for_memory")
+        assert client.occupation().state == "resuming"
+        co_tenant.kill()
+        [done] = [event.data for event in client.events(operation.operation_id) if event.name == "done"]
+        co_tenant.join()
+        assert done["success"]
+        assert done["resumed_bytes"] == released
+        assert tokens(client) == before
+    assert forks.end() == 0
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["at-rest", "in-flight"])
+def test_terminated_with_a_part_released(forks: Forks, host: Host, tmp_path: Path, in_flight: bool) -> None:
+    """S5, T2: SIGTERM with a part released and a part resident, or with a release in flight: exit code 0, all memory is
+    given back, and account, socket and backups are gone."""
+    path = tmp_path / "engine.sock"
+    url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment(), phase="pause", call="copy_to_host")
+    with open(host.account, "rb", buffering=0) as account, Client(url) as client:
+        whole = held(account)
+        released = client.release(["kv_cache"], restore={"kv_cache": "discard"}).released_bytes
+        assert 0 < held(account) == whole - released < whole
+        if in_flight:
+            stand_still(forks, client, "pause", "copy_to_host")
+            assert client.occupation().state == "releasing"
+        assert forks.end() == 0
+        assert held(account) == 0
+    assert not path.exists()
+    assert host.shared_memory() == []
+    assert list(host.backups.iterdir()) == []
+
+
+def held(account: BinaryIO) -> int:
+    """What a host device's account says that processes hold, as its file says it: the living and the dead."""
+    account.seek(0)
+    _capacity, *slots = struct.unpack("257Q", account.read(257 * 8))
+    return sum(slots)

@@ -1,0 +1,89 @@
+"""Runs the random programs of ``machine``: ``python -m tests.reliability.random_programs``.
+
+MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS set how many programs of how many steps. Each run prints its seed,
+and --seed repeats its programs (threads and other processes may still take turns in another order); --replay runs one
+program from a file that holds it as it is told where it failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import seed as seed_of
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.native.build import small_module
+from tests.reliability.figures import FOLDER
+
+CORES = ("small", "shipped")
+#: Where the program at work is written down, by core: there it is found when it ended the process.
+JOURNALS = {core: FOLDER / f"program-on-{core}-core.txt" for core in CORES}
+
+
+def load_small_core() -> None:
+    """Put the core with small units into the place of the shipped one; before anything imports that."""
+    name = "memsaver_core._native"
+    assert name not in sys.modules
+    spec = importlib.util.spec_from_file_location(name, small_module())
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability.random_programs")
+    # The same programs every time, unless a longer search is asked for.
+    fresh = "MEMSAVER_MACHINE_EXAMPLES" in os.environ
+    parser.add_argument("--seed", type=int, default=random.getrandbits(32) if fresh else 0)
+    parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    if arguments.core == "small":
+        load_small_core()
+    from tests.reliability import machine
+
+    with machine.two_devices():
+        if arguments.replay is not None:
+            machine.replay(machine.read(arguments.replay.read_text()), machine.Machine())
+            return
+        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "100" if arguments.core == "small" else "20"))
+        count = int(os.environ.get("MEMSAVER_MACHINE_STEPS", "50"))
+        print(f"seed {arguments.seed}", flush=True)
+        start = time.monotonic()
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        machine.Machine.journal = JOURNALS[arguments.core]
+        for program in machine.REPLAYED.values():
+            machine.replay(program, machine.Machine())
+        run_state_machine_as_test(
+            seed_of(arguments.seed)(machine.Machine),
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=count,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    figures = {
+        "programs": examples + len(machine.REPLAYED),
+        "steps": sum(machine.steps.values()),
+        "seconds": round(time.monotonic() - start, 1),
+        "seed": arguments.seed,
+        "by_rule": dict(machine.steps),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

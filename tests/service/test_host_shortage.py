@@ -1,0 +1,163 @@
+"""The host runs out under a served engine: its control group of memory, the disk of space, the process of files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.reliability.surroundings import (
+    control_group,
+    in_child,
+    keep_mounts_private,
+    mount_small_disk,
+    no_descriptors,
+)
+
+from .program import Program, client, tokens
+from .tensor_engine import MIB
+
+#: An engine of 26 MiB, which pins nothing ahead of its first release.
+ENVIRONMENT = {
+    "MEMSAVER_DRIVER": "host",
+    "MEMSAVER_HOST_CAPACITY": str(64 * MIB),
+    "MEMSAVER_PREPARE_BACKUP": "0",
+    "MEMSAVER_FAULT_INJECTION": "1",
+}
+#: Keeps the two large tags, 24 MiB.
+KEPT = {"restore": {"weights": "host", "kv_cache": "host"}}
+ON_DISK = {"restore": {"weights": "file", "kv_cache": "file"}}
+
+
+def is_untouched(http: httpx.Client) -> bool:
+    """Whether all is resident and requests are let in."""
+    occupation = http.get("/memory_occupation").json()
+    return (
+        occupation["state"] == "resident"
+        and all(tag["released_bytes"] == 0 for tag in occupation["tags"])
+        and occupation["admission"]["open"] is True
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_backup_over_the_control_groups_limit(version: int) -> None:
+    """B5: 507 with the figures instead of the OOM killer; still resident, and serving; with room the retry works."""
+    with control_group(22 * MIB, version) as group, Program(**ENVIRONMENT) as engine, client(engine) as http:
+        before = tokens(http)
+        group.enter(engine.process.pid)
+        for _ in range(2):
+            response = http.post("/release_memory_occupation", json=KEPT)
+            assert response.status_code == 507
+            error = response.json()["error"]
+            assert (error["type"], response.json()["state"]) == ("out_of_host_memory", "resident")
+            assert error["needed_bytes"] >= 24 * MIB
+            assert 0 < error["free_bytes"] <= 22 * MIB
+            assert is_untouched(http)
+            assert tokens(http) == before
+        group.limit(512 * MIB)
+        assert http.post("/release_memory_occupation", json=KEPT).json()["state"] == "released"
+        assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+        assert tokens(http) == before
+
+
+def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
+    """R3, B5: 507 that says what to do; what was not written stays, and what was written comes back; with space again
+    all goes on."""
+
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(tmp_path, 32 * MIB)
+        with Program(**ENVIRONMENT, MEMSAVER_FILE_DIR=str(tmp_path)) as engine, client(engine) as http:
+            before = tokens(http)
+            copies = engine.count("copy_to_host")
+            engine.hold("copy_to_host")
+            with ThreadPoolExecutor(1) as pool:
+                releasing = pool.submit(http.post, "/release_memory_occupation", json=ON_DISK)
+                engine.wait_for("copy_to_host", more_than=copies)  # the look at the disk has been taken
+                intruder = tmp_path / "intruder"
+                with intruder.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, 12 * MIB)  # leaves space for one of the two tags
+                engine.heal()
+                response = releasing.result()
+            assert response.status_code == 507
+            assert response.json()["error"]["type"] == "out_of_host_memory"
+            for word in ("ENOSPC", str(tmp_path), "MEMSAVER_FILE_DIR"):
+                assert word in response.json()["message"]
+            assert response.json()["state"] == ("resident" if is_untouched(http) else "released")
+            assert http.get("/livez").status_code == 200
+            assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+            assert is_untouched(http)
+            assert tokens(http) == before
+            refused = http.post("/release_memory_occupation", json=ON_DISK)  # now by the look at the disk
+            assert (refused.status_code, refused.json()["state"]) == (507, "resident")
+            assert refused.json()["error"]["needed_bytes"] > refused.json()["error"]["free_bytes"] >= 0
+            assert is_untouched(http)
+            intruder.unlink()
+            assert http.post("/release_memory_occupation", json=ON_DISK).json()["state"] == "released"
+            assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+            assert tokens(http) == before
+
+    in_child(body)
+
+
+def test_descriptors_run_out() -> None:
+    """S3: whoever has a connection is answered, a release goes as far as it needs no descriptor and else is refused,
+    and a resume needs none; with descriptors again all goes on."""
+    with Program(**ENVIRONMENT) as engine, client(engine) as http, client(engine) as observer:
+        before = tokens(http)
+        assert observer.get("/readyz").status_code == 200
+        with no_descriptors(engine.process.pid):
+            for path in ("/livez", "/health", "/readyz", "/metrics", "/memory_occupation", "/operations"):
+                assert observer.get(path).status_code == 200
+            assert tokens(http) == before
+            new = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
+            new.request("GET", "/livez")  # waits in the kernel for somebody to accept it
+            refused = http.post("/release_memory_occupation", json=KEPT)  # may it pin memory? it cannot read the limits
+            assert refused.status_code == 500
+            assert refused.json()["error"]["type"] == "backup_error"
+            assert "ulimit -n" in refused.json()["message"]
+            assert is_untouched(observer)
+            assert tokens(http) == before
+            answer = http.post("/release_memory_occupation", json={"tags": ["kv_cache", "workspace"]}).json()
+            assert (answer["success"], answer["state"]) == (True, "released")
+            assert observer.get("/livez").status_code == 200
+            assert observer.get("/readyz").status_code == 503
+            assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+            assert tokens(http) == before
+        assert new.getresponse().status == 200
+        new.close()
+        assert http.post("/release_memory_occupation", json=KEPT).json()["state"] == "released"
+        maps = engine.count("map")
+        engine.hold("map")
+        with ThreadPoolExecutor(1) as pool:
+            resuming = pool.submit(http.post, "/resume_memory_occupation")
+            engine.wait_for("map", more_than=maps)
+            with no_descriptors(engine.process.pid):  # from the middle of the resume on
+                engine.heal()
+                assert resuming.result().raise_for_status().json()["state"] == "resident"
+                assert is_untouched(observer)
+                assert tokens(http) == before
+
+
+def test_a_connection_that_cannot_be_accepted_costs_little(
+    serve: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    """S3: it is a line in the log now and then, not thousands at once, for which those who are connected would wait."""
+    http = serve()
+    assert http.get("/livez").status_code == 200
+    with socket.socket() as new:
+        new.settimeout(60)
+        with no_descriptors(os.getpid()):
+            new.connect((http.base_url.host, http.base_url.port))
+            new.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            while not caplog.records:
+                assert http.get("/livez").status_code == 200
+            assert http.get("/livez").status_code == 200
+            assert len([record for record in caplog.records if record.name == "asyncio"]) < 10
+        assert new.recv(65536).startswith(b"HTTP/1.1 200")

@@ -1,0 +1,116 @@
+"""Headers that nobody would write, on every route: refused or passed over."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memsaver_server import signatures
+
+from .surface import OPEN, routes, seen
+from .tensor_engine import TensorEngine
+
+KEY = "the key"
+#: Those that somebody on the way reads, and one that nobody does.
+NAMES = [
+    *("Idempotency-Key", "Authorization", "Host", "User-Agent", "Accept", "Accept-Encoding", "Cookie", "Origin"),
+    *("Content-Type", "Content-Encoding", "Connection", "Upgrade", "Range", "If-None-Match", "Last-Event-ID"),
+    *("Sec-Fetch-Site", "X-Api-Key", "X-Forwarded-For", "X-Forwarded-Host", "X-Http-Method-Override", "Traceparent"),
+    *(*signatures.BODY_HEADERS, signatures.TIMESTAMP_HEADER, signatures.NONCE_HEADER),
+    "X-Nobody-Reads",
+]
+#: These say where the request ends: with a wrong one it may never do so.
+FRAMING = ["Content-Length", "Transfer-Encoding", "Expect"]
+VALUES = [
+    *(b"", b" ", b"\t", b"\x00", b"\x7f", b"\xff\xfe", "é".encode(), "日本".encode(), b"a\rb", b"\x1b[2J", b"%00%0a"),
+    *(b"0", b"1", b"-1", b"+1", b"1e3", b"0x1", b"99999999999999999999", "٣".encode(), b"1, 1", b"2;q=0", b"null"),
+    *(b"x" * 9_000, b"x" * 70_000, b"," * 5_000, b"[::1", b"[", b"a:b:c", b"@", b"/", b"..", b"localhost.", b"*"),
+    *(b"Bearer", b"Bearer ", b"Bearer the", b"bearer the key\x00", b"Basic dGhlIGtleQ==", b"sha256=", b"sha256=00"),
+    *(b"chunked", b"chunked, chunked", b"gzip", b"100-continue", b"close", b"keep-alive", b"websocket", b"h2c"),
+    *(b"application/json; charset=utf-7", b"multipart/form-data", b"text/html", b"cross-site", b"0" * 32),
+]
+odd_value = st.one_of(
+    st.sampled_from(VALUES),
+    st.binary(max_size=40).map(lambda value: value.replace(b"\r", b"").replace(b"\n", b"")),
+)
+odd_name = st.one_of(
+    st.sampled_from([name.encode() for name in NAMES]),
+    st.binary(min_size=1, max_size=8).map(lambda name: b"X-" + name.replace(b"\r", b"").replace(b"\n", b"")),
+)
+odd_headers = st.lists(st.tuples(odd_name, odd_value), min_size=1, max_size=4)
+odd_framing = st.lists(
+    st.tuples(
+        st.sampled_from([name.encode() for name in FRAMING]),
+        odd_value.filter(lambda value: value.strip(b" \t0") != b""),  # no body at all is a good one
+    ),
+    min_size=1,
+    max_size=2,
+)
+Headers = list[tuple[bytes, bytes]]
+
+
+def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: bool = True) -> int:
+    """Send a request that is not JSON, and return the status; 0 where the server hung up without a word.
+
+    Where it may not have an end, the caller hangs up after it: the server must notice.
+    """
+    names = {name.lower() for name, _ in headers}
+    plain = {b"Host": b"127.0.0.1", b"Content-Length": b"1"}
+    lines = [name + b": " + value for name, value in plain.items() if name.lower() not in names]
+    lines += [name + b": " + value for name, value in headers]
+    target = path.replace("{operation_id}", "none").replace("{name}", "page.js")
+    with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as one:
+        try:
+            one.sendall(b"\r\n".join([f"{method} {target} HTTP/1.1".encode(), *lines, b"", b"{"]))
+            if not ends:
+                one.shutdown(socket.SHUT_WR)
+            answer = b""
+            while b"\r\n\r\n" not in answer and (more := one.recv(65536)):
+                answer += more
+        except ConnectionError:  # it refused, and did not read the rest; its answer was lost with that
+            return 400
+    return int(answer[9:12]) if answer else 0
+
+
+def is_alive(http: httpx.Client) -> bool:
+    return http.get("/livez").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caller", ["needs no key", "has the key", "has no key"])
+def test_odd_headers_change_nothing(serve: Callable[..., httpx.Client], engine: TensorEngine, caller: str) -> None:
+    """No 500, no hang, and what is refused changes nothing; without the key all is refused that needs it."""
+    http = serve(api_key=None if caller == "needs no key" else KEY)
+    own: Headers = [(b"Authorization", f"Bearer {KEY}".encode())] if caller == "has the key" else []
+    client = httpx.Client(base_url=http.base_url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+    client.get("/health_generate").raise_for_status()  # its prefix is there from now on
+    sent = 0
+    for method, path in routes(engine):
+
+        @given(headers=odd_headers, framing=odd_framing)
+        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        def is_answered(method: str, path: str, headers: Headers, framing: Headers) -> None:
+            nonlocal sent
+            for odd, ends in ((headers, True), (framing, False)):
+                before = seen(engine)
+                status = ask(http, method, path, own + odd, ends=ends)
+                assert is_alive(client)
+                assert status or not ends
+                assert status != 500
+                if caller == "has no key" and path not in OPEN:
+                    assert not 200 <= status < 300
+                if 200 <= status < 300:  # it was understood: none of the headers mattered, or the body had no length
+                    client.post("/resume_memory").raise_for_status()
+                    client.post("/continue_generation").raise_for_status()
+                else:
+                    assert seen(engine) == before
+                sent += 1
+
+        is_answered(method, path)
+    assert sent > 100
+    client.close()
