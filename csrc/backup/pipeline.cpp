@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <limits>
 #include <utility>
 
@@ -483,30 +484,32 @@ void Pipeline::copy(bool to_host, Address base, const std::vector<Extent>& exten
 // the others; the only one always gets its own.
 std::vector<HostRange> Pipeline::take_bounce(std::size_t bytes) {
   const Stopwatch watch(seconds_.host_memory);
-  for (std::size_t others = transfers_.size() - 1; others > 0; --others) {
+  for (;;) {
+    const std::size_t count = transfers_.size();
     try {
-      return pool_.take(bytes, HostPool::Use::passing);
+      return pool_.take(bytes, count > 1 ? HostPool::Use::passing : HostPool::Use::must_pass);
     } catch (const Error& error) {
-      if (error.kind != ErrorKind::out_of_host_memory) throw;
+      if (count == 1 || error.kind != ErrorKind::out_of_host_memory) throw;
     }
-    limit_transfers(others);
+    limit_transfers(count - 1);
+    if (transfers_.size() == count) transfers_.front().done.get();  // it failed, and keeps its memory
   }
-  return pool_.take(bytes, HostPool::Use::must_pass);
 }
 
 // Lets the oldest of more than `count` transfers end. Those that failed stay, and so does their memory: the copies to
 // it may not have ended. finish() tells of them.
 void Pipeline::limit_transfers(std::size_t count) {
+  auto oldest = transfers_.begin();
   for (std::size_t failed = 0; transfers_.size() > failed + count;) {
-    const auto oldest = transfers_.begin() + static_cast<std::ptrdiff_t>(failed);
     try {
       oldest->done.get();
     } catch (const std::exception&) {
       ++failed;
+      ++oldest;
       continue;
     }
     pool_.give(oldest->bounce, HostPool::Use::passing);
-    transfers_.erase(oldest);
+    oldest = transfers_.erase(oldest);
   }
 }
 

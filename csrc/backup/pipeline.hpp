@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <deque>
 #include <functional>
 #include <future>
+#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -112,7 +112,7 @@ class Pipeline {
   Stream copies_;   // copy engine
   Stream kernels_;  // digests and zeros
   std::unique_ptr<DigestQueue> digests_;
-  std::deque<FileTransfer> transfers_;
+  std::list<FileTransfer> transfers_;  // oldest first
   PipelineSeconds seconds_;
 };
 

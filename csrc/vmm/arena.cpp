@@ -184,12 +184,16 @@ std::vector<RangeSet::Range> Arena::released_runs() const {
   return runs;
 }
 
-void Arena::owe(Restore restore, Address address, std::size_t bytes) {
-  settle_debts(address, bytes);
-  RangeSet away;
-  away.add(address, bytes);
-  for (const auto& part : mapped_parts(address, bytes)) away.remove(part.begin, part.bytes);
-  for (const auto& [begin, size] : away.ranges()) owed_[restore].add(begin, size);
+void Arena::owe(Restore restore) {
+  owed_.clear();
+  for (const auto& run : released_runs()) owed_[restore].add(run.begin, run.bytes);
+}
+
+bool Arena::damaged() const {
+  return std::any_of(allocations_.begin(), allocations_.end(), [](const auto& each) {
+    const auto& blocks = each.second.blocks;
+    return std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.damaged; });
+  });
 }
 
 bool Arena::is_mapped(Address address, std::size_t bytes) const {

@@ -79,8 +79,10 @@ class Arena {
   void keep_chunk(const Chunk& chunk);
   // A free range without memory is not to be had until it is reclaimed.
   void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
-  // What of a range has no memory is owed what `restore` says, and nothing else.
-  void owe(Restore restore, Address address, std::size_t bytes);
+  // All that is released now is owed what `restore` says, and nothing else.
+  void owe(Restore restore);
+  // Whether the last resume found content that it could not bring back.
+  [[nodiscard]] bool damaged() const;
 
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }

@@ -33,26 +33,31 @@ Saver::~Saver() {
   }
   if (retainer_.joinable()) retainer_.join();
   pipelines_.clear();  // they use the pools and the files
+  const auto attempt = [](const std::function<void()>& call) {
+    try {
+      call();
+      return true;
+    } catch (const std::exception& error) {
+      warn(std::string("while giving everything back: ") + error.what());
+      return false;
+    }
+  };
+  release_orphans(true);
   for (auto& [key, arena] : arenas_) {
-    for (const auto& [address, chunk] : arena->chunks()) {
-      try {
-        driver_->unmap(key.device, chunk.address, chunk.bytes);
-        driver_->release(key.device, chunk.handle, chunk.bytes);
-      } catch (const std::exception& error) {
-        warn(std::string("while giving everything back: ") + error.what());
+    const int device = key.device;
+    bool clear = attempt([&, &each = *arena] { refuse_orphans_of(each); });
+    for (const auto& entry : arena->chunks()) {
+      const Chunk& chunk = entry.second;
+      if (attempt([&, device] { driver_->unmap(device, chunk.address, chunk.bytes); })) {
+        attempt([&, device] { driver_->release(device, chunk.handle, chunk.bytes); });
+      } else {
+        clear = false;
       }
     }
-  }
-  try {
-    release_orphans(true);
-    for (const auto& [key, arena] : arenas_) refuse_orphans_of(*arena);
-    for (auto& [key, arena] : arenas_) {
-      for (const auto& [address, bytes] : arena->spans()) {
-        driver_->unreserve(key.device, address, bytes + guard_bytes(key.device));
-      }
+    if (!clear) continue;  // addresses that something is mapped at stay the driver's until the process ends
+    for (const auto& span : arena->spans()) {
+      attempt([&, device] { driver_->unreserve(device, span.first, span.second + guard_bytes(device)); });
     }
-  } catch (const std::exception& error) {
-    warn(std::string("while giving addresses back: ") + error.what());
   }
 }
 
@@ -63,16 +68,10 @@ void Saver::check_process() const {
                                      "; start workers with the 'spawn' method");
 }
 
-void Saver::check_failed() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const std::string why = failure();
+void Saver::check_usable() const {
+  check_process();
+  const std::string why = driver_->loss();
   if (!why.empty()) throw Error(ErrorKind::context_lost, why).with_advice("restart the process");
-}
-
-void Saver::note_failure(const Error& error) {
-  if (error.kind != ErrorKind::context_lost) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (failure_.empty()) failure_ = error.what();
 }
 
 bool Saver::selected(const Tags& tags, const std::string& tag) const {
@@ -170,7 +169,6 @@ bool Saver::take_back(Orphan& orphan) noexcept {
     }
     driver_->release(orphan.device, orphan.handle, orphan.bytes);
   } catch (const Error& error) {
-    note_failure(error);
     warn(std::string("memory was not taken back, the next operation tries again: ") + error.what());
     return false;
   }
@@ -178,64 +176,68 @@ bool Saver::take_back(Orphan& orphan) noexcept {
 }
 
 Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
-  return guarded([&] {
-    Arena* arena = nullptr;
-    Arena::Place place{};
-    try {
-      release_orphans(false);
-      know_device(key.device);
-      std::unique_lock<std::mutex> lock(mutex_);
-      arena = &arena_for(key);
-      const DeviceInfo& info = infos_.at(key.device);
-      bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
-      auto found = arena->take(bytes);
-      while (!found) {
-        // A span as large as the device: released allocations keep their addresses, so more may be needed later.
-        // The unused end keeps neighbouring spans apart: nothing may lie in two reservations.
-        const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
-        const std::size_t guard = guard_bytes(key.device);
-        lock.unlock();
-        const Address address = driver_->reserve(key.device, span + guard);
-        lock.lock();
-        arena->add_span(address, span);
-        found = arena->take(bytes);
-      }
-      place = *found;
-      if (place.mapped) {
-        arena->add_allocation(place.address, bytes);
-        return place.address;
-      }
-    } catch (Error& error) {
-      throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
+  check_usable();
+  Arena* arena = nullptr;
+  Arena::Place place{};
+  try {
+    release_orphans(false);
+    know_device(key.device);
+    std::unique_lock<std::mutex> lock(mutex_);
+    arena = &arena_for(key);
+    const DeviceInfo& info = infos_.at(key.device);
+    bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
+    auto found = arena->take(bytes);
+    while (!found) {
+      // A span as large as the device: released allocations keep their addresses, so more may be needed later.
+      // The unused end keeps neighbouring spans apart: nothing may lie in two reservations.
+      const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
+      const std::size_t guard = guard_bytes(key.device);
+      lock.unlock();
+      const Address address = driver_->reserve(key.device, span + guard);
+      lock.lock();
+      arena->add_span(address, span);
+      found = arena->take(bytes);
     }
-    std::vector<Chunk> chunks;
-    try {
-      check_margin(key, bytes);
-      Transaction transaction;
-      Address at = place.address;
-      const auto sizes = keeps_content(key.restore) ? chunk_sizes(bytes) : std::vector<std::size_t>{bytes};
-      for (const std::size_t size : sizes) {
-        chunks.push_back(acquire(key, at, size, transaction));
-        at += size;
-      }
-      transaction.commit();
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      arena->reclaim(place.address, bytes);
-      withhold_orphans(*arena, place.address, bytes);
-      throw;
+    place = *found;
+    if (place.mapped) {
+      arena->add_allocation(place.address, bytes);
+      return place.address;
     }
+  } catch (Error& error) {
+    throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
+  }
+  std::vector<Chunk> chunks;
+  try {
+    check_margin(key, bytes);
+    Transaction transaction;
+    Address at = place.address;
+    const auto sizes = keeps_content(key.restore) ? chunk_sizes(bytes) : std::vector<std::size_t>{bytes};
+    for (const std::size_t size : sizes) {
+      chunks.push_back(acquire(key, at, size, transaction));
+      at += size;
+    }
+    transaction.commit();
+  } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    arena->add_allocation(place.address, bytes);
-    for (const auto& chunk : chunks) arena->add_chunk(chunk);
-    return place.address;
-  });
+    arena->reclaim(place.address, bytes);
+    withhold_orphans(*arena, place.address, bytes);
+    throw;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  arena->add_allocation(place.address, bytes);
+  for (const auto& chunk : chunks) arena->add_chunk(chunk);
+  return place.address;
 }
 
 void Saver::check_margin(const Arena::Key& key, std::size_t bytes) {
   const std::size_t margin = memory_margin_;
   if (margin == 0) return;
-  const MemoryInfo memory = driver_->memory_info(key.device);
+  MemoryInfo memory{};
+  try {
+    memory = driver_->memory_info(key.device);
+  } catch (Error& error) {
+    throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
+  }
   if (margin <= memory.free_bytes && bytes <= memory.free_bytes - margin) return;
   throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
       .with_tag(key.tag)
@@ -272,7 +274,6 @@ void Saver::free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address a
   try {
     driver_->synchronize(device);
   } catch (const Error& error) {
-    note_failure(error);
     warn(std::string("memory that was freed stays mapped until the next release: ") + error.what());
     idle = false;
   }
@@ -284,7 +285,6 @@ void Saver::free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address a
         unmapped = true;
       }
     } catch (const Error& error) {
-      note_failure(error);
       warn(std::string("memory that was freed stays mapped until the next release: ") + error.what());
     }
     if (unmapped) give_back_handle({device, chunk.handle, chunk.bytes});
@@ -362,51 +362,50 @@ OperationResult Saver::operate(Progress::Operation kind, const Tags& tags,
                                const std::function<void(Operation&)>& run) {
   check_process();  // before a lock that the parent may have held when it forked
   const std::lock_guard<std::mutex> one_at_a_time(operation_mutex_);
-  return guarded([&] {
-    Operation operation(kind);
-    OperationResult result;
-    {
-      struct AtEnd {
-        Saver& saver;
-        Operation& operation;
-        ~AtEnd() { saver.end_operation(operation); }
-      };
-      const AtEnd at_end{*this, operation};
-      try {
-        release_orphans(true);
-        {
-          const std::lock_guard<std::mutex> lock(mutex_);
-          releasing_ = kind == Progress::Operation::release;
-          for (const auto& [key, arena] : arenas_) {
-            if (selected(tags, key.tag)) refuse_orphans_of(*arena);
-          }
-          for (auto& [key, arena] : arenas_) {
-            if (!selected(tags, key.tag)) continue;
-            operation.arenas.push_back(arena.get());
-            arena->begin_operation();
-            plan(*arena, operation);
-          }
-        }
-        files_.punch_holes();
-        run(operation);
-        check_failed();  // what was absorbed on the way may have been the loss of the context
+  check_usable();
+  Operation operation(kind);
+  OperationResult result;
+  {
+    struct AtEnd {
+      Saver& saver;
+      Operation& operation;
+      ~AtEnd() { saver.end_operation(operation); }
+    };
+    const AtEnd at_end{*this, operation};
+    try {
+      release_orphans(true);
+      {
         const std::lock_guard<std::mutex> lock(mutex_);
-        result = operation.result();
-      } catch (Error& error) {
-        std::string names;
-        for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
-        std::size_t bytes = 0;
-        for (const auto& [index, device] : operation.devices) {
-          if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
-          bytes += device.bytes();
+        releasing_ = kind == Progress::Operation::release;
+        for (const auto& [key, arena] : arenas_) {
+          if (selected(tags, key.tag)) refuse_orphans_of(*arena);
         }
-        error.with_tag(names).with_bytes(bytes);
-        throw;
+        for (auto& [key, arena] : arenas_) {
+          if (!selected(tags, key.tag)) continue;
+          operation.arenas.push_back(arena.get());
+          arena->begin_operation();
+          plan(*arena, operation);
+        }
       }
+      files_.punch_holes();
+      run(operation);
+      check_usable();  // what was absorbed on the way may have been the loss of the context
+      const std::lock_guard<std::mutex> lock(mutex_);
+      result = operation.result();
+    } catch (Error& error) {
+      std::string names;
+      for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
+      std::size_t bytes = 0;
+      for (const auto& [index, device] : operation.devices) {
+        if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
+        bytes += device.bytes();
+      }
+      error.with_tag(names).with_bytes(bytes);
+      throw;
     }
-    result.seconds = operation.seconds();
-    return result;
-  });
+  }
+  result.seconds = operation.seconds();
+  return result;
 }
 
 void Saver::end_operation(const Operation& operation) {
@@ -420,17 +419,13 @@ void Saver::end_operation(const Operation& operation) {
 }
 
 void Saver::synchronize() {
-  guarded([&] {
-    for (const int device : devices()) driver_->synchronize(device);
-    return 0;
-  });
+  check_usable();
+  for (const int device : devices()) driver_->synchronize(device);
 }
 
 void Saver::trim_graph_memory() {
-  guarded([&] {
-    for (const int device : devices()) driver_->trim_graph_memory(device);
-    return 0;
-  });
+  check_usable();
+  for (const int device : devices()) driver_->trim_graph_memory(device);
 }
 
 Pipeline& Saver::pipeline_of(int device) {

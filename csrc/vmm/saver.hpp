@@ -163,22 +163,7 @@ class Saver {
   };
 
   void check_process() const;
-  void check_failed() const;
-  void note_failure(const Error& error);
-  // Runs what may fail, unless the context is lost, and notes where that is how it failed.
-  template <typename Function>
-  auto guarded(Function function) {
-    check_process();
-    check_failed();
-    try {
-      return function();
-    } catch (const Error& error) {
-      note_failure(error);
-      throw;
-    }
-  }
-  // Why nothing works any more; empty while it does. Only with mutex_ held.
-  [[nodiscard]] std::string failure() const { return failure_.empty() ? driver_->loss() : failure_; }
+  void check_usable() const;
 
   Arena& arena_for(const Arena::Key& key);
   Arena* arena_of(Address address);
@@ -236,8 +221,7 @@ class Saver {
   FileStore files_;
   std::set<int> nodes_;          // NUMA nodes of all devices
   std::vector<Orphan> orphans_;  // handles that the driver did not unmap or take back
-  std::string failure_;
-  bool releasing_ = false;  // what a busy arena is busy with
+  bool releasing_ = false;       // what a busy arena is busy with
   std::atomic<bool> closed_{false};
   std::atomic<std::size_t> memory_margin_{0};
 };

@@ -63,7 +63,7 @@ SaverStatus Saver::status() const {
   status.pool.limit_bytes = settings_.host_backup_limit;
   status.prepared = spare >= unprepared;
   status.file_bytes = files_.used_bytes();
-  status.failure = failure();
+  status.failure = driver_->loss();
   status.state = !status.failure.empty() ? "failed"
                  : busy                  ? (releasing_ ? "releasing" : "resuming")
                  : released              ? "released"

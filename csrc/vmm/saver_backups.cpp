@@ -205,45 +205,37 @@ void Saver::set_file_folder(const std::string& folder) {
 }
 
 void Saver::prepare_backup() {
+  check_usable();
   std::set<int> digesting;
-  guarded([&] {
+  std::map<HostPool*, std::size_t> wanted;
+  {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::map<HostPool*, std::size_t> wanted;
     for (auto& [key, arena] : arenas_) {
       if (keeps_content(key.restore)) digesting.insert(key.device);
-      if (key.restore != Restore::host || arena->busy()) continue;
-      const std::size_t bytes = arena->unprepared_bytes();
-      try {
-        wanted[&pool_of(key.device)] += bytes;
-      } catch (Error& error) {
-        throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
-      }
+      if (key.restore == Restore::host && !arena->busy()) wanted[&pool_of(key.device)] += arena->unprepared_bytes();
     }
-    for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
-    return 0;
-  });
+  }
+  for (auto& [pool, bytes] : wanted) pool->start_growth(bytes);
   for (const int device : digesting) driver_->prepare_digest(device);
 }
 
 void Saver::wait_until_prepared() {
-  guarded([&] {
-    std::vector<HostPool*> pools;
-    std::string tags;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      for (auto& [node, pool] : pools_) pools.push_back(pool.get());
-      for (auto& [key, arena] : arenas_) {
-        if (key.restore == Restore::host) tags += (tags.empty() ? "" : ", ") + key.tag;
-      }
+  check_usable();
+  std::vector<HostPool*> pools;
+  std::string tags;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [node, pool] : pools_) pools.push_back(pool.get());
+    for (auto& [key, arena] : arenas_) {
+      if (key.restore == Restore::host) tags += (tags.empty() ? "" : ", ") + key.tag;
     }
-    try {
-      for (HostPool* pool : pools) pool->wait_for_growth();
-    } catch (const Error& error) {
-      Error named = error;  // others may wait for the same one
-      throw named.with_tag(tags);
-    }
-    return 0;
-  });
+  }
+  try {
+    for (HostPool* pool : pools) pool->wait_for_growth();
+  } catch (const Error& error) {
+    Error named = error;  // others may wait for the same one
+    throw named.with_tag(tags);
+  }
 }
 
 // Only with mutex_ held.

@@ -165,21 +165,21 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
   });
 }
 
-// Content that a resume could not bring back, and that a later release says to discard or to fill with zeros, is kept
-// no longer: without that the tag would stay released for ever. What can be brought back stays, whatever a later
-// release says.
+// Where a resume could not bring content back, and a later release says to discard it or to fill it with zeros, none
+// of it is kept any longer: without that the tag would stay released for ever. What can be brought back stays, whatever
+// a later release says.
 void Saver::give_up_damaged(Operation& operation, const std::map<std::string, Restore>& overrides) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (Arena* arena : operation.arenas) {
     const auto override_ = overrides.find(arena->key().tag);
     if (override_ == overrides.end() || keeps_content(override_->second)) continue;
+    if (!arena->damaged()) continue;
     for (auto& [address, allocation] : arena->allocations()) {
       for (auto& block : allocation.blocks) {
-        if (!block.damaged) continue;
-        give_backup_back(block, arena->key().device);
-        arena->owe(override_->second, address + block.offset, block.bytes);
+        if (!arena->is_mapped(address + block.offset, block.bytes)) give_backup_back(block, arena->key().device);
       }
     }
+    arena->owe(override_->second);
   }
 }
 

@@ -101,7 +101,8 @@ class World {
     }
   }
   void resume(const Saver::Tags& tags = {}) {
-    const auto before = mapped_pages();
+    const auto before = mapped_pages(true);
+    const auto before_but_held = mapped_pages();
     note_concerned(tags, before, false);
     try {
       saver->resume(tags);
@@ -109,10 +110,18 @@ class World {
       for (auto& memory : memories_) {
         if (error.kind == ErrorKind::backup && selected(tags, memory.tag)) memory.unreadable = true;
       }
-      if (faulty->failures() > 0 && mapped_pages() != before && saver->status().failure.empty() && !undo_may_fail) {
+      if (faulty->failures() > 0 && mapped_pages() != before_but_held && saver->status().failure.empty() &&
+          !undo_may_fail) {
         problems.push_back("a failed resume was not undone");
       }
+      for (const Address address : mapped_pages(true)) {
+        if (before.count(address) == 0) not_undone_.insert(address);
+      }
       throw;
+    }
+    for (const auto& memory : memories_) {
+      if (!selected(tags, memory.tag)) continue;
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) not_undone_.erase(memory.address + page * kPage);
     }
     const auto here = mapped_pages(true);
     for (const auto& memory : memories_) {
@@ -200,7 +209,6 @@ class World {
         problems.push_back("the device's own count is not what was created");
       }
     }
-    if (undo_may_fail) return;  // what was not undone is mapped, but holds nothing yet
     const auto here = mapped_pages();
     for (const auto& memory : memories_) {
       if (!memory.alive) continue;
@@ -286,13 +294,15 @@ class World {
     std::memcpy(reinterpret_cast<void*>(memory.address + page * kPage), content.data(), kPage);
     memory.pages[page] = Expect::written;
   }
-  // Those that can be read; `held`: also those that are mapped because the driver does not let go of them.
+  // Those that are resident: not what a failed resume left mapped, and only if `held` what the driver does not let go
+  // of.
   [[nodiscard]] std::set<Address> mapped_pages(bool held = false) const {
     std::set<Address> pages;
     for (const auto& [address, mapping] : ledger->mappings()) {
       if (!mapping.accessible || (!held && ledger->is_stuck(address))) continue;
       for (std::size_t at = 0; at < mapping.bytes; at += kPage) pages.insert(pages.end(), address + at);
     }
+    for (const Address address : not_undone_) pages.erase(address);
     return pages;
   }
   void note_concerned(const Saver::Tags& tags, const std::set<Address>& here, bool mapped) {
@@ -359,6 +369,7 @@ class World {
 
   Settings settings_;
   std::set<std::string> concerned_;
+  std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed
   LedgerDriver::Report report_;
   std::vector<Memory> memories_;
   std::vector<RangeSet::Range> dead_;

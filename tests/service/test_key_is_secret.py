@@ -143,8 +143,8 @@ def said_by(arguments: Sequence[str], key: str, *, option: bool) -> tuple[int, s
     """The exit code of a command and all that it prints, its traceback where it breaks."""
     given = [arguments[0], "--api-key", key, *arguments[1:]] if option else list(arguments)
     result = CliRunner().invoke(commands.app, given, env={"MEMSAVER_API_KEY": None if option else key})
-    broken = result.exception if not isinstance(result.exception, SystemExit) else None
-    return result.exit_code, result.output + "".join(traceback.format_exception(broken))
+    broken = [] if result.exception is None else traceback.format_exception(result.exception)
+    return result.exit_code, result.output + "".join(broken)
 
 
 COMMANDS: list[Sequence[str]] = [
@@ -168,7 +168,7 @@ WRONG_COMMANDS: list[Sequence[str]] = [
     ("status", "--url", "http://127.0.0.1:9"),
 ]
 #: No header can carry them; files and secrets that end with their line give the first.
-UNFIT = [f"{KEY}\n", f"{KEY} ", f"{KEY}\r\nX-Other: 1", f"{KEY}\udcff", f"{KEY}\x00"]
+UNFIT = [f"{KEY}\n", f"{KEY} ", f"{KEY}\r\nX-Other: 1", f"{KEY}\udcff", f"{KEY}\x01"]
 
 
 @pytest.mark.parametrize("option", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -30,9 +31,17 @@ VALUES = [
     *(b"", b" ", b"\t", b"\x00", b"\x7f", b"\xff\xfe", "é".encode(), "日本".encode(), b"a\rb", b"\x1b[2J", b"%00%0a"),
     *(b"0", b"1", b"-1", b"+1", b"1e3", b"0x1", b"99999999999999999999", "٣".encode(), b"1, 1", b"2;q=0", b"null"),
     *(b"x" * 9_000, b"x" * 70_000, b"," * 5_000, b"[::1", b"[", b"a:b:c", b"@", b"/", b"..", b"localhost.", b"*"),
-    *(b"Bearer", b"Bearer ", b"Bearer the", b"bearer the key\x00", b"Basic dGhlIGtleQ==", b"sha256=", b"sha256=00"),
+    *(b"sha256=", b"sha256=00"),
     *(b"chunked", b"chunked, chunked", b"gzip", b"100-continue", b"close", b"keep-alive", b"websocket", b"h2c"),
     *(b"application/json; charset=utf-7", b"multipart/form-data", b"text/html", b"cross-site", b"0" * 32),
+]
+#: What could be taken for the key, or for a reason to ask for none.
+ALMOST = [
+    *((b"Authorization", value) for value in (b"Bearer", b"Bearer ", b"Bearer the", b"Bearer the key2", b"Bearer\tthe key")),
+    *((b"Authorization", value) for value in (b"the key", b"Basic dGhlIGtleQ==", b"Bearer the key, Basic x", b"Bearer null")),
+    *((name, b"Bearer the key") for name in (b"X-Api-Key", b"Cookie", b"Proxy-Authorization", b"Authorization2")),
+    *((name.encode(), b"the key") for name in (*signatures.BODY_HEADERS, "X-Api-Key")),
+    *((name, b"127.0.0.1") for name in (b"X-Forwarded-For", b"X-Real-Ip", b"Host")),
 ]
 odd_value = st.one_of(
     st.sampled_from(VALUES),
@@ -42,7 +51,9 @@ odd_name = st.one_of(
     st.sampled_from([name.encode() for name in NAMES]),
     st.binary(min_size=1, max_size=8).map(lambda name: b"X-" + name.replace(b"\r", b"").replace(b"\n", b"")),
 )
-odd_headers = st.lists(st.tuples(odd_name, odd_value), min_size=1, max_size=4)
+odd_headers = st.lists(
+    st.one_of(st.tuples(odd_name, odd_value), st.sampled_from(ALMOST)), min_size=1, max_size=4
+)
 odd_framing = st.lists(
     st.tuples(
         st.sampled_from([name.encode() for name in FRAMING]),
@@ -68,7 +79,8 @@ def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: b
         try:
             one.sendall(b"\r\n".join([f"{method} {target} HTTP/1.1".encode(), *lines, b"", b"{"]))
             if not ends:
-                one.shutdown(socket.SHUT_WR)
+                with suppress(OSError):  # the server did so first
+                    one.shutdown(socket.SHUT_WR)
             answer = b""
             while b"\r\n\r\n" not in answer and (more := one.recv(65536)):
                 answer += more
@@ -93,7 +105,7 @@ def test_odd_headers_change_nothing(serve: Callable[..., httpx.Client], engine: 
     for method, path in routes(engine):
 
         @given(headers=odd_headers, framing=odd_framing)
-        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         def is_answered(method: str, path: str, headers: Headers, framing: Headers) -> None:
             nonlocal sent
             for odd, ends in ((headers, True), (framing, False)):
