@@ -96,7 +96,7 @@ Pipeline::Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files,
   try {
     kernels_ = driver_.create_stream(device_);
   } catch (...) {
-    driver_.destroy_stream(device_, copies_);
+    destroy_stream(copies_);
     throw;
   }
 }
@@ -104,11 +104,15 @@ Pipeline::Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files,
 Pipeline::~Pipeline() {
   settle();
   digests_.reset();
+  destroy_stream(copies_);
+  destroy_stream(kernels_);
+}
+
+void Pipeline::destroy_stream(Stream stream) noexcept {
   try {
-    driver_.destroy_stream(device_, copies_);
-    driver_.destroy_stream(device_, kernels_);
-  } catch (const std::exception&) {
-    // At process exit the device may be gone before us.
+    driver_.destroy_stream(device_, stream);
+  } catch (const std::exception& error) {
+    warn(std::string("a stream is left behind: ") + error.what());  // at process exit the device may be gone before us
   }
 }
 
@@ -401,7 +405,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
         try {
           restore_block(index);
         } catch (Error& error) {
-          if (error.kind == ErrorKind::backup) {
+          if (error.call == "pread") {
             blocks[index].block->damaged = true;
             error.with_advice(kGiveUp);
           }

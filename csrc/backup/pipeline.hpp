@@ -90,6 +90,7 @@ class Pipeline {
   };
   struct Pending;
 
+  void destroy_stream(Stream stream) noexcept;
   bool can_digest();
   void copy(bool to_host, Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory);
   void keep(ContentBlock& content, std::size_t index, const Digest* digest, Pending& pending);

@@ -121,7 +121,10 @@ Stream FaultyDriver::create_stream(int device) {
   enter("create_stream");
   return driver_->create_stream(device);
 }
-void FaultyDriver::destroy_stream(int device, Stream stream) { driver_->destroy_stream(device, stream); }
+void FaultyDriver::destroy_stream(int device, Stream stream) {
+  enter("destroy_stream");
+  driver_->destroy_stream(device, stream);
+}
 void FaultyDriver::copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) {
   enter("copy_to_host");
   driver_->copy_to_host(device, to, from, bytes, stream);

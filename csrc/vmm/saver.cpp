@@ -374,6 +374,7 @@ OperationResult Saver::operate(Progress::Operation kind, const Tags& tags,
     const AtEnd at_end{*this, operation};
     try {
       release_orphans(true);
+      check_usable();
       {
         const std::lock_guard<std::mutex> lock(mutex_);
         releasing_ = kind == Progress::Operation::release;

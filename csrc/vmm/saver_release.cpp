@@ -89,12 +89,11 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
   }
   for (auto& [address, allocation] : arena.allocations()) {
     if (keeps_content(restore)) make_blocks(allocation);
+    split_half_released(arena, allocation);
     for (auto& block : allocation.blocks) {
       const auto mapped = arena.mapped_parts(address + block.offset, block.bytes);
       if (mapped.empty()) continue;
       const bool whole = sum_of(mapped) == block.bytes;
-      // It lost a chunk to a release that failed later, and was kept before that.
-      if (!whole && block.kept != Kept::nothing) continue;
       if (!keeps_content(restore)) {
         // What was kept of content that is here again says nothing about what is discarded now.
         give_backup_back(block, device);
@@ -116,6 +115,43 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
       }
       work.blocks.push_back(std::move(content));
     }
+  }
+}
+
+// A block whose first part went in a release that failed later was kept whole before that. Its rest, which is here,
+// may have changed since, and may be owed something else from now on: it becomes a block of its own. Only with mutex_
+// held.
+void Saver::split_half_released(Arena& arena, Allocation& allocation) {
+  for (std::size_t i = 0; i < allocation.blocks.size(); ++i) {
+    Block& gone = allocation.blocks[i];
+    const auto mapped = arena.mapped_parts(allocation.address + gone.offset, gone.bytes);
+    if (gone.kept == Kept::nothing || mapped.empty() || sum_of(mapped) == gone.bytes) continue;
+    const std::size_t end = gone.offset + gone.bytes;
+    Block rest;
+    rest.offset = mapped.front().begin - allocation.address;  // chunks go in address order
+    rest.bytes = end - rest.offset;
+    gone.bytes -= rest.bytes;
+    gone.has_digest = false;  // it was that of the whole
+    while (!gone.extents.empty() && gone.extents.back().offset >= rest.offset) gone.extents.pop_back();
+    if (!gone.extents.empty()) {
+      Extent& last = gone.extents.back();
+      last.bytes = std::min(last.bytes, rest.offset - last.offset);
+    }
+    // Content lies packed, so what is left of it comes first.
+    std::size_t room = to_pages(gone.content_bytes());
+    if (gone.file.bytes > room) {
+      files_.give({gone.file.offset + room, gone.file.bytes - room});
+      gone.file.bytes = room;
+    }
+    std::vector<HostRange> host;
+    for (const auto& range : gone.host) {
+      const std::size_t used = std::min(range.bytes, room);
+      room -= used;
+      if (used > 0) host.push_back({range.address, used});
+      if (used < range.bytes) pool_of(arena.key().device).give({{range.address + used, range.bytes - used}});
+    }
+    gone.host = std::move(host);
+    allocation.blocks.insert(allocation.blocks.begin() + static_cast<std::ptrdiff_t>(i) + 1, std::move(rest));
   }
 }
 

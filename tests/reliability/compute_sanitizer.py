@@ -1,5 +1,5 @@
-"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing, modules and the reference
-engine, racecheck over the digest kernel.
+"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing and modules, racecheck over
+the digest kernel.
 
     python -m tests.reliability.compute_sanitizer
 
@@ -25,7 +25,6 @@ CORE = "tests/gpu/test_core_gpu.py"
 GRAPHS = "tests/gpu/test_graphs_gpu.py"
 SHARING = "tests/gpu/test_sharing_gpu.py"
 MODULE = "tests/gpu/test_module_gpu.py"
-ENGINE = "tests/gpu/test_engine_gpu.py"
 DIGEST = f"{CORE}::test_kernel_digest_equals_host_digest"
 
 #: These take all memory, of which the tool needs some, or are about another process, where it does not look. In the
@@ -36,11 +35,8 @@ ELSEWHERE = (
 )
 #: Those whose kernels are torch's and ours: Inductor's compiler runs in processes of its own.
 MODULES = "goes_and_comes_back or documented_graph"
-#: One of each kind: released, resumed and replayed; a pool given up and captured anew; new weights. A kernel takes some
-#: ten times as long under the tool, and the others are more of the same kernels.
-ENGINES = "the_graph_pool_alone_goes or captured_anew or every_byte_goes or new_weights_reach_the_graphs"
 
-#: The import of transformers comes before the first CUDA call, and takes longer than the tool waits by default.
+#: Imports come before the first CUDA call, and may take longer than the tool waits by default.
 ALWAYS = ("--report-api-errors", "no", "--target-processes", "application-only", "--launch-timeout", "120")
 
 RUNS: dict[str, tuple[list[str], list[str]]] = {
@@ -50,7 +46,6 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, sharing": (["--tool", "memcheck"], [SHARING, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, modules": (["--tool", "memcheck"], [MODULE, "-k", MODULES]),
-    "memcheck, engine": (["--tool", "memcheck"], [ENGINE, "-k", ENGINES]),
 }
 
 #: The digest kernel reads past the end of what is mapped: that the tool looks at this kernel, and at our mappings.
@@ -71,7 +66,7 @@ def find() -> str:
     return found
 
 
-#: One run takes seconds, that of the engine a minute or more; one that hangs is a finding.
+#: One run takes seconds; one that hangs is a finding.
 LIMIT_S = 300
 
 

@@ -1,6 +1,6 @@
 """Fuzzes how requests are read, followed by coverage of the code that reads them.
 
-python -m tests.reliability.fuzz [--runs N] [--seconds S] [TARGET ...]
+python -m tests.reliability.fuzz [--runs N] [--seconds S] [--target TARGET]
 
     fields      query, headers, body and key of each kind of call
     signatures  TensorRT-LLM's signed calls
@@ -77,27 +77,35 @@ def quoted(word: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=list(TARGETS), metavar="TARGET")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="this one; repeatable [all]")
     parser.add_argument("--runs", type=int, default=0, help="inputs; 0 for as many as the seconds allow")
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     began = time.monotonic()
-    chosen = [TARGETS[name] for name in arguments.targets]
-    whole = sum(target.SHARE for target in chosen)
+    chosen = arguments.target or list(TARGETS)
+    whole = sum(TARGETS[name].SHARE for name in chosen)
+    inputs: dict[str, int] = {}
     failed = 0
-    for target in chosen:
-        part = target.SHARE / whole
+    for name in chosen:
+        part = TARGETS[name].SHARE / whole
+        before = counts()["inputs"]
         with tempfile.TemporaryDirectory() as folder:
             child = os.fork()
             if child == 0:
                 runs, seconds = int(arguments.runs * part), max(1, int(arguments.seconds * part))
-                fuzz(target, runs, seconds, arguments.seed, Path(folder))
+                fuzz(TARGETS[name], runs, seconds, arguments.seed, Path(folder))
             _, status = os.waitpid(child, 0)
-        failed = failed or os.waitstatus_to_exitcode(status)
-    counts: dict[str, float] = dict(zip(fuzz_inputs.COUNTED, fuzz_inputs.counters, strict=True))
-    print(json.dumps({**counts, "seconds": round(time.monotonic() - began, 1)}))
+        failed = os.waitstatus_to_exitcode(status)
+        inputs[name] = counts()["inputs"] - before
+        if failed:
+            break
+    print(json.dumps({**counts(), "of_each": inputs, "seconds": round(time.monotonic() - began, 1)}))
     sys.exit(failed)
+
+
+def counts() -> dict[str, int]:
+    return dict(zip(fuzz_inputs.COUNTED, fuzz_inputs.counters, strict=True))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ from tests.service.tensor_engine import Memory, TensorEngine
 
 #: Every kind of body that is described.
 MODELS = sorted(schemas.Fields.__subclasses__(), key=lambda model: model.__name__)
-SHARE = 0.6
+SHARE = 0.5
 SEEDS = [
     *(
         bytes([97 + number]) + text
         for number in range(len(MODELS))
         for text in (
-            b'\n\n\n{"tags": ["weights", "kv_cache"], "timeout_s": 2.5, "mode": "keep", "restore": {"weights": "file"}}',
+            b'\n\n\n{"tags": ["weights", "kv_cache"], "timeout_s": 2.5, "mode": "keep", "restore": {"t": "file"}}',
             b"g\n\n\n\n" + bytes(range(number, 250, 3)),
         )
     ),

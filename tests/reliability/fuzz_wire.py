@@ -21,31 +21,27 @@ from memsaver_server import Settings, create_app
 from memsaver_server.connections import BoundedProtocol
 from memsaver_server.operations import ResumeRequest
 from tests.reliability.fuzz_inputs import KEY, count, headers_on_the_wire, parts_of
+from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine
 
-SHARE = 0.1
+SHARE = 0.2
 #: What requests may be answered. 500 is none.
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 408, 409, 413, 422, 503, 504, 507}
 #: How long the caller of a request that was sent in full stays: it may be one that is held until generation goes on.
 STAYS_S = 0.05
-ROUTES = [
-    *("GET /", "GET /dashboard/feed", "GET /dashboard/page.js", "GET /openapi.json", "GET /livez", "GET /readyz"),
-    *("GET /health_generate", "GET /metrics", "GET /operations", "GET /operations/7", "GET /operations/7/events"),
-    *("GET /memory_occupation", "GET /memory_status", "GET /is_sleeping", "POST /flush_cache", "POST /generate"),
-    *("POST /release_memory_occupation", "POST /resume_memory_occupation", "POST /release_memory", "POST /sleep"),
-    *("POST /resume_memory", "POST /wake_up?tags=weights", "POST /release_kv_cache_memory", "POST /pause_generation"),
-    *("POST /continue_generation", "POST /update_weights_from_disk", "POST /update_weights_from_tensor"),
-    "GET /release_memory_occupation?tags=kv_cache&async=true",
-]
-LINES = ["Content-Length: 2", "Transfer-Encoding: chunked", "Expect: 100-continue", "Connection: close", "Host: localhost"]
+ROUTES = [f"{method} {path}".format(operation_id="7", name="page.js") for method, path in routes()]
+LINES = ["Content-Length: 2", "Transfer-Encoding: chunked", "Expect: 100-continue", "Connection: close", "Host: a"]
+QUERIES = ["POST /sleep?level=0", "GET /release_memory_occupation?async=1", "POST /wake_up?tags=weights"]
 SEEDS = [
-    *(f"b{route}\n\n{{}}".encode() for route in ROUTES),
+    *(f"b{route}\n\n{{}}".encode() for route in (*ROUTES, *QUERIES)),
     *(f"B{route}\nAuthorization: Bearer {KEY}\n\n{{}}".encode() for route in ROUTES),
     *(f"a\x00GET /livez HTTP/1.1\r\n{line}\r\n\r\n{{}}".encode() for line in LINES),
+    *(f"BPOST /sleep\n{line}\n\n".encode() for line in LINES),
     b"a\x04POST /sleep HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     b"A\x02POST /sleep HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nx\r\n\r\n",
     b"a\x01GET /livez HTTP/1.1\r\nHost: a\r\n\r\nGET /readyz HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.0\r\n\r\n",
-    b"bPOST /sleep?level=0\n\n",
+    b"bGET /operations/%C3%A9%00\n\n",
+    b"bGET /dashboard/%2e%2e%2fapp.py\n\n",
     b"c7",
     b"C\xe9 \xff",
     b"c",
@@ -225,6 +221,6 @@ def cut(data: bytes, places: int) -> list[bytes]:
 
 def request(first: bytes, head: bytes, body: bytes) -> bytes:
     lines = [first + b" HTTP/1.1", *(head.split(b"\n") if head else []), b"Content-Length: %d" % len(body)]
-    if b"host:" not in head.lower():
+    if not any(line.lower().startswith(b"host:") for line in lines):
         lines.append(b"Host: localhost")
     return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -5,9 +5,8 @@ There is one saver for each process, so ``random_programs`` runs this in process
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import errno
+import faulthandler
 import functools
 import gc
 import sys
@@ -17,7 +16,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import memsaver_core as ms
-from memsaver_core import _native, _process
+from memsaver_core import _process
 from tests.programs import Child
+from tests.reliability.faults import (
+    ALLOCATING,
+    DROPPING,
+    MEMORY,
+    RELEASING,
+    RELEASING_IN_PART,
+    RESUMING,
+    UNDO,
+    Fault,
+    Faults,
+    faults_of,
+)
+from tests.reliability.known_programs import Program, written
+from tests.reliability.memory_model import PAGE, Kind, Memory, mapped_pages, pages_of
 
-PAGE = 4096
 DEVICES = (0, 1)
-#: Of a block of the core with small units, the larger part of these programs runs on.
-BLOCK_PAGES = 4
 #: Of each device; and of host memory for backups, which is less than what can be released.
 CAPACITY = 512 * PAGE
 BACKUP_LIMIT = 300 * PAGE
@@ -54,49 +63,8 @@ TAGS = ("weights", "kv_cache", "a", "b")
 #: Calls of an operation that nothing else makes: while it stands still there, everything else goes on.
 HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "record", "wait")
 HOLD_SECONDS = 60.0
-SHORT = -1  # a transfer that ends early
-#: What may fail: a call to the driver, or to the operating system, and how.
-UNDO = {"unmap": ("invalid_value",), "release": ("invalid_value",), "synchronize": ("invalid_value",)}
-ALLOCATING = {
-    "create": ("invalid_value", "out_of_memory"),
-    "map": ("invalid_value",),
-    "allow_access": ("invalid_value",),
-    "reserve": ("invalid_value",),
-    **UNDO,
-}
-MEMORY = {
-    "register_host": ("invalid_value", "out_of_host_memory"),
-    "mmap": (errno.ENOMEM,),
-    "fopen": (errno.EMFILE,),
-    "thread": (errno.EAGAIN,),
-}
-MOVING = {
-    **dict.fromkeys(("digest", "record", "wait", "done", "memory_info"), ("invalid_value",)),
-    **MEMORY,
-}
-RELEASING = {
-    "copy_to_host": ("invalid_value",),
-    "open": (errno.EMFILE, errno.EOPNOTSUPP),
-    "mkostemp": (errno.EMFILE,),
-    "fstatvfs": (errno.EIO,),
-    "fallocate": (errno.EOPNOTSUPP, errno.EIO),
-    "pwrite": (errno.ENOSPC, errno.EIO, errno.EINTR, SHORT),
-    **MOVING,
-    **UNDO,
-}
-RELEASING_IN_PART = {
-    **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "record", "wait", "done"), ("invalid_value",)),
-    "register_host": ("invalid_value",),
-    "pwrite": (errno.ENOSPC,),
-}
-RESUMING = {
-    **dict.fromkeys(("copy_to_device", "fill_zero", "stream_wait"), ("invalid_value",)),
-    "pread": (errno.EIO, errno.EINTR, SHORT),
-    **ALLOCATING,
-    **MOVING,
-}
-DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "fallocate": (errno.EIO,)}
-
+#: A step that takes longer than this ends the process, and tells where its threads stand.
+HANG_SECONDS = 120.0
 TENANT = """
 import sys
 from memsaver_core import _native
@@ -113,64 +81,15 @@ for line in sys.stdin:
         print("no", flush=True)
 """
 
-#: Where the devices cannot be read after all was resumed, the resume says that it failed. To be mended.
-A_READING_UNDOES_NO_RESUME = True
-
-#: What stopped one growth of the pool is told to those who wait for a later one, too. To be mended.
+# What the programs have found and is not mended yet; each goes with its mend.
+#: Where the devices cannot be read after all was resumed, the resume says that it failed.
+A_READING_FAILS_A_RESUME = True
+#: What stopped one growth of the pool is told to those who wait for a later one, too.
 AN_OLD_GROWTH_FAILS_A_NEW_ONE = True
 #: What is resident of a block of which a failed release took a part comes back as it was before that: not as it was
-#: written since, and not as the zeros that a later release promised. To be mended.
+#: written since, and not as the zeros that a later release promised.
 A_HALF_BLOCK_COMES_BACK_WHOLE = True
 
-#: A program as data: the steps by name, with their arguments.
-Program = Sequence[tuple[str, dict[str, Any]]]
-#: A tag, a policy, a device.
-Kind = tuple[str, str, int]
-#: The call; the driver's kind of error, or an errno; at which call from now, and how often in a row.
-Fault = tuple[str, "str | int", int, int]
-
-
-def _allocate(tag: str, policy: str, *pages: int) -> tuple[str, dict[str, Any]]:
-    return ("allocate", {"kind": (tag, policy, 0), "pages": list(pages), "content": "random", "faults": []})
-
-
-def _release(*tags: str, faults: Sequence[Fault] = (), **overrides: str) -> tuple[str, dict[str, Any]]:
-    return ("release", {"tags": list(tags), "overrides": overrides, "faults": list(faults)})
-
-
-def _resume(*tags: str, faults: Sequence[Fault] = ()) -> tuple[str, dict[str, Any]]:
-    return ("resume", {"tags": list(tags), "faults": list(faults)})
-
-
-_UNMAP: Fault = ("unmap", "invalid_value", 1, 1)
-
-#: Programs that failed once, for the model's sake or the saver's; they run before the random ones.
-REPLAYED: dict[str, Program] = {
-    "kept by an override, resumed and discarded": [
-        _allocate("weights", "discard", 2),
-        _release("weights", weights="host"),
-        _resume("weights"),
-        _release("weights"),
-    ],
-    "a release that fails beside a tag that is released already": [
-        _allocate("a", "zero", 2),
-        _allocate("b", "zero", 2),
-        _release("a"),
-        _release(faults=[_UNMAP]),
-    ],
-    "a release that fails when there is no memory to resume what was released before": [
-        _allocate("a", "zero", 200),
-        _release("a"),
-        _allocate("a", "zero", 20),
-        ("tenant_takes", {"pages": CAPACITY // PAGE - 30}),
-        _release(faults=[_UNMAP]),
-    ],
-    "more in all than the device has": [
-        _allocate("a", "zero", *[50] * 8),
-        _release(),
-        _allocate("a", "zero", *[50] * 8),
-    ],
-}
 
 steps: Counter[str] = Counter()
 
@@ -199,178 +118,6 @@ class Tenant(Child):
         self.bytes = nbytes if self.ask(str(nbytes)) == "ok" else 0
 
 
-class Faults:
-    """Failures of calls to the driver and, where the build offers them, to the operating system: of one step."""
-
-    def __init__(self) -> None:
-        self.saver = _process.saver()
-        self.system = ctypes.CDLL(_native.__file__)
-        self.fails_system_calls = hasattr(self.system, "memsaver_fail_system_call")
-        if self.fails_system_calls:
-            self.system.memsaver_system_call_failed.restype = ctypes.c_bool
-        self._at: list[tuple[str, int]] = []
-        self._met = False
-
-    def plan(self, faults: Sequence[Fault]) -> None:
-        for call, how, nth, times in faults:
-            if isinstance(how, str):
-                self._at.append((call, self.saver.counts().get(call, 0) + nth))
-                self.saver.fail(call, nth, how, times)
-            elif self.fails_system_calls:
-                counted = (ctypes.c_size_t(nth), ctypes.c_int(how), ctypes.c_size_t(times))
-                self.system.memsaver_fail_system_call(call.encode(), *counted)
-
-    def met(self) -> bool:
-        """Whether one of them came."""
-        counts = self.saver.counts()
-        self._met = self._met or any(counts.get(call, 0) >= at for call, at in self._at)
-        if self.fails_system_calls:
-            self._met = self._met or self.system.memsaver_system_call_failed()
-        return self._met
-
-    def heal(self) -> None:
-        """Call off what did not come; calls that stand still go on."""
-        self.met()
-        self._at.clear()
-        self.saver.heal()
-        if self.fails_system_calls:
-            self.system.memsaver_heal_system_calls()
-
-    def end(self) -> None:
-        self.heal()
-        self._met = False
-
-
-@dataclass(eq=False)
-class Memory:
-    """One tensor and what must be in it, page by page."""
-
-    tensor: torch.Tensor
-    address: int
-    tag: str
-    policy: str
-    device: int
-    expected: np.ndarray  # what each page must hold,
-    sure: np.ndarray  # where it must hold something
-    or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
-    here: np.ndarray = field(init=False)  # it is resident
-    #: Of what is released, and whose backup is not what it was:
-    damaged: np.ndarray = field(init=False)  # a resume cannot bring it back
-    perhaps_damaged: np.ndarray = field(init=False)  # a resume may not bring it back
-    told: np.ndarray = field(init=False)  # a resume said so: it can be given up
-    perhaps_told: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.here = np.ones(self.pages, bool)
-        for name in ("or_zeros", "damaged", "perhaps_damaged", "told", "perhaps_told"):
-            setattr(self, name, np.zeros(self.pages, bool))
-
-    @property
-    def pages(self) -> int:
-        return len(self.sure)
-
-    @property
-    def bytes(self) -> int:
-        return self.pages * PAGE
-
-    @property
-    def released_bytes(self) -> int:
-        return int(np.count_nonzero(~self.here)) * PAGE
-
-    def in_half_blocks(self) -> np.ndarray:
-        """Pages whose block is resident in part."""
-        block = np.arange(self.pages) // BLOCK_PAGES
-        here, all_ = np.bincount(block, self.here), np.bincount(block)
-        half: np.ndarray = ((here > 0) & (here < all_))[block]
-        return half
-
-    def content(self) -> np.ndarray:
-        """Its pages. Those that are not resident must not be touched: that ends the process."""
-        return _pages(self.tensor.numpy())
-
-    def owe(self, policy: str, pages: np.ndarray) -> None:
-        """These pages were released under this policy."""
-        if policy == "discard":
-            self.sure[pages] = False
-        elif policy == "zero":
-            self.sure[pages] = True
-            self.expected[pages] = 0
-        if policy in ("discard", "zero"):
-            self.or_zeros[pages] = False
-
-    def may_owe(self, policy: str, pages: np.ndarray) -> None:
-        """These pages were released, and then perhaps under this policy."""
-        if policy == "discard":
-            self.sure[pages] = False
-        elif policy == "zero":
-            self.or_zeros |= pages
-
-    def give_up(self, policy: str) -> None:
-        """What cannot be brought back is owed what this policy says, instead."""
-        if policy not in ("discard", "zero"):
-            return
-        self.owe(policy, self.told)
-        self.may_owe(policy, self.perhaps_told)
-        self.perhaps_damaged |= self.damaged & self.perhaps_told
-        self.damaged &= ~(self.told | self.perhaps_told)
-        self.told[:] = False
-
-    def may_give_up(self, policy: str) -> None:
-        """As far as a release came that failed."""
-        if policy not in ("discard", "zero"):
-            return
-        self.perhaps_told |= self.told
-        self.told[:] = False
-        self.give_up(policy)
-
-    def tell(self, begin: int, nbytes: int) -> bool:
-        """A resume said that this range cannot be brought back. Whether that may be."""
-        pages = self.address + np.arange(self.pages) * PAGE
-        told = (pages >= begin) & (pages < begin + nbytes)
-        self.told |= told
-        return bool((told & (self.damaged | self.perhaps_damaged)).any())
-
-    def be_resident(self) -> None:
-        for pages in (self.damaged, self.perhaps_damaged, self.told, self.perhaps_told):
-            pages[:] = False
-        self.here[:] = True
-
-    def look(self) -> None:
-        """Every resident page holds what it must. From then on it must hold what it holds."""
-        if not self.here.any():
-            return
-        at = np.flatnonzero(self.here)
-        now = self.content()[at]  # a copy: what a failure's traceback holds shall not keep the memory
-        right = ~self.sure[at] | (now == self.expected[at]).all(axis=1)
-        right |= self.or_zeros[at] & (now == 0).all(axis=1)
-        assert right.all(), f"wrong content in pages {at[~right].tolist()} of {self}"
-        self.expected[at] = now
-        self.sure[at] = True
-        self.or_zeros[at] = False
-
-    def __str__(self) -> str:
-        return f"{self.pages} pages under {self.tag!r} ({self.policy}) on device {self.device} at {self.address:#x}"
-
-
-def _pages(content: np.ndarray) -> np.ndarray:
-    return content.view(np.uint64).reshape(-1, PAGE // 8)
-
-
-def mapped_pages() -> Callable[[Memory], np.ndarray]:
-    """Which pages of a memory the kernel has memory behind now."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line.split(" ", 1)[0].split("-") for line in lines if "memsaver-device" in line and " rw" in line]
-    begins = np.array([0, *(int(begin, 16) for begin, _ in mapped)], np.uint64)
-    ends = np.array([0, *(int(end, 16) for _, end in mapped)], np.uint64)
-
-    def of(memory: Memory) -> np.ndarray:
-        pages = np.uint64(memory.address) + np.arange(memory.pages, dtype=np.uint64) * np.uint64(PAGE)
-        result: np.ndarray = pages < ends[np.searchsorted(begins, pages, "right") - 1]
-        return result
-
-    return of
-
-
 tags_of_a_call = st.sets(st.sampled_from(TAGS), max_size=3).map(sorted)
 overrides_of_a_call = st.just({}) | st.dictionaries(st.sampled_from(TAGS), st.sampled_from(POLICIES), max_size=3)
 several_pages = st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=1, max_size=5)
@@ -383,16 +130,6 @@ works = st.lists(
     min_size=1,
     max_size=8,
 )
-
-
-def faults_of(calls: dict[str, Sequence[str | int]]) -> st.SearchStrategy[list[Fault]]:
-    """One or two."""
-    one = st.tuples(
-        st.sampled_from([(call, how) for call, hows in calls.items() for how in hows]),
-        st.integers(1, 3) | st.integers(1, 12),
-        st.sampled_from((1, 1, 1, 3)),
-    ).map(lambda fault: (*fault[0], *fault[1:]))
-    return st.lists(one, min_size=1, max_size=2)
 
 
 class Machine(RuleBasedStateMachine):
@@ -416,6 +153,7 @@ class Machine(RuleBasedStateMachine):
         if self.journal is not None:
             with self.journal.open("a") as file:
                 file.write(written([self.program[-1]]))
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
 
     @initialize(
         seed=st.integers(0, 2**32 - 1),
@@ -494,7 +232,9 @@ class Machine(RuleBasedStateMachine):
         write: bool,
         again: dict[str, str] | None,
     ) -> None:
-        """A failure in the middle leaves some of it released; perhaps the rest changes, or goes under other policies."""
+        """A failure leaves some of it released; perhaps the rest changes, or goes under other policies."""
+        if not any(memory.here.any() for memory in self._selected(tags)):
+            self._resume(tags, [])
         self._release(tags, overrides, faults)
         for memory in self._selected(tags) if write else ():
             self._write(memory, 0, memory.pages, "random")
@@ -511,6 +251,8 @@ class Machine(RuleBasedStateMachine):
     @rule(tags=st.just([]) | tags_of_a_call, faults=faults_of(RESUMING))
     @step
     def resume_with_failures(self, tags: list[str], faults: list[Fault]) -> None:
+        if not any(memory.released_bytes for memory in self._selected(tags)):
+            self._release(tags, {}, [])
         self._resume(tags, faults)
 
     @rule(pages=st.just(0) | st.integers(0, CAPACITY // PAGE))
@@ -549,7 +291,7 @@ class Machine(RuleBasedStateMachine):
             try:
                 ms.prepare_backup(wait=wait)
             except ms.MemsaverError:
-                if not AN_OLD_GROWTH_FAILS_A_NEW_ONE:
+                if not (wait and AN_OLD_GROWTH_FAILS_A_NEW_ONE):
                     raise
 
     @rule(
@@ -676,7 +418,8 @@ class Machine(RuleBasedStateMachine):
             if not self.faults.met():
                 raise
         finally:
-            self.orphans = self.orphans or self.faults.met()
+            undone = not any(call in ("unmap", "release") for call, *_ in faults)
+            self.orphans = self.orphans or (self.faults.met() and not undone)
             self.faults.end()
 
     def _allocate(self, kind: Kind, pages: int, content: str, free: int) -> bool:
@@ -686,8 +429,7 @@ class Machine(RuleBasedStateMachine):
             with ms.region(tag, restore=policy, device=device):
                 tensor = torch.empty(pages * PAGE, dtype=torch.uint8)
         except ms.OutOfDeviceMemoryError as error:
-            assert error.device == device
-            if pages * PAGE > free or self.faults.met():
+            if error.device == device and (pages * PAGE > free or self.faults.met()):
                 return False
             raise
         except ms.MemsaverError:
@@ -713,7 +455,7 @@ class Machine(RuleBasedStateMachine):
             return
         memory.expected[at] = 0
         if content == "random":
-            memory.expected[at] = _pages(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
+            memory.expected[at] = pages_of(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
         memory.sure[at] = True
         memory.or_zeros[at] = False
         memory.content()[at] = memory.expected[at]
@@ -741,6 +483,7 @@ class Machine(RuleBasedStateMachine):
             yield
         except ms.MemsaverError as raised:
             error = raised
+        self._give_up(tags, overrides, certainly=error is None)
         here = mapped_pages()
         kept_here = lost = left = 0
         for memory in self._selected(tags):
@@ -753,8 +496,6 @@ class Machine(RuleBasedStateMachine):
                 assert error is not None or not (memory.here & now).any(), f"released memory is resident: {memory}"
                 kept_here += int(np.count_nonzero(memory.here & now)) if policy in ("host", "file") else 0
                 lost += int(np.count_nonzero(gone)) if policy in ("discard", "zero") else 0
-            if memory.tag in overrides:
-                (memory.give_up if error is None else memory.may_give_up)(policy)
             if A_HALF_BLOCK_COMES_BACK_WHOLE and policy == "zero":
                 half = memory.in_half_blocks()
                 memory.owe("discard", gone & half)
@@ -793,7 +534,7 @@ class Machine(RuleBasedStateMachine):
                 raise
         except ms.MemsaverError as error:
             self._may_have_noted_damage(tags)
-            if A_READING_UNDOES_NO_RESUME and isinstance(error, ms.DriverError) and error.call == "memory_info":
+            if A_READING_FAILS_A_RESUME and isinstance(error, ms.DriverError) and error.call == "memory_info":
                 here = mapped_pages()
                 selected = self._selected(tags)
                 if selected and all(here(memory).all() for memory in selected):
@@ -809,9 +550,22 @@ class Machine(RuleBasedStateMachine):
     def _may_have_noted_damage(self, tags: list[str]) -> None:
         """It works on several devices at once, and tells of one."""
         for memory in self._selected(tags):
-            memory.perhaps_told |= memory.damaged | memory.perhaps_damaged
-            if self.faults.met():
-                memory.perhaps_told |= ~memory.here
+            damage = self.faults.met() or (memory.damaged | memory.perhaps_damaged).any()
+            memory.perhaps_told |= bool(damage and memory.released_bytes)
+
+    def _give_up(self, tags: list[str], overrides: dict[str, str], *, certainly: bool) -> None:
+        """Where a resume said that something is damaged, an override gives up what is kept beside it, too."""
+        for memory in self._selected(tags):
+            policy = overrides.get(memory.tag)
+            if policy not in ("discard", "zero"):
+                continue
+            beside = [other for other in self._selected(tags) if other.kind == memory.kind]
+            if certainly and memory.told:
+                for each in beside:
+                    each.give_up(policy)
+            elif memory.told or memory.perhaps_told:
+                for each in beside:
+                    each.may_give_up(policy)
 
     def _note_success(self) -> None:
         """An operation began with what had been refused earlier, and ended well."""
@@ -875,17 +629,6 @@ class Machine(RuleBasedStateMachine):
         assert sum(tag.bytes for tag in status.tags) == 0, status
         assert (status.host_backup.bytes, status.host_backup.file_bytes) == (0, 0)
         assert [device.used_bytes for device in ms.read_devices()] == [0 for _ in DEVICES]
-
-
-def written(program: Program) -> str:
-    """A program as text, a step in each line."""
-    return "".join(f"{each},\n" for each in program)
-
-
-def read(text: str) -> Program:
-    """A program from text, as it is told where one failed."""
-    program: Program = ast.literal_eval(f"[{text}]")
-    return program
 
 
 def replay(program: Program, machine: Machine) -> None:

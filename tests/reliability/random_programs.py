@@ -48,14 +48,15 @@ def main() -> None:
     parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
     arguments = parser.parse_args()
-    faulthandler.enable()
+    faulthandler.enable()  # what ends the process is told, too
     if arguments.core == "small":
         load_small_core()
     from tests.reliability import machine
+    from tests.reliability.known_programs import KNOWN, read
 
     with machine.two_devices():
         if arguments.replay is not None:
-            machine.replay(machine.read(arguments.replay.read_text()), machine.Machine())
+            machine.replay(read(arguments.replay.read_text()), machine.Machine())
             return
         examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "100" if arguments.core == "small" else "20"))
         count = int(os.environ.get("MEMSAVER_MACHINE_STEPS", "50"))
@@ -63,7 +64,7 @@ def main() -> None:
         start = time.monotonic()
         FOLDER.mkdir(parents=True, exist_ok=True)
         machine.Machine.journal = JOURNALS[arguments.core]
-        for program in machine.REPLAYED.values():
+        for program in KNOWN.values():
             machine.replay(program, machine.Machine())
         run_state_machine_as_test(
             seed_of(arguments.seed)(machine.Machine),
@@ -76,7 +77,7 @@ def main() -> None:
             ),
         )
     figures = {
-        "programs": examples + len(machine.REPLAYED),
+        "programs": examples + len(KNOWN),
         "steps": sum(machine.steps.values()),
         "seconds": round(time.monotonic() - start, 1),
         "seed": arguments.seed,

@@ -15,10 +15,10 @@ from tests.reliability.figures import keep
 
 @pytest.mark.slow
 def test_whatever_is_sent_is_understood_or_refused() -> None:
-    """Query, headers and body of every kind of call; longer by `make fuzz`."""
+    """Every body and header, signatures, and the bytes of connections; longer by `make fuzz`."""
     pytest.importorskip("atheris", reason="atheris has no wheel for this platform")
     result = subprocess.run(
-        [sys.executable, "-m", "tests.reliability.fuzz", "--runs", "30000", "--seconds", "200"],
+        [sys.executable, "-m", "tests.reliability.fuzz", "--runs", "36000", "--seconds", "200"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "MEMSAVER_DRIVER": "host"},
         capture_output=True,
@@ -30,5 +30,6 @@ def test_whatever_is_sent_is_understood_or_refused() -> None:
     figures = json.loads(result.stdout.splitlines()[-1])
     keep("fuzz", figures)
     assert figures["inputs"] > 10_000
+    assert min(figures["of_each"].values()) > 1000
     assert figures["understood"] > 1000
     assert figures["refused"] > 1000

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import memsaver_core as ms
 from memsaver_server import Settings, create_app
-from memsaver_server.routes import dashboard
+from memsaver_server import routes as package
 
 from .tensor_engine import TensorEngine
 
@@ -12,15 +15,11 @@ from .tensor_engine import TensorEngine
 OPEN = ["/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"]
 
 
-def routes(engine: TensorEngine) -> list[tuple[str, str]]:
-    """Each method and path that the application answers, those beside the description included."""
-    described = create_app(engine, Settings()).openapi()["paths"]
-    beside = [(method, route.path) for route in dashboard.router.routes for method in route.methods]
-    return [
-        *((method.upper(), path) for path, operations in described.items() for method in operations),
-        *beside,
-        ("GET", "/openapi.json"),
-    ]
+def routes() -> list[tuple[str, str]]:
+    """Each method and path of every file of routes, those beside the description included."""
+    files = [import_module(f"{package.__name__}.{found.name}") for found in iter_modules(package.__path__)]
+    served = [route for file in files if hasattr(file, "router") for route in file.router.routes]
+    return [("GET", "/openapi.json"), *sorted((method, route.path) for route in served for method in route.methods)]
 
 
 def posts(engine: TensorEngine) -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import inspect
 import json
@@ -73,15 +72,22 @@ def test_it_is_in_no_log_line_and_no_answer(
 
 def signed(key: str, method: str, path: str, body: bytes) -> Iterator[dict[str, str]]:
     """The headers of a signed call: the two older kinds, the present one, and what somebody may send by mistake."""
+
+    def signature(text: bytes) -> str:
+        return "sha256=" + hmac.digest(key.encode(), text, "sha256").hex()
+
     for name in signatures.BODY_HEADERS:
-        yield {name: "sha256=" + hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}
+        yield {name: signature(body)}
         yield {name: key}
         yield {name: f"sha256={key}"}
     timestamp, nonce = str(int(time.time())), uuid.uuid4().hex
     head = f"trtllm-runtime-control-v1\n{method}\n{path}\n{timestamp}\n{nonce}\n".encode()
     dated = {signatures.TIMESTAMP_HEADER: timestamp, signatures.NONCE_HEADER: nonce}
-    yield {signatures.BODY_HEADERS[0]: "sha256=" + hmac.new(key.encode(), head + body, hashlib.sha256).hexdigest(), **dated}
-    yield {**dated, signatures.BODY_HEADERS[0]: key, signatures.NONCE_HEADER: key, signatures.TIMESTAMP_HEADER: key}
+    yield {signatures.BODY_HEADERS[0]: signature(head + body), **dated}
+    yield {signatures.BODY_HEADERS[0]: key, signatures.NONCE_HEADER: key, signatures.TIMESTAMP_HEADER: key}
+
+
+SIGNED = [("POST", "/release_memory"), ("POST", "/resume_memory"), ("GET", "/memory_status")]
 
 
 def test_what_a_call_is_signed_with_is_nowhere(
@@ -97,8 +103,8 @@ def test_what_a_call_is_signed_with_is_nowhere(
         if broken:
             monkeypatch.setattr(engine, "drain", lambda *_: 1 / 0)
         for key in (KEY, WRONG):
-            for method, path in (("POST", "/release_memory"), ("POST", "/resume_memory"), ("GET", "/memory_status")):
-                body = json.dumps({"tags": ["kv_cache"], "other": uuid.uuid4().hex}).encode() if method == "POST" else b""
+            for method, path in SIGNED:
+                body = json.dumps({"tags": ["kv_cache"], "other": uuid.uuid4().hex}).encode()
                 for headers in signed(key, method, path, body):
                     answer = http.request(method, path, headers=headers, content=body)
                     statuses.add((broken, key == KEY, answer.status_code))

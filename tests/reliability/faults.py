@@ -1,0 +1,109 @@
+"""Failures that random programs plan: of calls to the driver and, where the core's build offers it, to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Mapping, Sequence
+
+from hypothesis import strategies as st
+
+from memsaver_core import _native, _process
+
+#: The call; the driver's kind of error, or an errno; at which call from now, and how often in a row.
+Fault = tuple[str, "str | int", int, int]
+SHORT = -1  # a transfer that ends early
+
+#: What may fail on the way: calls to the driver, or to the operating system, and how.
+UNDO = {"unmap": ("invalid_value",), "release": ("invalid_value",), "synchronize": ("invalid_value",)}
+ALLOCATING = {
+    "create": ("invalid_value", "out_of_memory"),
+    "map": ("invalid_value",),
+    "allow_access": ("invalid_value",),
+    "reserve": ("invalid_value",),
+    **UNDO,
+}
+MEMORY = {
+    "register_host": ("invalid_value", "out_of_host_memory"),
+    "mmap": (errno.ENOMEM,),
+    "fopen": (errno.EMFILE,),
+    "thread": (errno.EAGAIN,),
+}
+MOVING = {
+    **dict.fromkeys(("digest", "record", "wait", "done", "memory_info"), ("invalid_value",)),
+    **MEMORY,
+}
+RELEASING = {
+    "copy_to_host": ("invalid_value",),
+    "open": (errno.EMFILE, errno.EOPNOTSUPP),
+    "mkostemp": (errno.EMFILE,),
+    "fstatvfs": (errno.EIO,),
+    "fallocate": (errno.EOPNOTSUPP, errno.EIO),
+    "pwrite": (errno.ENOSPC, errno.EIO, errno.EINTR, SHORT),
+    **MOVING,
+    **UNDO,
+}
+RELEASING_IN_PART = {
+    **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "record", "wait", "done"), ("invalid_value",)),
+    "register_host": ("invalid_value",),
+    "pwrite": (errno.ENOSPC,),
+}
+RESUMING = {
+    **dict.fromkeys(("copy_to_device", "fill_zero", "stream_wait"), ("invalid_value",)),
+    "pread": (errno.EIO, errno.EINTR, SHORT),
+    **ALLOCATING,
+    **MOVING,
+}
+DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "fallocate": (errno.EIO,)}
+
+
+def faults_of(calls: Mapping[str, Sequence[str | int]]) -> st.SearchStrategy[list[Fault]]:
+    """One or two."""
+    one = st.tuples(
+        st.sampled_from([(call, how) for call, hows in calls.items() for how in hows]),
+        st.integers(1, 3) | st.integers(1, 12),
+        st.sampled_from((1, 1, 1, 3)),
+    ).map(lambda fault: (*fault[0], *fault[1:]))
+    return st.lists(one, min_size=1, max_size=2)
+
+
+class Faults:
+    """Failures of calls to the driver and, where the build offers them, to the operating system: of one step."""
+
+    def __init__(self) -> None:
+        self.saver = _process.saver()
+        self.system = ctypes.CDLL(_native.__file__)
+        self.fails_system_calls = hasattr(self.system, "memsaver_fail_system_call")
+        if self.fails_system_calls:
+            self.system.memsaver_system_call_failed.restype = ctypes.c_bool
+        self._at: list[tuple[str, int]] = []
+        self._met = False
+
+    def plan(self, faults: Sequence[Fault]) -> None:
+        for call, how, nth, times in faults:
+            if isinstance(how, str):
+                self._at.append((call, self.saver.counts().get(call, 0) + nth))
+                self.saver.fail(call, nth, how, times)
+            elif self.fails_system_calls:
+                counted = (ctypes.c_size_t(nth), ctypes.c_int(how), ctypes.c_size_t(times))
+                self.system.memsaver_fail_system_call(call.encode(), *counted)
+
+    def met(self) -> bool:
+        """Whether one of them came."""
+        counts = self.saver.counts()
+        self._met = self._met or any(counts.get(call, 0) >= at for call, at in self._at)
+        if self.fails_system_calls:
+            self._met = self._met or self.system.memsaver_system_call_failed()
+        return self._met
+
+    def heal(self) -> None:
+        """Call off what did not come; calls that stand still go on."""
+        self.met()
+        self._at.clear()
+        self.saver.heal()
+        if self.fails_system_calls:
+            self.system.memsaver_heal_system_calls()
+
+    def end(self) -> None:
+        self.heal()
+        self._met = False

@@ -1,0 +1,109 @@
+"""Programs as data and as text, and those that failed once, for the model's sake or the saver's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from tests.reliability.faults import Fault
+
+#: The steps by name, with their arguments.
+Program = Sequence[tuple[str, dict[str, Any]]]
+
+
+def written(program: Program) -> str:
+    """A program as text, a step in each line."""
+    return "".join(f"{each},\n" for each in program)
+
+
+def read(text: str) -> Program:
+    """A program from such a text."""
+    program: Program = ast.literal_eval(f"[{text}]")
+    return program
+
+
+def _allocate(tag: str, policy: str, *pages: int) -> tuple[str, dict[str, Any]]:
+    return ("allocate", {"kind": (tag, policy, 0), "pages": list(pages), "content": "random", "faults": []})
+
+
+def _release(*tags: str, faults: Sequence[Fault] = (), **overrides: str) -> tuple[str, dict[str, Any]]:
+    return ("release", {"tags": list(tags), "overrides": overrides, "faults": list(faults)})
+
+
+def _resume(*tags: str, faults: Sequence[Fault] = ()) -> tuple[str, dict[str, Any]]:
+    return ("resume", {"tags": list(tags), "faults": list(faults)})
+
+
+_UNMAP: Fault = ("unmap", "invalid_value", 1, 1)
+#: A chunk of the second cycle ends inside of a block.
+_HALF_A_BLOCK: Program = [
+    _allocate("a", "host", 3, 34),
+    _release(),
+    _resume(),
+    _release(faults=[("unmap", "invalid_value", 2, 1)]),
+]
+
+#: They run before the random ones.
+KNOWN: dict[str, Program] = {
+    "kept by an override, resumed and discarded": [
+        _allocate("weights", "discard", 2),
+        _release("weights", weights="host"),
+        _resume("weights"),
+        _release("weights"),
+    ],
+    "a release that fails beside a tag that is released already": [
+        _allocate("a", "zero", 2),
+        _allocate("b", "zero", 2),
+        _release("a"),
+        _release(faults=[_UNMAP]),
+    ],
+    "a release that fails when there is no memory to resume what was released before": [
+        _allocate("a", "zero", 200),
+        _release("a"),
+        _allocate("a", "zero", 20),
+        ("tenant_takes", {"pages": 482}),
+        _release(faults=[_UNMAP]),
+    ],
+    "half a block is released, and then the rest as zeros": [
+        *_HALF_A_BLOCK,
+        _release(a="zero"),
+        _resume(),
+    ],
+    "half a block is released, and the rest written to": [
+        *_HALF_A_BLOCK,
+        ("write", {"which": 1, "first": 0, "pages": 40, "content": "random"}),
+        _resume(),
+    ],
+    "the devices cannot be read after a resume": [
+        _allocate("a", "zero", 2),
+        _release(),
+        _resume(faults=[("memory_info", "invalid_value", 6, 1)]),
+    ],
+    "a growth that failed, and later none": [
+        _allocate("a", "host", 34),
+        ("prepare_backup", {"wait": True, "faults": [("register_host", "invalid_value", 1, 1)]}),
+        ("free", {"which": 0, "faults": []}),
+        ("drop_backups", {"tags": [], "faults": []}),
+        ("prepare_backup", {"wait": True, "faults": []}),
+    ],
+    "freed twice while a release stands still": [
+        _allocate("a", "host", 2),
+        (
+            "operate_while_another_works",
+            {
+                "operation": "release",
+                "tags": [],
+                "overrides": {},
+                "hold": "copy_to_host",
+                "work": [("free_twice", 0)],
+                "faults": [],
+            },
+        ),
+    ],
+    "more in all than the device has": [
+        _allocate("a", "zero", *[50] * 8),
+        _release(),
+        _allocate("a", "zero", *[50] * 8),
+    ],
+}

@@ -1,0 +1,145 @@
+"""What random programs allocated, and what must be in it, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+PAGE = 4096
+#: Of the core with small units.
+BLOCK_PAGES = 4
+
+#: A tag, a policy, a device.
+Kind = tuple[str, str, int]
+
+
+@dataclass(eq=False)
+class Memory:
+    """One tensor and what must be in it, page by page."""
+
+    tensor: torch.Tensor
+    address: int
+    tag: str
+    policy: str
+    device: int
+    expected: np.ndarray  # what each page must hold,
+    sure: np.ndarray  # where it must hold something
+    or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
+    here: np.ndarray = field(init=False)  # it is resident
+    #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
+    damaged: np.ndarray = field(init=False)
+    perhaps_damaged: np.ndarray = field(init=False)
+    told: bool = False  # a resume said so,
+    perhaps_told: bool = False  # or may have noted so
+
+    def __post_init__(self) -> None:
+        self.here = np.ones(self.pages, bool)
+        for name in ("or_zeros", "damaged", "perhaps_damaged"):
+            setattr(self, name, np.zeros(self.pages, bool))
+
+    @property
+    def pages(self) -> int:
+        return len(self.sure)
+
+    @property
+    def kind(self) -> Kind:
+        return (self.tag, self.policy, self.device)
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * PAGE
+
+    @property
+    def released_bytes(self) -> int:
+        return int(np.count_nonzero(~self.here)) * PAGE
+
+    def in_half_blocks(self) -> np.ndarray:
+        """Pages whose block is resident in part."""
+        block = np.arange(self.pages) // BLOCK_PAGES
+        here, all_ = np.bincount(block, self.here), np.bincount(block)
+        half: np.ndarray = ((here > 0) & (here < all_))[block]
+        return half
+
+    def content(self) -> np.ndarray:
+        """Its pages. Those that are not resident must not be touched: that ends the process."""
+        return pages_of(self.tensor.numpy())
+
+    def owe(self, policy: str, pages: np.ndarray) -> None:
+        """These pages were released under this policy."""
+        if policy == "discard":
+            self.sure[pages] = False
+        elif policy == "zero":
+            self.sure[pages] = True
+            self.expected[pages] = 0
+        if policy in ("discard", "zero"):
+            self.or_zeros[pages] = False
+
+    def may_owe(self, policy: str, pages: np.ndarray) -> None:
+        """These pages were released, and then perhaps under this policy."""
+        if policy == "discard":
+            self.sure[pages] = False
+        elif policy == "zero":
+            self.or_zeros |= pages
+
+    def give_up(self, policy: str) -> None:
+        """What is released is owed what this policy says, instead of content."""
+        self.owe(policy, ~self.here)
+        self.damaged[:] = self.perhaps_damaged[:] = False
+        self.told = self.perhaps_told = False
+
+    def may_give_up(self, policy: str) -> None:
+        self.may_owe(policy, ~self.here)
+        self.perhaps_damaged |= self.damaged
+        self.damaged[:] = False
+        self.told, self.perhaps_told = False, self.told or self.perhaps_told
+
+    def tell(self, begin: int, nbytes: int) -> bool:
+        """A resume said that this range cannot be brought back. Whether that may be."""
+        pages = self.address + np.arange(self.pages) * PAGE
+        told = (pages >= begin) & (pages < begin + nbytes)
+        self.told |= bool(told.any())
+        return bool((told & (self.damaged | self.perhaps_damaged)).any())
+
+    def be_resident(self) -> None:
+        self.here[:] = True
+        self.damaged[:] = self.perhaps_damaged[:] = False
+        self.told = self.perhaps_told = False
+
+    def look(self) -> None:
+        """Every resident page holds what it must. From then on it must hold what it holds."""
+        if not self.here.any():
+            return
+        at = np.flatnonzero(self.here)
+        now = self.content()[at]  # a copy: what a failure's traceback holds shall not keep the memory
+        right = ~self.sure[at] | (now == self.expected[at]).all(axis=1)
+        right |= self.or_zeros[at] & (now == 0).all(axis=1)
+        assert right.all(), f"wrong content in pages {at[~right].tolist()} of {self}"
+        self.expected[at] = now
+        self.sure[at] = True
+        self.or_zeros[at] = False
+
+    def __str__(self) -> str:
+        return f"{self.pages} pages under {self.tag!r} ({self.policy}) on device {self.device} at {self.address:#x}"
+
+
+def pages_of(content: np.ndarray) -> np.ndarray:
+    return content.view(np.uint64).reshape(-1, PAGE // 8)
+
+
+def mapped_pages() -> Callable[[Memory], np.ndarray]:
+    """Which pages of a memory the kernel has memory behind now."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split(" ", 1)[0].split("-") for line in lines if "memsaver-device" in line and " rw" in line]
+    begins = np.array([0, *(int(begin, 16) for begin, _ in mapped)], np.uint64)
+    ends = np.array([0, *(int(end, 16) for _, end in mapped)], np.uint64)
+
+    def of(memory: Memory) -> np.ndarray:
+        pages = np.uint64(memory.address) + np.arange(memory.pages, dtype=np.uint64) * np.uint64(PAGE)
+        result: np.ndarray = pages < ends[np.searchsorted(begins, pages, "right") - 1]
+        return result
+
+    return of
