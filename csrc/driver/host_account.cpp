@@ -230,6 +230,7 @@ void HostAccount::leave() noexcept {
   try {
     const Guard guard(*this);
     ledger_->clear(slot_);
+    left_ = true;
     bool alone = true;
     for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
     if (alone) unlink(path_.c_str());
@@ -265,6 +266,7 @@ void HostAccount::take(std::size_t bytes) {
   for (;;) {
     {
       const Guard guard(*this);
+      if (left_) throw Error(ErrorKind::driver, "the process is ending");
       if (state == static_cast<std::uint32_t>(State::running)) {
         const std::size_t free = free_bytes();
         if (bytes > free) {
@@ -284,6 +286,7 @@ void HostAccount::take(std::size_t bytes) {
 
 void HostAccount::give(std::size_t bytes) {
   const Guard guard(*this);
+  if (left_) return;
   auto& hibernation = ledger_->hibernations[slot_];
   // A process that failed for good may have been lost before its bytes were moved, or after.
   (hibernation.kept_bytes >= bytes ? hibernation.kept_bytes : ledger_->slots[slot_].used_bytes) -= bytes;

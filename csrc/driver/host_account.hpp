@@ -75,8 +75,9 @@ class HostAccount {
   int file_;
   Ledger* ledger_ = nullptr;
   int slot_ = -1;
-  bool own_ = true;   // the slot is this process's
-  std::mutex mutex_;  // record locks belong to the process: its threads exclude each other here
+  bool own_ = true;    // the slot is this process's
+  bool left_ = false;  // nothing counts any more, whatever other threads still take and give
+  std::mutex mutex_;   // record locks belong to the process: its threads exclude each other here
 };
 
 }  // namespace memsaver

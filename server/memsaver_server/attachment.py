@@ -53,13 +53,14 @@ class Attachment:
 
         An operation under way completes by itself. The engine is left as it is.
         """
-        self._server.stop()
-        self._thread.join()
         if self._path is not None:
             with suppress(FileNotFoundError):
-                # Somebody else's server may have taken the place since.
+                # Another server may have taken the place since; while ours listens its number is not given anew.
                 if os.stat(self._path).st_ino == self._inode:
                     os.unlink(self._path)
+            self._path = None
+        self._server.stop()
+        self._thread.join()
 
     def __enter__(self) -> Attachment:
         return self

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from http import HTTPStatus
 from typing import Literal
 
 import h11
@@ -84,26 +85,28 @@ class BoundedProtocol(H11Protocol):
         elif self.cycle.response_started:
             self.transport.abort()
         else:
-            self._answer_late()
+            wanted = f"send the whole of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
+            self._end_with(Problem(408, "body_late", f"the body did not come; {wanted}"))
 
-    def _answer_late(self) -> None:
-        wanted = f"send the whole of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
-        problem = Problem(408, "body_late", f"the body did not come; {wanted}")
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, wherever in a request that begins."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._end_with(Problem(400, "bad_request", msg))
+        else:
+            self.transport.abort()  # in the middle of an answer, or behind it
+
+    def _end_with(self, problem: Problem) -> None:
+        """Send the last answer of this connection; past h11, which answers only requests that it could read."""
         content = json.dumps(problem.body()).encode()
-        headers = [
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(content))),
-            ("Connection", "close"),
-        ]
-        # The application, which waits for the rest, shall answer nothing any more.
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        for event in (
-            h11.Response(status_code=408, headers=headers, reason="Request Timeout"),
-            h11.Data(data=content),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            # The application, which may wait for the rest, shall answer nothing any more.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        head = (
+            f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + content)
         self.transport.close()
 
 

@@ -106,6 +106,16 @@ class IdempotencyKeyError(Exception):
         )
 
 
+class ServerEndsError(Exception):
+    """The server ends before the operation has. The operation goes on for as long as the process lives."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(
+            f"the server ends, and {operation.request.operation} {operation.id} has not: it is in phase "
+            f"'{operation.phase}', and goes on for as long as the process lives"
+        )
+
+
 class PhaseTimeoutError(Exception):
     """A phase has made no progress for too long. The operation goes on; nobody waits for it any more.
 

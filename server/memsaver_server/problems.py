@@ -22,6 +22,7 @@ from memsaver_server.operations import (
     ConflictError,
     IdempotencyKeyError,
     PhaseTimeoutError,
+    ServerEndsError,
     TooManyOperationsError,
 )
 
@@ -103,6 +104,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(422, "idempotency_key_reused", message)
         case TooManyOperationsError():
             return Problem(503, "too_many_operations", message, headers=retry)
+        case ServerEndsError():
+            return Problem(503, "server_ends", message)
         case AdmissionClosedError():
             return Problem(503, "admission_closed", message, headers=retry)
         case OutOfDeviceMemoryError():

@@ -19,6 +19,7 @@ from memsaver_server.operations import (
     PhaseTimeoutError,
     ReleaseRequest,
     ResumeRequest,
+    ServerEndsError,
 )
 from memsaver_server.problems import problem_of
 from memsaver_server.readings import DeviceReadings
@@ -104,10 +105,16 @@ class Service:
 
         Raises:
             PhaseTimeoutError: a phase has made no progress for too long. The operation goes on.
+            ServerEndsError: the server ends first.
         """
         ended = operation.ending()
         while not ended.done():
-            await asyncio.wait({ended}, timeout=self._look_every_s)
+            try:
+                await asyncio.wait({ended}, timeout=self._look_every_s)
+            except asyncio.CancelledError:
+                if self.closing.is_set():
+                    raise ServerEndsError(operation) from None
+                raise
             running = self.occupation.operations.running
             stall = running.stall() if running is not None and not ended.done() else None
             if running is not None and stall is not None:

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from memsaver_server.key import key_of
+
 
 class Settings(BaseSettings):
     """Settings of the service. All sizes are bytes, all times seconds."""
@@ -33,5 +35,7 @@ class Settings(BaseSettings):
 
     @field_validator("api_key")
     @classmethod
-    def _an_empty_key_is_no_key(cls, key: SecretStr | None) -> SecretStr | None:
-        return key if key is not None and key.get_secret_value() else None
+    def _as_a_header_carries_it(cls, key: SecretStr | None) -> SecretStr | None:
+        """An empty key is none."""
+        text = key_of(key.get_secret_value()) if key is not None else ""
+        return SecretStr(text) if text else None

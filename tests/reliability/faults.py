@@ -76,6 +76,7 @@ class Faults:
         self.fails_system_calls = hasattr(self.system, "memsaver_fail_system_call")
         if self.fails_system_calls:
             self.system.memsaver_system_call_failed.restype = ctypes.c_bool
+            self.system.memsaver_heal_system_calls.restype = ctypes.c_bool
         self._at: list[tuple[str, int]] = []
         self._met = False
 
@@ -98,11 +99,11 @@ class Faults:
 
     def heal(self) -> None:
         """Call off what did not come; calls that stand still go on."""
+        if self.fails_system_calls:
+            self._met = self.system.memsaver_heal_system_calls() or self._met
+        self.saver.heal()
         self.met()
         self._at.clear()
-        self.saver.heal()
-        if self.fails_system_calls:
-            self.system.memsaver_heal_system_calls()
 
     def end(self) -> None:
         self.heal()

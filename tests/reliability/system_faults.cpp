@@ -11,7 +11,8 @@ MEMSAVER_TEST_FACE void memsaver_fail_system_call(const char* call, std::size_t 
   memsaver::sys::hook = memsaver::on_system_call;
 }
 
-// Whether a failure was met since the last memsaver_heal_system_calls().
+// Whether one of them came.
 MEMSAVER_TEST_FACE bool memsaver_system_call_failed() { return memsaver::system_faults().met(); }
 
-MEMSAVER_TEST_FACE void memsaver_heal_system_calls() { memsaver::system_faults().heal(); }
+// Calls off what did not come; whether any did.
+MEMSAVER_TEST_FACE bool memsaver_heal_system_calls() { return memsaver::system_faults().heal(); }

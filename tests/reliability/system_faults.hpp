@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "support/system.hpp"
 
@@ -32,10 +33,11 @@ struct SystemFaults {
     code = error;
     times = how_often;
   }
-  void heal() {
+  // Forgets what was planned; whether any of it was met.
+  bool heal() {
     const std::lock_guard<std::mutex> lock(mutex);
     call.clear();
-    failures = 0;
+    return std::exchange(failures, 0) > 0;
   }
 };
 

@@ -9,12 +9,14 @@ import socket
 import stat
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch.distributed as dist
 
+from memsaver_core._native import Saver as Driver
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from memsaver_server.attachment import nccl_registers_graphs
@@ -49,6 +51,21 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
     del engine, server
     while not gone.wait(0.1):  # a thread may still be on its way out
         gc.collect()
+
+
+def test_a_caller_hears_that_the_server_ends(engine: TensorEngine, driver: Driver) -> None:
+    """S3: with an operation that does not end in time, its caller is told; the operation goes on."""
+    driver.delay("unmap", 3600)
+    with ThreadPoolExecutor(1) as pool, attach(engine) as server:
+        answer = pool.submit(httpx.post, f"{server.url}/release_memory_occupation", timeout=60)
+        while httpx.get(f"{server.url}/memory_occupation").json()["state"] != "releasing":
+            pass
+        server.close()
+        assert answer.result().status_code == 503
+        assert answer.result().json()["error"]["type"] == "server_ends"
+    driver.heal()
+    with attach(engine) as server:
+        httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()
 
 
 def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -355,13 +356,18 @@ def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     now = operation(http, operation_id)
     assert (now["status"], now["stalled"]["phase"]) == ("running", "pause")
     assert 'memsaver_stalled_seconds{operation="release",phase="pause"}' in http.get("/metrics").text
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if operation_id in record.getMessage()]
+
+    while not told():
+        time.sleep(0.01)
     driver.heal()
     assert until_done(http, operation_id)["success"] is True
     assert operation(http, operation_id)["stalled"] is None
     assert "memsaver_stalled_seconds{" not in http.get("/metrics").text
-    told = [record.getMessage() for record in caplog.records if operation_id in record.getMessage()]
-    assert len(told) == 1
-    assert "no progress in phase 'pause'" in told[0]
+    assert len(told()) == 1
+    assert "no progress in phase 'pause'" in told()[0]
 
 
 @contextmanager

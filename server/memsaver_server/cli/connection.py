@@ -37,7 +37,11 @@ URL_DEFAULT = DEFAULT_URL
 @contextmanager
 def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
     """Give a client; a ClientError inside ends the command with its message on stderr and its exit code."""
-    with Client(url, uds=uds or None, api_key=api_key or None) as client:
+    try:
+        connection = Client(url, uds=uds or None, api_key=api_key or None)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with connection as client:
         try:
             yield client
         except ClientError as error:

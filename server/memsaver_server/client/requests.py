@@ -11,6 +11,7 @@ import httpx
 from pydantic import BaseModel
 
 from memsaver_server.client.errors import AnswerError, error_for
+from memsaver_server.key import key_of
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
@@ -47,7 +48,7 @@ class Target:
 
     url: str
     uds: str | None
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     timeout_s: float
     operation_timeout_s: float | None
 
@@ -55,7 +56,13 @@ class Target:
     def at(
         cls, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
     ) -> Target:
-        """Return the target; a ``url`` of the form ``unix:///path`` is a Unix socket too."""
+        """Return the target; a ``url`` of the form ``unix:///path`` is a Unix socket too.
+
+        Raises:
+            ValueError: the key holds what no header can.
+        """
+        if api_key is not None:
+            api_key = key_of(api_key)
         if uds is None and url.startswith("unix://"):
             uds = url.removeprefix("unix://")
         return cls(url.rstrip("/"), uds, api_key, timeout_s, operation_timeout_s)

@@ -35,7 +35,7 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
         )
     try:
         return safetensors.torch.load(image)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a format of numbers that torch's side does not know
         raise ValueError(f"the payload is not a safetensors image: {error}") from None
 
 
