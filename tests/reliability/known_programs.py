@@ -75,6 +75,12 @@ KNOWN: dict[str, Program] = {
         ("write", {"which": 1, "first": 0, "pages": 40, "content": "random"}),
         _resume(),
     ],
+    "half a block is released, and the rest written to, and released": [
+        *_HALF_A_BLOCK,
+        ("write", {"which": 1, "first": 0, "pages": 40, "content": "random"}),
+        _release(),
+        _resume(),
+    ],
     "the devices cannot be read after a resume": [
         _allocate("a", "zero", 2),
         _release(),

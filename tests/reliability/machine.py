@@ -86,9 +86,9 @@ for line in sys.stdin:
 A_READING_FAILS_A_RESUME = True
 #: What stopped one growth of the pool is told to those who wait for a later one, too.
 AN_OLD_GROWTH_FAILS_A_NEW_ONE = True
-#: What is resident of a block of which a failed release took a part comes back as it was before that: not as it was
-#: written since, and not as the zeros that a later release promised.
-A_HALF_BLOCK_COMES_BACK_WHOLE = True
+#: A block of which a failed release took a part comes back whole, as it was before: what was written since to the part
+#: that stayed is lost where no release comes before the resume.
+A_RESUME_OVERWRITES_HALF_A_BLOCK = True
 
 
 steps: Counter[str] = Counter()
@@ -449,8 +449,7 @@ class Machine(RuleBasedStateMachine):
 
     def _write(self, memory: Memory, first: int, pages: int, content: str) -> None:
         """Write to what is resident of these pages."""
-        writable = memory.here & ~memory.in_half_blocks() if A_HALF_BLOCK_COMES_BACK_WHOLE else memory.here
-        at = np.flatnonzero(writable[first : first + pages]) + first
+        at = np.flatnonzero(memory.here[first : first + pages]) + first
         if content == "nothing" or len(at) == 0:
             return
         memory.expected[at] = 0
@@ -458,6 +457,7 @@ class Machine(RuleBasedStateMachine):
             memory.expected[at] = pages_of(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
         memory.sure[at] = True
         memory.or_zeros[at] = False
+        memory.changed_in_half[at] = memory.in_half_blocks()[at]
         memory.content()[at] = memory.expected[at]
 
     def _free(self, memory: Memory) -> None:
@@ -489,19 +489,16 @@ class Machine(RuleBasedStateMachine):
         for memory in self._selected(tags):
             policy = overrides.get(memory.tag, memory.policy)
             now = here(memory)
-            gone_now = memory.here & ~now
-            gone = gone_now.copy()
+            gone = memory.here & ~now
             left += int(np.count_nonzero(gone))
             if memory in before:
                 assert error is not None or not (memory.here & now).any(), f"released memory is resident: {memory}"
                 kept_here += int(np.count_nonzero(memory.here & now)) if policy in ("host", "file") else 0
                 lost += int(np.count_nonzero(gone)) if policy in ("discard", "zero") else 0
-            if A_HALF_BLOCK_COMES_BACK_WHOLE and policy == "zero":
-                half = memory.in_half_blocks()
-                memory.owe("discard", gone & half)
-                gone &= ~half
             memory.owe(policy, gone)
-            memory.here[gone_now] = False
+            memory.here[gone] = False
+            if error is None:
+                memory.changed_in_half[:] = False
         if error is None:
             self._note_success()
             return
@@ -545,6 +542,8 @@ class Machine(RuleBasedStateMachine):
             self._note_success()
             for memory in self._selected(tags):
                 assert not memory.damaged.any(), f"a damaged backup was restored: {memory}"
+                if A_RESUME_OVERWRITES_HALF_A_BLOCK:
+                    memory.sure &= ~memory.changed_in_half
                 memory.be_resident()
 
     def _may_have_noted_damage(self, tags: list[str]) -> None:

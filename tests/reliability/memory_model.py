@@ -30,6 +30,8 @@ class Memory:
     sure: np.ndarray  # where it must hold something
     or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
     here: np.ndarray = field(init=False)  # it is resident
+    #: It was written to when a part of its block was released.
+    changed_in_half: np.ndarray = field(init=False)
     #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
@@ -38,7 +40,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
-        for name in ("or_zeros", "damaged", "perhaps_damaged"):
+        for name in ("or_zeros", "changed_in_half", "damaged", "perhaps_damaged"):
             setattr(self, name, np.zeros(self.pages, bool))
 
     @property
@@ -106,6 +108,7 @@ class Memory:
 
     def be_resident(self) -> None:
         self.here[:] = True
+        self.changed_in_half[:] = False
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
 

@@ -5,7 +5,8 @@
 
 #define MEMSAVER_TEST_FACE extern "C" __attribute__((visibility("default")))
 
-// The `nth` call from now (1: the next) of `call`, and those behind it, `times` in all, fail with `code` (see sys::Hook).
+// The `nth` call from now (1: the next) of `call`, and those behind it, `times` in all, fail with `code` (see
+// sys::Hook).
 MEMSAVER_TEST_FACE void memsaver_fail_system_call(const char* call, std::size_t nth, int code, std::size_t times) {
   memsaver::system_faults().plan(call, nth, code, times);
   memsaver::sys::hook = memsaver::on_system_call;
