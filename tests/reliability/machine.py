@@ -87,7 +87,7 @@ A_READING_FAILS_A_RESUME = True
 #: What stopped one growth of the pool is told to those who wait for a later one, too.
 AN_OLD_GROWTH_FAILS_A_NEW_ONE = True
 #: A block of which a failed release took a part comes back whole, as it was before: what was written since to the part
-#: that stayed is lost where no release comes before the resume.
+#: that stayed is lost where no release comes before the resume, and where that resume fails, too.
 A_RESUME_OVERWRITES_HALF_A_BLOCK = True
 
 
@@ -519,6 +519,9 @@ class Machine(RuleBasedStateMachine):
             if what == "allocate":
                 taken[arguments[0][2]] += arguments[1] * PAGE
         short = any(needed[device] + taken[device] > free[device] for device in DEVICES)
+        if A_RESUME_OVERWRITES_HALF_A_BLOCK:
+            for memory in before:
+                memory.sure &= ~memory.changed_in_half
         try:
             yield
         except ms.OutOfDeviceMemoryError:
@@ -542,8 +545,6 @@ class Machine(RuleBasedStateMachine):
             self._note_success()
             for memory in self._selected(tags):
                 assert not memory.damaged.any(), f"a damaged backup was restored: {memory}"
-                if A_RESUME_OVERWRITES_HALF_A_BLOCK:
-                    memory.sure &= ~memory.changed_in_half
                 memory.be_resident()
 
     def _may_have_noted_damage(self, tags: list[str]) -> None:

@@ -63,8 +63,8 @@ def run_programs(core: str) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # it may be the first that builds the core, and a program that fails is made shorter
 def test_random_programs_agree_with_the_model() -> None:
-    """R4: repeats are success; R5, R8: after parts, the rest; R6: allocations while released live; R7: what is freed
-    twice is refused; B2: nothing is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and
+    """R4, R5, R6, R7, R8, B2: repeats are success; after parts comes the rest; allocations while released live; what is
+    freed twice is refused; nothing is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and
     MEMSAVER_MACHINE_STEPS."""
     runs = [run_programs(core) for core in CORES]
     keep("state_machine", {name: round(sum(ran[name] for ran in runs), 1) for name in ("programs", "steps", "seconds")})
