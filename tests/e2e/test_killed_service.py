@@ -163,8 +163,8 @@ def free_port() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["tcp", "unix"])
 def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str) -> None:
-    """S5, B6: a served engine is killed in each phase. What it held is free at once, the co-tenant notices nothing, and the
-    next engine takes address and device over, and completes a cycle. No backup file stays."""
+    """S5, B6: a served engine is killed in each phase. What it held is free at once, no backup file stays, the
+    co-tenant notices nothing, and the next engine takes address and device over, and completes a cycle."""
     path = tmp_path / "engine.sock"
     where = ("--uds", str(path)) if over == "unix" else ("--port", str(free_port()))
     tenant = Tenant(host)

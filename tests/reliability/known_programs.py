@@ -81,6 +81,12 @@ KNOWN: dict[str, Program] = {
         _release(),
         _resume(),
     ],
+    "half a block is released, then the rest, and its backup is damaged": [
+        *_HALF_A_BLOCK,
+        _release(),
+        ("damage_a_backup", {"which": 1, "page": 4}),
+        _resume(),
+    ],
     "the devices cannot be read after a resume": [
         _allocate("a", "zero", 2),
         _release(),

@@ -32,6 +32,8 @@ class Memory:
     here: np.ndarray = field(init=False)  # it is resident
     #: It was written to when a part of its block was released.
     changed_in_half: np.ndarray = field(init=False)
+    #: Half of its block was released before the rest.
+    unverified: np.ndarray = field(init=False)
     #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
@@ -40,7 +42,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
-        for name in ("or_zeros", "changed_in_half", "damaged", "perhaps_damaged"):
+        for name in ("or_zeros", "changed_in_half", "unverified", "damaged", "perhaps_damaged"):
             setattr(self, name, np.zeros(self.pages, bool))
 
     @property
@@ -108,7 +110,7 @@ class Memory:
 
     def be_resident(self) -> None:
         self.here[:] = True
-        self.changed_in_half[:] = False
+        self.changed_in_half[:] = self.unverified[:] = False
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
 
