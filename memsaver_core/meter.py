@@ -77,27 +77,36 @@ def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
         last: the earlier reading.
         pids: the processes whose memory is ``process_bytes``.
     """
-    handle = _nvml_handle(last.uuid)
-    if handle is None:
+    told = _told_by_nvml(last.uuid, pids)
+    if told is None:
         return last
-    import pynvml
-
-    used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
-    return replace(last, used_bytes=used, process_bytes=_process_bytes(handle, pids))
+    total, used, own = told
+    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
 
 
 def _read_nvml(saver: _native.Saver, index: int) -> DeviceMemory:
     info = _device_info(saver, index)
     uuid, name = info["uuid"], info["name"]
-    handle = _nvml_handle(uuid)
-    if handle is None:
+    told = _told_by_nvml(uuid, {os.getpid()})
+    if told is None:
         free, total = saver.memory_info(index)
         return DeviceMemory(index, uuid, name, total, total - free, None)
+    return DeviceMemory(index, uuid, name, *told)
+
+
+def _told_by_nvml(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None] | None:
+    """Bytes in all, in use, and in use by these processes; None where NVML cannot be used, or does not tell now."""
+    handle = _nvml_handle(uuid)
+    if handle is None:
+        return None
     import pynvml
 
-    # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return DeviceMemory(index, uuid, name, int(memory.total), int(memory.used), _process_bytes(handle, {os.getpid()}))
+    try:
+        # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:  # the driver may have been replaced under a running process
+        return None
+    return int(memory.total), int(memory.used), _process_bytes(handle, pids)
 
 
 @lru_cache

@@ -11,10 +11,10 @@ import torch
 
 from memsaver_core import _native, _process, _trim, hibernation
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
-from memsaver_core.meter import read_devices
-from memsaver_core.phases import PhaseLog
+from memsaver_core.phases import PhaseLog, deltas
 from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any, parse_policy
 from memsaver_core.reports import (
+    DeviceMemory,
     HostBackupStatus,
     OperationReport,
     Progress,
@@ -93,7 +93,7 @@ def release(
     with log.phase("synchronize"):
         saver.synchronize()
     with log.phase("pause") as details:
-        before = read_devices()
+        before = log.read()
         result = saver.release(names, _dead_ranges(saver, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
@@ -113,7 +113,7 @@ def release(
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
     with log.phase("settle"):
-        _settle({reading.index: reading.used_bytes for reading in before}, _total(result, "released_bytes"))
+        _settle(log, before, _total(result, "released_bytes"))
     if hibernate:
         with log.phase("hibernate") as details:
             details.update(hibernation.hibernate())
@@ -259,14 +259,17 @@ def _empty_cache(saver: _native.Saver) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _settle(used_before: dict[int, int], released_bytes: int) -> None:
+def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
     """Wait until the devices' own counts have fallen by what was released, or the time is up.
 
     A co-tenant may take the memory in the same moment, so that the count never falls.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        fallen = sum(used_before.get(now.index, 0) - now.used_bytes for now in read_devices())
+        now = log.read()
+        if before is None or now is None:
+            return  # nothing can be told
+        fallen = -sum(device.delta_bytes for device in deltas(before, now))
         if fallen >= released_bytes - released_bytes // SETTLE_SLACK_SHARE - SETTLE_SLACK_BYTES:
             return
         time.sleep(0.001)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from memsaver_core.errors import MemsaverError
 from memsaver_core.meter import read_devices
 from memsaver_core.reports import DeviceDelta, DeviceMemory, PhaseReport
 
+logger = logging.getLogger("memsaver")
 
-def deltas(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...]) -> tuple[DeviceDelta, ...]:
-    """Pair two readings by device; a device that the first reading lacks counts as unchanged."""
+
+def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, ...] | None) -> tuple[DeviceDelta, ...]:
+    """Pair two readings by device; a device that the first reading lacks counts as unchanged. Without one: nothing."""
+    if before is None or after is None:
+        return ()
     earlier = {reading.index: reading for reading in before}
     return tuple(
         DeviceDelta(
@@ -30,6 +36,8 @@ def deltas(before: tuple[DeviceMemory, ...], after: tuple[DeviceMemory, ...]) ->
 class PhaseLog:
     """Collects phases in the order in which they run.
 
+    A device that cannot be read fails nothing, as what was done is done: its phase tells no figures then.
+
     Args:
         read: reads the devices; by default those of this process.
     """
@@ -41,7 +49,7 @@ class PhaseLog:
         self._tell: Callable[[], str] = lambda: ""
         self._failed = ""
         self._started = time.monotonic()
-        self._first = read()
+        self._first = self.read()
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
@@ -70,20 +78,28 @@ class PhaseLog:
 
     def devices(self) -> tuple[DeviceDelta, ...]:
         """Device memory from when the log was made until now."""
-        return deltas(self._first, self._read())
+        return deltas(self._first, self.read())
+
+    def read(self) -> tuple[DeviceMemory, ...] | None:
+        """Read the devices; None where that fails."""
+        try:
+            return self._read()
+        except MemsaverError as error:
+            logger.warning("the devices' memory cannot be read, so its change is not told: %s", error)
+            return None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; figures put into the dictionary become its details."""
         with self._telling(lambda: name):
             details: dict[str, float] = {}
-            before = self._read()
+            before = self.read()
             start = time.monotonic()
             try:
                 yield details
             finally:
                 seconds = time.monotonic() - start
-                self._phases.append(PhaseReport(name, seconds, deltas(before, self._read()), details))
+                self._phases.append(PhaseReport(name, seconds, deltas(before, self.read()), details))
 
     @contextmanager
     def elsewhere(self, tell: Callable[[], str]) -> Iterator[None]:

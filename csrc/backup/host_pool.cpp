@@ -75,8 +75,9 @@ void HostPool::start_growth(std::size_t bytes) {
 // Only with mutex_ held.
 void HostPool::grow_to(std::size_t capacity) {
   target_ = std::max(target_, capacity);
-  if (growers_ > 0 || target_ <= capacity_) return;  // those at work see the new target
+  if (growers_ > 0) return;  // those at work see the new target
   growth_failure_ = nullptr;
+  if (target_ <= capacity_) return;
   for (auto& thread : threads_) thread.join();
   threads_.clear();
   const std::size_t there = capacity_ + under_way_;

@@ -447,6 +447,7 @@ PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::
       const AtExit recycle([&] { driver_.recycle(device_, end); });
       driver_.wait(device_, end);
     }
+    for (auto& content : blocks) content.block->damaged = false;
   } catch (...) {
     settle();
     for (auto& [event, bounce] : landing) {

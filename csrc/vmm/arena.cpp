@@ -184,6 +184,60 @@ std::vector<RangeSet::Range> Arena::released_runs() const {
   return runs;
 }
 
+// The beginning of the block around this address; the address itself where there is none.
+Address Arena::block_boundary(Address address) const {
+  auto allocation = allocations_.upper_bound(address);
+  if (allocation == allocations_.begin()) return address;
+  --allocation;
+  const auto& blocks = allocation->second.blocks;
+  const std::size_t offset = address - allocation->first;
+  const auto block = std::partition_point(blocks.begin(), blocks.end(),
+                                          [&](const auto& each) { return each.offset + each.bytes <= offset; });
+  return block == blocks.end() ? address : allocation->first + block->offset;
+}
+
+std::vector<RangeSet::Range> Arena::in_chunks(RangeSet::Range range) const {
+  constexpr std::size_t first = 64 * kSizeUnit;
+  constexpr std::size_t largest = 1024 * kSizeUnit;
+  static_assert(first > kBlockBytes, "or a chunk could be empty");
+  std::vector<RangeSet::Range> chunks;
+  for (std::size_t size = first; range.bytes > 0; size = std::min(2 * size, largest)) {
+    std::size_t bytes = range.bytes;
+    if (size < bytes) bytes = block_boundary(range.begin + size) - range.begin;
+    chunks.push_back({range.begin, bytes});
+    range.begin += bytes;
+    range.bytes -= bytes;
+  }
+  return chunks;
+}
+
+void Arena::make_blocks() {
+  for (auto& [address, allocation] : allocations_) {
+    if (!allocation.blocks.empty()) continue;
+    const Address end = address + allocation.bytes;
+    std::vector<Address> boundaries;
+    auto chunk = chunks_.upper_bound(address);
+    if (chunk != chunks_.begin()) --chunk;
+    for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
+      for (const Address at : {chunk->first, chunk->first + chunk->second.bytes}) {
+        if (address < at && at < end) boundaries.push_back(at);
+      }
+    }
+    boundaries.push_back(end);
+    Address at = address;
+    for (const Address boundary : boundaries) {
+      while (at < boundary) {
+        const std::size_t whole = kBlockBytes - (at - address) % kBlockBytes;
+        Block block;
+        block.offset = at - address;
+        block.bytes = std::min(whole, boundary - at);
+        at += block.bytes;
+        allocation.blocks.push_back(std::move(block));
+      }
+    }
+  }
+}
+
 void Arena::owe(Restore restore) {
   owed_.clear();
   for (const auto& run : released_runs()) owed_[restore].add(run.begin, run.bytes);
@@ -197,21 +251,11 @@ bool Arena::damaged() const {
 }
 
 bool Arena::is_mapped(Address address, std::size_t bytes) const {
-  std::size_t mapped = 0;
-  for (const auto& part : mapped_parts(address, bytes)) mapped += part.bytes;
-  return mapped == bytes;
-}
-
-std::vector<RangeSet::Range> Arena::mapped_parts(Address address, std::size_t bytes) const {
-  std::vector<RangeSet::Range> parts;
+  Address at = address;
   auto chunk = chunks_.upper_bound(address);
   if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first < address + bytes; ++chunk) {
-    const Address from = std::max(address, chunk->first);
-    const Address to = std::min(address + bytes, chunk->first + chunk->second.bytes);
-    if (from < to) parts.push_back({from, to - from});
-  }
-  return parts;
+  for (; chunk != chunks_.end() && chunk->first <= at; ++chunk) at = std::max(at, chunk->first + chunk->second.bytes);
+  return at >= address + bytes;
 }
 
 std::vector<std::string> Arena::audit(const RangeSet& refused) const {
@@ -281,10 +325,17 @@ std::vector<std::string> Arena::audit(const RangeSet& refused) const {
       if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
     }
     for (const auto& block : allocation.blocks) {
+      const Address begin = address + block.offset;
+      const bool cut = std::any_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
+        const Address chunk_end = chunk.first + chunk.second.bytes;
+        return (begin < chunk.first && chunk.first < begin + block.bytes) ||
+               (begin < chunk_end && chunk_end < begin + block.bytes);
+      });
+      if (cut) problem("a chunk begins or ends inside of a block", begin, block.bytes);
       const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
                                : block.kept == Kept::file ? block.file.bytes
                                                           : SIZE_MAX;
-      if (room < block.content_bytes()) problem("a block keeps less than its content", address + block.offset, room);
+      if (room < block.content_bytes()) problem("a block keeps less than its content", begin, room);
     }
   }
   return problems;
@@ -305,17 +356,6 @@ std::size_t Arena::unprepared_bytes() const {
     }
   }
   return sum;
-}
-
-std::vector<std::size_t> chunk_sizes(std::size_t bytes) {
-  constexpr std::size_t first = 64 * kSizeUnit;
-  constexpr std::size_t largest = 1024 * kSizeUnit;
-  std::vector<std::size_t> sizes;
-  for (std::size_t size = first; bytes > 0; size = std::min(2 * size, largest)) {
-    sizes.push_back(std::min(size, bytes));
-    bytes -= sizes.back();
-  }
-  return sizes;
 }
 
 }  // namespace memsaver

@@ -75,6 +75,10 @@ class Arena {
   void add_chunk(const Chunk& chunk);
   // A chunk lost its memory: free ranges inside it have none any more, and live ones are owed what `restore` says.
   void drop_chunk(Address address, Restore restore);
+  // Divides what is allocated into blocks, where that was not done yet. No chunk ever begins or ends inside of one: a
+  // block has memory or has none, and what was written to a part that a failed release left is never mixed with what
+  // was kept of the rest.
+  void make_blocks();
   // A chunk that no live allocation needs stays mapped after all; its range is free, with memory.
   void keep_chunk(const Chunk& chunk);
   // A free range without memory is not to be had until it is reclaimed.
@@ -90,11 +94,15 @@ class Arena {
 
   // The longest runs of live addresses without memory, in address order.
   [[nodiscard]] std::vector<RangeSet::Range> released_runs() const;
+  // Ranges that shall each get a chunk of their own, to back kept content in this range without memory: 64 MiB first,
+  // so that a release gives its first memory back after about 1.2 ms of copying, then doubling up to 1 GiB, because the
+  // driver's cost goes with the number of handles (on an H200 about 9 us create + 21 us access + 15 us unmap + 13 us
+  // release each; 64 GiB take 64 ms to map in handles of 32 MiB and 4 ms in handles of 1 GiB) and larger ones gain
+  // nothing that shows beside the copy. None ends inside of a block.
+  [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const;
   // Whether some of the range was released under `restore` and has had no memory since.
   [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
-  // The parts of a range that have memory, in address order.
-  [[nodiscard]] std::vector<RangeSet::Range> mapped_parts(Address address, std::size_t bytes) const;
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
   [[nodiscard]] std::size_t mapped_bytes() const;
   // Mapped bytes that no live allocation uses.
@@ -123,6 +131,7 @@ class Arena {
  private:
   [[nodiscard]] bool needed(const Chunk& chunk) const;
   void settle_debts(Address address, std::size_t bytes);
+  [[nodiscard]] Address block_boundary(Address address) const;
 
   const Key key_;
   bool busy_ = false;
@@ -135,11 +144,5 @@ class Arena {
   std::map<Address, Chunk> chunks_;
   std::size_t live_ = 0;
 };
-
-// Sizes of the handles that back `bytes` of kept content: 64 MiB first, so that a release gives its first memory back
-// after about 1.2 ms of copying, then doubling up to 1 GiB, because the driver's cost goes with the number of handles
-// (on an H200 about 9 us create + 21 us access + 15 us unmap + 13 us release each; 64 GiB take 64 ms to map in handles
-// of 32 MiB and 4 ms in handles of 1 GiB) and larger ones gain nothing that shows beside the copy.
-[[nodiscard]] std::vector<std::size_t> chunk_sizes(std::size_t bytes);
 
 }  // namespace memsaver

@@ -38,7 +38,7 @@ Saver::~Saver() {
       call();
       return true;
     } catch (const std::exception& error) {
-      warn(std::string("while giving everything back: ") + error.what());
+      warn(std::string("while giving addresses back: ") + error.what());
       return false;
     }
   };
@@ -48,11 +48,9 @@ Saver::~Saver() {
     bool clear = attempt([&, &each = *arena] { refuse_orphans_of(each); });
     for (const auto& entry : arena->chunks()) {
       const Chunk& chunk = entry.second;
-      if (attempt([&, device] { driver_->unmap(device, chunk.address, chunk.bytes); })) {
-        attempt([&, device] { driver_->release(device, chunk.handle, chunk.bytes); });
-      } else {
-        clear = false;
-      }
+      Orphan orphan{device, chunk.handle, chunk.bytes, chunk.address, nullptr, {}};
+      (void)take_back(orphan);
+      clear = clear && orphan.mapped_at == 0;
     }
     if (!clear) continue;  // addresses that something is mapped at stay the driver's until the process ends
     for (const auto& span : arena->spans()) {
@@ -179,6 +177,7 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   check_usable();
   Arena* arena = nullptr;
   Arena::Place place{};
+  std::vector<RangeSet::Range> ranges;
   try {
     release_orphans(false);
     know_device(key.device);
@@ -203,6 +202,8 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
       arena->add_allocation(place.address, bytes);
       return place.address;
     }
+    ranges.push_back({place.address, bytes});
+    if (keeps_content(key.restore)) ranges = arena->in_chunks(ranges.front());
   } catch (Error& error) {
     throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
   }
@@ -210,12 +211,7 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   try {
     check_margin(key, bytes);
     Transaction transaction;
-    Address at = place.address;
-    const auto sizes = keeps_content(key.restore) ? chunk_sizes(bytes) : std::vector<std::size_t>{bytes};
-    for (const std::size_t size : sizes) {
-      chunks.push_back(acquire(key, at, size, transaction));
-      at += size;
-    }
+    for (const auto& range : ranges) chunks.push_back(acquire(key, range.begin, range.bytes, transaction));
     transaction.commit();
   } catch (...) {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -171,7 +171,6 @@ class Saver {
   std::vector<int> peers_of(int device);
   Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction);
   void give_back_handle(Orphan orphan) noexcept;
-  void split_half_released(Arena& arena, Allocation& allocation);
   void give_up_damaged(Operation& operation, const std::map<std::string, Restore>& overrides);
   void drop(Arena& arena, const Chunk& chunk, Restore restore);
   void free_now(std::unique_lock<std::mutex>& lock, Arena& arena, Address address);

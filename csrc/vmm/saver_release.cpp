@@ -20,16 +20,6 @@ namespace {
 constexpr std::size_t kSmallestGap = kSizeUnit / 16;
 constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
 
-void make_blocks(Allocation& allocation) {
-  if (!allocation.blocks.empty()) return;
-  for (std::size_t at = 0; at < allocation.bytes; at += kBlockBytes) {
-    Block block;
-    block.offset = at;
-    block.bytes = std::min(kBlockBytes, allocation.bytes - at);
-    allocation.blocks.push_back(std::move(block));
-  }
-}
-
 // The part of a block that holds content: all but `dead`, which is in address order.
 std::vector<Extent> live_extents(const Allocation& allocation, const Block& block,
                                  const std::vector<RangeSet::Range>& dead) {
@@ -53,20 +43,6 @@ std::vector<Extent> live_extents(const Allocation& allocation, const Block& bloc
   return extents;
 }
 
-// What of `extents` lies in `parts`; both in address order.
-std::vector<Extent> within(const std::vector<Extent>& extents, const std::vector<RangeSet::Range>& parts,
-                           Address base) {
-  std::vector<Extent> inside;
-  for (const auto& extent : extents) {
-    for (const auto& part : parts) {
-      const Address from = std::max(base + extent.offset, part.begin);
-      const Address to = std::min(base + extent.offset + extent.bytes, part.begin + part.bytes);
-      if (from < to) inside.push_back({from - base, to - from});
-    }
-  }
-  return inside;
-}
-
 // By how much more room has to be found than is given back for it.
 std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
 
@@ -87,13 +63,10 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
   for (const auto& [address, chunk] : arena.chunks()) {
     (keeps_content(restore) ? work.kept : work.others).push_back({&arena, chunk, restore});
   }
+  if (keeps_content(restore)) arena.make_blocks();
   for (auto& [address, allocation] : arena.allocations()) {
-    if (keeps_content(restore)) make_blocks(allocation);
-    split_half_released(arena, allocation);
     for (auto& block : allocation.blocks) {
-      const auto mapped = arena.mapped_parts(address + block.offset, block.bytes);
-      if (mapped.empty()) continue;
-      const bool whole = sum_of(mapped) == block.bytes;
+      if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
       if (!keeps_content(restore)) {
         // What was kept of content that is here again says nothing about what is discarded now.
         give_backup_back(block, device);
@@ -104,7 +77,6 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
       content.base = address;
       content.block = &block;
       content.live = live_extents(allocation, block, dead);
-      if (!whole) content.live = within(content.live, mapped, address);
       content.to_file = restore == Restore::file;
       const std::size_t live = sum_of(content.live);
       operation.content_bytes += live;
@@ -115,43 +87,6 @@ void Saver::plan_release(Arena& arena, Restore restore, const std::vector<RangeS
       }
       work.blocks.push_back(std::move(content));
     }
-  }
-}
-
-// A block whose first part went in a release that failed later was kept whole before that. Its rest, which is here,
-// may have changed since, and may be owed something else from now on: it becomes a block of its own. Only with mutex_
-// held.
-void Saver::split_half_released(Arena& arena, Allocation& allocation) {
-  for (std::size_t i = 0; i < allocation.blocks.size(); ++i) {
-    Block& gone = allocation.blocks[i];
-    const auto mapped = arena.mapped_parts(allocation.address + gone.offset, gone.bytes);
-    if (gone.kept == Kept::nothing || mapped.empty() || sum_of(mapped) == gone.bytes) continue;
-    const std::size_t end = gone.offset + gone.bytes;
-    Block rest;
-    rest.offset = mapped.front().begin - allocation.address;  // chunks go in address order
-    rest.bytes = end - rest.offset;
-    gone.bytes -= rest.bytes;
-    gone.has_digest = false;  // it was that of the whole
-    while (!gone.extents.empty() && gone.extents.back().offset >= rest.offset) gone.extents.pop_back();
-    if (!gone.extents.empty()) {
-      Extent& last = gone.extents.back();
-      last.bytes = std::min(last.bytes, rest.offset - last.offset);
-    }
-    // Content lies packed, so what is left of it comes first.
-    std::size_t room = to_pages(gone.content_bytes());
-    if (gone.file.bytes > room) {
-      files_.give({gone.file.offset + room, gone.file.bytes - room});
-      gone.file.bytes = room;
-    }
-    std::vector<HostRange> host;
-    for (const auto& range : gone.host) {
-      const std::size_t used = std::min(range.bytes, room);
-      room -= used;
-      if (used > 0) host.push_back({range.address, used});
-      if (used < range.bytes) pool_of(arena.key().device).give({{range.address + used, range.bytes - used}});
-    }
-    gone.host = std::move(host);
-    allocation.blocks.insert(allocation.blocks.begin() + static_cast<std::ptrdiff_t>(i) + 1, std::move(rest));
   }
 }
 

@@ -26,11 +26,9 @@ void Saver::plan_resume(Arena& arena, Operation& operation) {
     }
   }
   for (const auto& run : runs) {
-    Address at = run.begin;
-    for (const std::size_t size : chunk_sizes(run.bytes)) {
-      const Restore owed = arena.owes(Restore::zero, at, size) ? Restore::zero : Restore::discard;
-      (kept ? work.kept : work.others).push_back({&arena, {at, size, Handle{}}, owed});
-      at += size;
+    for (const auto& [at, bytes] : arena.in_chunks(run)) {
+      const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+      (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
     }
   }
 }

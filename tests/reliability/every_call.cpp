@@ -126,9 +126,9 @@ void check_error(const Error& error, const Fault& fault, World& world) {
     world.problems.push_back(std::string("the error does not name ") + what + ": " + text);
   };
   const bool lost = error.kind == ErrorKind::context_lost;
-  // Memory is unpinned by a thread of its own.
-  const bool several_threads =
-      world.ledger->device_count() > 1 || world.saver->status().file_bytes > 0 || fault.call == "unregister_host";
+  // Memory is pinned and unpinned by threads of their own.
+  const bool several_threads = world.ledger->device_count() > 1 || world.saver->status().file_bytes > 0 ||
+                               fault.call == "register_host" || fault.call == "unregister_host";
   if (lost && error.call.empty()) return;  // refused, because of the loss that an earlier call met
   // Once a context is lost, every call of every thread says so, and of several threads' any may be told.
   const std::string& call = lost && several_threads ? error.call : fault.call;

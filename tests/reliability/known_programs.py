@@ -36,11 +36,20 @@ def _resume(*tags: str, faults: Sequence[Fault] = ()) -> tuple[str, dict[str, An
 
 
 _UNMAP: Fault = ("unmap", "invalid_value", 1, 1)
-#: A chunk of the second cycle ends inside of a block.
-_HALF_A_BLOCK: Program = [
+#: Some chunks of what is kept are gone, and the others here.
+_HALF_RELEASED: Program = [
     _allocate("a", "host", 3, 34),
     _release(),
     _resume(),
+    _release(faults=[("unmap", "invalid_value", 2, 1)]),
+]
+#: The same, where an allocation lies in what two freed ones left, and across the chunks of both.
+_ACROSS_CHUNKS: Program = [
+    _allocate("a", "host", 3, 3, 6, 3),
+    _release(),
+    _resume(),
+    *[("free", {"which": 1, "faults": []})] * 2,
+    _allocate("a", "host", 9),
     _release(faults=[("unmap", "invalid_value", 2, 1)]),
 ]
 
@@ -65,26 +74,31 @@ KNOWN: dict[str, Program] = {
         ("tenant_takes", {"pages": 482}),
         _release(faults=[_UNMAP]),
     ],
-    "half a block is released, and then the rest as zeros": [
-        *_HALF_A_BLOCK,
+    "a release fails half way, and then the rest goes as zeros": [
+        *_HALF_RELEASED,
         _release(a="zero"),
         _resume(),
     ],
-    "half a block is released, and the rest written to": [
-        *_HALF_A_BLOCK,
+    "a release fails half way, and the rest is written to": [
+        *_HALF_RELEASED,
         ("write", {"which": 1, "first": 0, "pages": 40, "content": "random"}),
         _resume(),
     ],
-    "half a block is released, and the rest written to, and released": [
-        *_HALF_A_BLOCK,
-        ("write", {"which": 1, "first": 0, "pages": 40, "content": "random"}),
+    "a release fails half way inside of an allocation, and the rest is written to": [
+        *_ACROSS_CHUNKS,
+        ("write", {"which": 2, "first": 0, "pages": 40, "content": "random"}),
+        _resume(),
+    ],
+    "a release fails half way, and the rest is written to, and released": [
+        *_ACROSS_CHUNKS,
+        ("write", {"which": 2, "first": 0, "pages": 40, "content": "random"}),
         _release(),
         _resume(),
     ],
-    "half a block is released, then the rest, and its backup is damaged": [
-        *_HALF_A_BLOCK,
+    "a release fails half way, then the rest goes, and a backup is damaged": [
+        *_ACROSS_CHUNKS,
         _release(),
-        ("damage_a_backup", {"which": 1, "page": 4}),
+        ("damage_a_backup", {"which": 2, "page": 1}),
         _resume(),
     ],
     "the devices cannot be read after a resume": [

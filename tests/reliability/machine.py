@@ -81,18 +81,6 @@ for line in sys.stdin:
         print("no", flush=True)
 """
 
-# What the programs have found and is not mended yet; each goes with its mend.
-#: Where the devices cannot be read after all was resumed, the resume says that it failed.
-A_READING_FAILS_A_RESUME = True
-#: What stopped one growth of the pool is told to those who wait for a later one, too.
-AN_OLD_GROWTH_FAILS_A_NEW_ONE = True
-#: A block of which a failed release took a part comes back whole, as it was before: what was written since to the part
-#: that stayed is lost where no release comes before the resume, and where that resume fails, too.
-A_RESUME_OVERWRITES_HALF_A_BLOCK = True
-#: What is kept of half a block, once the rest was released, too, has no digest: damage to it is not noticed.
-HALF_A_BLOCK_IS_NOT_VERIFIED = True
-
-
 steps: Counter[str] = Counter()
 
 
@@ -290,11 +278,7 @@ class Machine(RuleBasedStateMachine):
     @step
     def prepare_backup(self, wait: bool, faults: list[Fault]) -> None:
         with self._failing(faults):
-            try:
-                ms.prepare_backup(wait=wait)
-            except ms.MemsaverError:
-                if not (wait and AN_OLD_GROWTH_FAILS_A_NEW_ONE):
-                    raise
+            ms.prepare_backup(wait=wait)
 
     @rule(
         operation=st.sampled_from(("release", "resume")),
@@ -459,7 +443,6 @@ class Machine(RuleBasedStateMachine):
             memory.expected[at] = pages_of(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
         memory.sure[at] = True
         memory.or_zeros[at] = False
-        memory.changed_in_half[at] = memory.in_half_blocks()[at]
         memory.content()[at] = memory.expected[at]
 
     def _free(self, memory: Memory) -> None:
@@ -480,8 +463,6 @@ class Machine(RuleBasedStateMachine):
         backed_up = self._pool_bytes()
         before = self._selected(tags)
         room = sum(m.bytes - m.released_bytes for m in before if overrides.get(m.tag, m.policy) == "host")
-        for memory in before:
-            memory.unverified |= memory.in_half_blocks() & ~memory.here
         error: ms.MemsaverError | None = None
         try:
             yield
@@ -501,8 +482,6 @@ class Machine(RuleBasedStateMachine):
                 lost += int(np.count_nonzero(gone)) if policy in ("discard", "zero") else 0
             memory.owe(policy, gone)
             memory.here[gone] = False
-            if error is None:
-                memory.changed_in_half[:] = False
         if error is None:
             self._note_success()
             return
@@ -523,9 +502,6 @@ class Machine(RuleBasedStateMachine):
             if what == "allocate":
                 taken[arguments[0][2]] += arguments[1] * PAGE
         short = any(needed[device] + taken[device] > free[device] for device in DEVICES)
-        if A_RESUME_OVERWRITES_HALF_A_BLOCK:
-            for memory in before:
-                memory.sure &= ~memory.changed_in_half
         try:
             yield
         except ms.OutOfDeviceMemoryError:
@@ -536,21 +512,12 @@ class Machine(RuleBasedStateMachine):
             self._may_have_noted_damage(tags)
             if not any(told) and not self.faults.met():
                 raise
-        except ms.MemsaverError as error:
+        except ms.MemsaverError:
             self._may_have_noted_damage(tags)
-            if A_READING_FAILS_A_RESUME and isinstance(error, ms.DriverError) and error.call == "memory_info":
-                here = mapped_pages()
-                selected = self._selected(tags)
-                if selected and all(here(memory).all() for memory in selected):
-                    for memory in selected:
-                        memory.be_resident()
             raise
         else:
             self._note_success()
             for memory in self._selected(tags):
-                if HALF_A_BLOCK_IS_NOT_VERIFIED:
-                    memory.sure &= ~(memory.damaged & memory.unverified)
-                    memory.damaged &= ~memory.unverified
                 assert not memory.damaged.any(), f"a damaged backup was restored: {memory}"
                 memory.be_resident()
 

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 PAGE = 4096
-#: Of the core with small units.
-BLOCK_PAGES = 4
 
 #: A tag, a policy, a device.
 Kind = tuple[str, str, int]
@@ -30,10 +28,6 @@ class Memory:
     sure: np.ndarray  # where it must hold something
     or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
     here: np.ndarray = field(init=False)  # it is resident
-    #: It was written to when a part of its block was released.
-    changed_in_half: np.ndarray = field(init=False)
-    #: Half of its block was released before the rest.
-    unverified: np.ndarray = field(init=False)
     #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
@@ -42,7 +36,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
-        for name in ("or_zeros", "changed_in_half", "unverified", "damaged", "perhaps_damaged"):
+        for name in ("or_zeros", "damaged", "perhaps_damaged"):
             setattr(self, name, np.zeros(self.pages, bool))
 
     @property
@@ -60,13 +54,6 @@ class Memory:
     @property
     def released_bytes(self) -> int:
         return int(np.count_nonzero(~self.here)) * PAGE
-
-    def in_half_blocks(self) -> np.ndarray:
-        """Pages whose block is resident in part."""
-        block = np.arange(self.pages) // BLOCK_PAGES
-        here, all_ = np.bincount(block, self.here), np.bincount(block)
-        half: np.ndarray = ((here > 0) & (here < all_))[block]
-        return half
 
     def content(self) -> np.ndarray:
         """Its pages. Those that are not resident must not be touched: that ends the process."""
@@ -110,7 +97,6 @@ class Memory:
 
     def be_resident(self) -> None:
         self.here[:] = True
-        self.changed_in_half[:] = self.unverified[:] = False
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
 

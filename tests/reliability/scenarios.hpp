@@ -280,15 +280,16 @@ inline std::vector<Scenario> scenarios() {
   list.push_back(release_of("release, churned, kept", churned(Restore::host)));
   list.push_back(resume_of("resume, churned, kept", churned(Restore::host), full));
   list.push_back(release_of("release, churned, discarded", churned(Restore::discard)));
-  // In its middle: some of it is released, some not, and the border lies inside of a block.
+  // In its middle: some of it is released, some not, and the border lies inside of an allocation, which is where two
+  // freed ones met.
   const auto half_released = [](Restore restore) {
     return [restore](World& world) {
-      world.allocate("t", restore, 3);
-      world.allocate("t", restore, 34);
+      for (const std::size_t pages : {3u, 3u, 6u, 34u}) world.allocate("t", restore, pages);
       world.release();
       world.resume();
+      for (const std::size_t number : {1u, 2u}) world.free(number);
+      world.allocate("t", restore, 9);
       world.rewrite(0, 0, 3);
-      world.rewrite(1, 0, 34);
       world.faulty->fail("unmap", 2, ErrorKind::driver, 1);
       refused(world, ErrorKind::driver, [&] { world.release(); });
       world.faulty->heal();
@@ -297,6 +298,13 @@ inline std::vector<Scenario> scenarios() {
   constexpr Restore policies[] = {Restore::discard, Restore::zero, Restore::host, Restore::file};
   for (const Restore usual : policies) {
     list.push_back(release_of(std::string("half released, ") + name_of(usual), half_released(usual)));
+    list.push_back({std::string("half released, ") + name_of(usual) + ", the rest written to, and resumed", full,
+                    half_released(usual),
+                    [](World& world) {
+                      world.rewrite_what_is_here();
+                      world.resume();
+                    },
+                    [](World& world) { world.release(); }});
     for (const Restore now : policies) {
       list.push_back({std::string("half released, ") + name_of(usual) + ", the rest under " + name_of(now), full,
                       half_released(usual),

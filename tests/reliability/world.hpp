@@ -71,6 +71,14 @@ class World {
   void rewrite(std::size_t number, std::size_t first_page, std::size_t pages) {
     for (std::size_t page = first_page; page < first_page + pages; ++page) write(memories_[number], page);
   }
+  void rewrite_what_is_here() {
+    const auto here = mapped_pages(true);
+    for (auto& memory : memories_) {
+      for (std::size_t page = 0; memory.alive && page < memory.pages.size(); ++page) {
+        if (here.count(memory.address + page * kPage) != 0) write(memory, page);
+      }
+    }
+  }
   void write_zeros(std::size_t number) {
     Memory& memory = memories_[number];
     std::memset(reinterpret_cast<void*>(memory.address), 0, memory.pages.size() * kPage);

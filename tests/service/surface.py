@@ -11,8 +11,8 @@ from memsaver_server import routes as package
 
 from .tensor_engine import TensorEngine
 
-#: What everybody may look at without a key: the page, its files, the description, probes and metrics.
-OPEN = ["/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"]
+#: Open to everybody on purpose: the page and its files, which hold no data, the description, probes and metrics.
+OPEN = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"}
 
 
 def routes() -> list[tuple[str, str]]:

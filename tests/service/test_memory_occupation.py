@@ -249,3 +249,26 @@ def test_a_driver_error_in_a_resume_leaves_all_of_it_released(http: httpx.Client
     assert http.post("/generate", json=PROMPT).status_code == 503
     assert resume(http).status_code == 200
     assert tokens(http) == before
+
+
+def test_a_device_that_cannot_be_read_fails_nothing_that_is_done(http: httpx.Client, driver: Driver) -> None:
+    """Where the device does not tell its memory, an operation tells no figures, and invents none."""
+    before = tokens(http)
+    driver.fail("memory_info", times=10**6)
+    released = release(http)
+    assert released.status_code == 200
+    assert all(tag["released_bytes"] > 0 for tag in released.json()["tags"])
+    assert released.json()["phases"]
+    assert not released.json()["devices"]
+    assert not any(phase["devices"] for phase in released.json()["phases"])
+    refused = resume(http)  # which must know what is free
+    assert (refused.status_code, refused.json()["error"]["call"], refused.json()["state"]) == (
+        500,
+        "memory_info",
+        "released",
+    )
+    driver.heal()
+    resumed = resume(http)
+    assert resumed.status_code == 200
+    assert resumed.json()["devices"]
+    assert tokens(http) == before

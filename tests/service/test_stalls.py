@@ -44,19 +44,24 @@ def answers_meanwhile(http: httpx.Client, driver: Saver) -> dict[str, httpx.Resp
         driver.heal()
 
 
-@pytest.mark.parametrize("call", RELEASING)
-def test_everything_else_answers_while_a_release_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: while a driver's call stands still, status, metrics, probes and operations answer, and name the phase."""
+def check_stalled(http: httpx.Client, driver: Saver, call: str, path: str, state: str, phase: str) -> None:
+    """Stall ``call`` of the operation that ``path`` starts; everything else answers, and the operation then ends."""
     before = driver.counts().get(call, 0)
     driver.delay(call, 3600)
     with ThreadPoolExecutor(1) as pool:
-        release = pool.submit(http.post, "/release_memory_occupation")
-        assert stands_still(driver, call, before, release)
+        work = pool.submit(http.post, path)
+        assert stands_still(driver, call, before, work)
         answers = answers_meanwhile(http, driver)
-        assert answers["/memory_occupation"].json()["state"] == "releasing"
+        assert answers["/memory_occupation"].json()["state"] == state
         assert (answers["/livez"].status_code, answers["/readyz"].status_code) == (200, 503)
-        assert answers["/operations"].json()["operations"][0]["phase"] == RELEASING[call]
-        assert release.result().status_code == 200
+        assert answers["/operations"].json()["operations"][0]["phase"] == phase
+        assert work.result().status_code == 200
+
+
+@pytest.mark.parametrize("call", RELEASING)
+def test_everything_else_answers_while_a_release_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
+    """S3: while a driver's call stands still, status, metrics, probes and operations answer, and name the phase."""
+    check_stalled(http, driver, call, "/release_memory_occupation", "releasing", RELEASING[call])
     assert http.post("/resume_memory_occupation").status_code == 200
 
 
@@ -64,16 +69,7 @@ def test_everything_else_answers_while_a_release_stalls(http: httpx.Client, driv
 def test_everything_else_answers_while_a_resume_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
     """S3: as for a release."""
     assert http.post("/release_memory_occupation").status_code == 200
-    before = driver.counts().get(call, 0)
-    driver.delay(call, 3600)
-    with ThreadPoolExecutor(1) as pool:
-        resume = pool.submit(http.post, "/resume_memory_occupation")
-        assert stands_still(driver, call, before, resume)
-        answers = answers_meanwhile(http, driver)
-        assert answers["/memory_occupation"].json()["state"] == "resuming"
-        assert (answers["/livez"].status_code, answers["/readyz"].status_code) == (200, 503)
-        assert answers["/operations"].json()["operations"][0]["phase"] == "restore"
-        assert resume.result().status_code == 200
+    check_stalled(http, driver, call, "/resume_memory_occupation", "resuming", "restore")
 
 
 @pytest.mark.parametrize("call", ["reserve", "create", "map"])

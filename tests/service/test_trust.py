@@ -14,11 +14,10 @@ from fastapi.routing import iter_route_contexts
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import Settings, attach, create_app
 
+from .surface import OPEN
 from .tensor_engine import TensorEngine
 
 Serve = Callable[..., httpx.Client]
-#: Open to everybody on purpose: the page and its files, which hold no data, the description, and the probes.
-PUBLIC = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"}
 #: Halves of a character, which JSON can say and UTF-8 cannot: as an escape, and as the bytes that are not allowed.
 HALVES = [rb"\ud800", rb"a\uDFFFb", rb"\ude00\ud83d", b"\xed\xa0\x80"]
 
@@ -33,7 +32,7 @@ def test_all_calls_are_known(http: httpx.Client, engine: TensorEngine) -> None:
     """What this file derives from the service's own routes is no less than what the service describes."""
     described = http.get("/openapi.json").json()["paths"]
     assert {(method.upper(), path) for path in described for method in described[path]} <= set(calls(engine))
-    assert {path for _, path in calls(engine)} >= PUBLIC
+    assert {path for _, path in calls(engine)} >= OPEN
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Basic the key", "the key", "Bearer \xe9"])
@@ -43,7 +42,7 @@ def test_without_the_key_nothing_happens(serve: Serve, engine: TensorEngine, giv
     headers = {} if given is None else {"Authorization": given.encode("latin-1")}
     for method, path in calls(engine):
         response = http.request(method, path, headers=headers)
-        assert (response.status_code == 401) == (path not in PUBLIC), (method, path)
+        assert (response.status_code == 401) == (path not in OPEN), (method, path)
         if response.status_code == 401:
             assert response.json()["success"] is False
     right = {"Authorization": "Bearer the key"}
