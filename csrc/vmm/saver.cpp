@@ -48,7 +48,7 @@ Saver::~Saver() {
     bool clear = attempt([&, &each = *arena] { refuse_orphans_of(each); });
     for (const auto& entry : arena->chunks()) {
       const Chunk& chunk = entry.second;
-      Orphan orphan{device, chunk.handle, chunk.bytes, chunk.address, nullptr, {}};
+      Orphan orphan{device, chunk.handle, chunk.bytes, chunk.address};
       (void)take_back(orphan);
       clear = clear && orphan.mapped_at == 0;
     }

@@ -159,7 +159,7 @@ class Saver {
     Address mapped_at = 0;  // where the driver did not unmap it, else 0
     // What of that range is free, and goes back to its arena once it is unmapped.
     Arena* arena = nullptr;
-    std::vector<RangeSet::Range> withheld;
+    std::vector<RangeSet::Range> withheld = {};
   };
 
   void check_process() const;

@@ -168,7 +168,7 @@ void Saver::drop(Arena& arena, const Chunk& chunk, Restore restore) {
       driver_->release(device, chunk.handle, chunk.bytes);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      orphans_.push_back({device, chunk.handle, chunk.bytes, 0, nullptr, {}});
+      orphans_.push_back({device, chunk.handle, chunk.bytes});
       throw;
     }
   } catch (Error& error) {

@@ -7,6 +7,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
+import pynvml
 import pytest
 import torch
 
@@ -315,6 +316,24 @@ def test_meter_equals_nvidia_smi(tag: str) -> None:
         check=True,
     )
     assert abs(int(shown.stdout) * MIB - reading.used_bytes) <= 2 * MIB
+    del data
+
+
+def test_a_reading_where_nvml_fails_is_the_drivers(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of the driver's files under a running process."""
+    shown = ms.read_devices()[0]
+
+    def fail(*_: object, **__: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", fail)
+    with ms.region(tag, restore="zero"):
+        data = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    told = ms.read_devices()[0]
+    assert told.uuid == shown.uuid
+    assert told.used_bytes >= shown.used_bytes + 256 * MIB - SLACK
+    assert told.process_bytes is None
+    assert ms.release([tag]).devices[0].delta_bytes <= -256 * MIB
     del data
 
 

@@ -1,5 +1,5 @@
-"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing and modules, racecheck over
-the digest kernel.
+"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing, modules and the reference
+engine, racecheck over the digest kernel.
 
     python -m tests.reliability.compute_sanitizer
 
@@ -9,6 +9,8 @@ kept for docs/reliability.md; the exit code is 1 where there was any finding, or
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,6 +27,7 @@ CORE = "tests/gpu/test_core_gpu.py"
 GRAPHS = "tests/gpu/test_graphs_gpu.py"
 SHARING = "tests/gpu/test_sharing_gpu.py"
 MODULE = "tests/gpu/test_module_gpu.py"
+ENGINE = "tests/gpu/test_engine_gpu.py"
 DIGEST = f"{CORE}::test_kernel_digest_equals_host_digest"
 
 #: These take all memory, of which the tool needs some, or are about another process, where it does not look. In the
@@ -46,7 +49,12 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, sharing": (["--tool", "memcheck"], [SHARING, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, modules": (["--tool", "memcheck"], [MODULE, "-k", MODULES]),
+    "memcheck, engine": (["--tool", "memcheck"], [ENGINE]),
 }
+
+SHAPE = ROOT / "tests" / "data" / "qwen2-1.5b" / "config.json"
+#: What the engine's tests serve here: the same model, with fewer and smaller layers.
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
 
 #: The digest kernel reads past the end of what is mapped: that the tool looks at this kernel, and at our mappings.
 PLANTED = """
@@ -73,10 +81,12 @@ LIMIT_S = 300
 def watch(tool: str, options: list[str], *program: str) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run a Python program under the tool; returns its end, and what the tool said."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+        log, shape = Path(folder) / "log", Path(folder) / "config.json"
+        shape.write_text(json.dumps({**json.loads(SHAPE.read_text()), **SMALLER}))
         result = subprocess.run(
             [tool, *options, *ALWAYS, "--log-file", str(log), sys.executable, *program],
             cwd=ROOT,
+            env={**os.environ, "MEMSAVER_TEST_SHAPE": str(shape)},
             capture_output=True,
             text=True,
             check=False,
