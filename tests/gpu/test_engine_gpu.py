@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ pytestmark = [
 
 #: MEMSAVER_TEST_SHAPE names another, for tools under which this one takes hours.
 QWEN2 = Path(os.environ.get("MEMSAVER_TEST_SHAPE", Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"))
+VOCABULARY = json.loads(QWEN2.read_text())["vocab_size"]
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 GIB = 1 << 30
 
@@ -65,7 +67,7 @@ def resume(engine: TransformersEngine, lost: Sequence[str] = ("kv_cache", "works
 
 def request(prompt: int, tokens: int = 48) -> dict[str, Any]:
     """A prompt of its own length and content, so that no two of a batch are alike."""
-    ids = [(7919 * (prompt + 1) * (place + 3)) % 150_000 for place in range(3 + 11 * prompt % 600)]
+    ids = [(7919 * (prompt + 1) * (place + 3)) % VOCABULARY for place in range(3 + 11 * prompt % 600)]
     return {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
 
 
