@@ -90,7 +90,7 @@ LIMIT_S = 540
 
 
 def watch(tool: str, options: list[str], *program: str) -> tuple[int | None, str, str]:
-    """Run a Python program under the tool; returns its exit code (None where it did not end), its output, the report."""
+    """Run a Python program under the tool: its exit code (None where it did not end), its output, the report."""
     with tempfile.TemporaryDirectory() as folder:
         log, shape, output = (Path(folder) / name for name in ("log", "config.json", "output"))
         shape.write_text(json.dumps({**json.loads(SHAPE.read_text()), **SMALLER}))
