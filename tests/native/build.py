@@ -20,6 +20,7 @@ def built() -> Path:
     assert cmake is not None, "cmake is among the build tools of constraints.txt"
     folder = ROOT / "build" / "native-tests"
     options = [
+        "-GNinja",  # compiles what tests need side by side
         "-DCMAKE_BUILD_TYPE=Release",
         "-DMEMSAVER_NATIVE_TESTS=ON",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",

@@ -16,7 +16,8 @@ using namespace memsaver;
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kMiB = std::size_t{1} << 20;
+constexpr std::size_t kCapacity = std::size_t{256} << 20;
+constexpr std::size_t kKeptBytes = 20 * kBlockBytes;
 
 void ranges_merge_and_split() {
   RangeSet set;
@@ -35,7 +36,7 @@ void ranges_merge_and_split() {
 }
 
 void threads_do_not_disturb_each_other() {
-  Saver saver(open_host_driver({}, 256 * kMiB), Settings{});
+  Saver saver(open_host_driver({}, kCapacity), Settings{});
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
   for (int id = 0; id < 3; ++id) {
@@ -63,14 +64,14 @@ void threads_do_not_disturb_each_other() {
       std::this_thread::yield();
     }
   });
-  const Address kept = saver.allocate({0, "kept", Restore::host}, 40 * kMiB);
-  std::memset(reinterpret_cast<void*>(kept), 7, 40 * kMiB);
+  const Address kept = saver.allocate({0, "kept", Restore::host}, kKeptBytes);
+  std::memset(reinterpret_cast<void*>(kept), 7, kKeptBytes);
   for (int cycle = 0; cycle < 40; ++cycle) {
     saver.release({}, {}, {});
     saver.resume({});
     auto* const data = reinterpret_cast<unsigned char*>(kept);
-    CHECK(data[0] == 7 + cycle && data[40 * kMiB - 1] == 7 + cycle);
-    std::memset(data, 8 + cycle, 40 * kMiB);
+    CHECK(data[0] == 7 + cycle && data[kKeptBytes - 1] == 7 + cycle);
+    std::memset(data, 8 + cycle, kKeptBytes);
     if (cycle == 20) saver.prepare_backup();
   }
   stop = true;

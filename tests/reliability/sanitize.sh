@@ -8,7 +8,7 @@ stride=${STRIDE:-11}
 trap 'cat "${folder:-}"/report.* 2>/dev/null || true' EXIT
 for sanitizer in address,undefined thread; do
   folder=build/sanitize-${sanitizer%%,*}
-  cmake -S . -B "$folder" -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
+  cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
   cmake --build "$folder" --parallel 2 --target driver_contract saver_threads every_call >/dev/null
   # In files: every_call closes its stderr, for what the core says of all those failures.
