@@ -46,6 +46,6 @@ def small_module() -> Path:
 
 def run(program: Path, *arguments: str) -> str:
     """What the program printed; it must end well."""
-    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -1,6 +1,6 @@
 """Writes docs/reliability.md: figures that the tests measured last, and which test stands for which known failure.
 
-python -m tests.reliability.document            # all of it, after the tests and `make soak`
+python -m tests.reliability.document            # all of it, after `make soak`, and the tests with every case
 python -m tests.reliability.document --tests    # the table of known failures alone
 """
 
@@ -97,6 +97,8 @@ def page() -> str:
     missing = [name for name in names if not figures[name]]
     if missing:
         raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
+    if figures["every_call"]["stride"] != 1:
+        raise SystemExit("the figures are of a part of the cases: run the tests with MEMSAVER_EVERY_CALL_STRIDE=1")
     fits = figures["soak"]["fits"].items()
     on_h200 = json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text())
     return (
