@@ -10,7 +10,6 @@ import pytest
 from tests.native.build import built, run
 from tests.reliability.figures import keep
 
-
 #: One case in so many: with 3, each call still fails at each of its occurrences, in a third of the ways it may.
 STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "3"))
 
