@@ -290,6 +290,7 @@ inline std::vector<Scenario> scenarios() {
       for (const std::size_t number : {1u, 2u}) world.free(number);
       world.allocate("t", restore, 9);
       world.rewrite(0, 0, 3);
+      world.rewrite(3, 0, 34);
       world.faulty->fail("unmap", 2, ErrorKind::driver, 1);
       refused(world, ErrorKind::driver, [&] { world.release(); });
       world.faulty->heal();
