@@ -20,8 +20,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server import attach
-from memsaver_server.engines._checkpoint import tensors_of
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference.checkpoint import tensors_of
+from memsaver_server.reference.engine import TransformersEngine
 
 #: Words of 8 bytes that are summed at once.
 BLOCK = 4 << 20

@@ -233,7 +233,7 @@ class Access(ctypes.Structure):
 def raw(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
     """Driver calls alone, in handles of the sizes that memsaver uses and of 8 GiB; copies and digests."""
     import memsaver_core as ms
-    from memsaver_core import _native, _process
+    from memsaver_core import _native, process
 
     torch.zeros(1, device="cuda")
     cuda = ctypes.CDLL("libcuda.so.1")
@@ -299,7 +299,7 @@ def raw(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[s
     del host, device
     with ms.region("raw"):
         data = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda").random_(0, 256)
-    saver = _process.saver()
+    saver = process.saver()
     key = (1, 2, 3, 4)
     assert _native.digest_of(data[:4096].cpu().numpy(), key) == saver.digest(0, data.data_ptr(), 4096, key)
     for _ in range(repeats):

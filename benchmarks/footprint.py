@@ -53,7 +53,7 @@ def used_mib(index: int = 0) -> float:
 def bare_process(config: Path) -> None:
     """Run the engine's kernels (one layer of them), give every tensor and graph up, and print what is left, MiB."""
     os.environ["MEMSAVER_ENABLED"] = "0"
-    from memsaver_server.engines.transformers import TransformersEngine
+    from memsaver_server.reference.engine import TransformersEngine
 
     before = used_mib()
     shape = json.loads(config.read_text())

@@ -38,9 +38,9 @@ def serve(copy_bytes: int) -> None:
     import torch
 
     import memsaver_core as ms
-    from memsaver_core import _process
+    from memsaver_core import process
     from memsaver_server import attach
-    from memsaver_server.engines.gate import Gate
+    from memsaver_server.gate import Gate
 
     kept = None
     if copy_bytes:
@@ -56,12 +56,12 @@ def serve(copy_bytes: int) -> None:
                 kept.uniform_()
                 print(json.dumps(True), flush=True)
             elif line.strip() == "stall":
-                _process.saver().delay("copy_to_host", 3600)
+                process.saver().delay("copy_to_host", 3600)
                 print(json.dumps(True), flush=True)
             elif line.strip() == "stalled":  # whether a copy stands still by now
-                print(json.dumps("copy_to_host" in _process.saver().counts()), flush=True)
+                print(json.dumps("copy_to_host" in process.saver().counts()), flush=True)
             elif line.strip() == "go on":
-                _process.saver().heal()
+                process.saver().heal()
                 print(json.dumps(True), flush=True)
             else:
                 print(json.dumps([_native_pair(ms) for _ in range(PAIRS)]), flush=True)

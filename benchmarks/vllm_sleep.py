@@ -82,9 +82,9 @@ def weight_sums(worker: Any) -> list[int]:
 
 def held_by_torch(worker: Any) -> dict[str, float]:
     """MiB that torch holds of ordinary memory, by pool: its default one and those of CUDA graphs that nobody tagged."""
-    from memsaver_core import _process
+    from memsaver_core import process
 
-    saver = _process.existing_saver()
+    saver = process.existing_saver()
     held = {"default pool": 0.0, "other pools": 0.0}
     for segment in torch.cuda.memory_snapshot():
         if saver is not None and saver.owns(segment["address"]):
@@ -176,7 +176,7 @@ def measure(model: str, mode: str, cycles: int, utilization: float) -> dict[str,
     for _ in range(cycles):
         cycle("level_2", 2, IDLE_S)
     if mode == "memsaver":
-        from memsaver_server.engines.vllm import attach_to
+        from memsaver_server.integrations.vllm.engine import attach_to
 
         [told] = llm.collective_rpc("memsaver", args=("hello",))
         result["tags"], result["blockers"] = told["status"]["tags"], told["blockers"]

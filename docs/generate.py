@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings
 
 from memsaver_core.settings import CoreSettings
 from memsaver_server import Settings, create_app
-from memsaver_server.engines.gate import Gate
+from memsaver_server.gate import Gate
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)

@@ -10,9 +10,8 @@
 With the saver disabled (``MEMSAVER_ENABLED=0``) every call is a no-op and torch behaves as without memsaver.
 """
 
-from memsaver_core._process import configure, driver_name, enabled, torch_device
-from memsaver_core._process import settings as core_settings
-from memsaver_core._storage import is_plain
+from memsaver_core.backends.host_storage import is_plain
+from memsaver_core.device_memory import read_devices
 from memsaver_core.errors import (
     BackupError,
     ConfigurationError,
@@ -27,11 +26,12 @@ from memsaver_core.errors import (
 )
 from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
 from memsaver_core.hibernation import blockers as hibernation_blockers
-from memsaver_core.meter import read_devices
-from memsaver_core.operations import check_tags, prepare_backup, release, resume, status
 from memsaver_core.phases import PhaseLog
 from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
+from memsaver_core.process import configure, driver_name, enabled, torch_device
+from memsaver_core.process import settings as core_settings
 from memsaver_core.regions import adopt, region
+from memsaver_core.release_resume import check_tags, prepare_backup, release, resume, status
 from memsaver_core.reports import (
     DeviceDelta,
     DeviceMemory,

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from memsaver_core import _process, meter
+from memsaver_core import device_memory, process
 from memsaver_core.policies import PolicyLike, policy_for
 
 _alive: WeakSet[Any] = WeakSet()
@@ -27,7 +27,7 @@ def graph_memory_bytes(index: int) -> int:
     processes apart; to that comes what the driver holds for allocations inside of graphs. Others are not told apart.
     """
     own = sum(each._memsaver_own[1] for each in list(_alive) if each._memsaver_own[0] == index)
-    return int(own) + meter.read_graph_pool(index)
+    return int(own) + device_memory.read_graph_pool(index)
 
 
 class GraphPool:
@@ -40,10 +40,10 @@ class GraphPool:
     def __init__(self, tag: str = "cuda_graph", *, restore: PolicyLike | None = None) -> None:
         policy = policy_for(tag, restore).value
         self._pool: Any = None
-        if _process.enabled() and _process.driver_name() == "cuda":
-            from memsaver_core._cuda_region import new_graph_pool
+        if process.enabled() and process.driver_name() == "cuda":
+            from memsaver_core.backends.cuda_region import new_graph_pool
 
-            _process.saver()
+            process.saver()
             self._pool = new_graph_pool(torch.cuda.current_device(), tag, policy)
 
     @property
@@ -104,13 +104,14 @@ class _Measured:
 
     def _beside_tensors(self) -> int:
         """What the process holds of the device and is neither a region nor torch's; 0 where NVML does not tell."""
-        saver = _process.saver()
-        process = next((each.process_bytes for each in meter.read_devices() if each.index == self._device), None)
-        if process is None:
+        saver = process.saver()
+        readings = device_memory.read_devices()
+        own = next((each.process_bytes for each in readings if each.index == self._device), None)
+        if own is None:
             return 0
         here = self._device
         # torch counts what is live in regions, whether it is mapped or not.
         unmapped = sum(
             tag["bytes_by_device"].get(here, 0) - tag["mapped_by_device"].get(here, 0) for tag in saver.status()["tags"]
         )
-        return int(process + unmapped - torch.cuda.memory_reserved(here))
+        return int(own + unmapped - torch.cuda.memory_reserved(here))

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from memsaver_core.device_memory import read_devices
 from memsaver_core.errors import MemsaverError
-from memsaver_core.meter import read_devices
 from memsaver_core.reports import DeviceDelta, DeviceMemory, PhaseReport
 
 logger = logging.getLogger("memsaver")

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from memsaver_core import _process
-from memsaver_core._storage import is_plain, rebase
+from memsaver_core import process
+from memsaver_core.backends.host_storage import is_plain, rebase
 from memsaver_core.errors import ConfigurationError
 from memsaver_core.policies import PolicyLike, policy_for
 
@@ -34,14 +34,14 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
     policy = policy_for(tag, restore).value
-    if not _process.enabled():
+    if not process.enabled():
         return nullcontext()
-    saver = _process.saver()
+    saver = process.saver()
     if saver.driver_name() == "cuda":
-        from memsaver_core._cuda_region import CudaRegion
+        from memsaver_core.backends.cuda_region import CudaRegion
 
         return CudaRegion(saver, device, tag, policy)
-    from memsaver_core._host_region import HostRegion
+    from memsaver_core.backends.host_region import HostRegion
 
     return HostRegion(saver, device or 0, tag, policy)
 
@@ -56,7 +56,7 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device
     Returns:
         ``obj``.
     """
-    if not _process.enabled():
+    if not process.enabled():
         return obj
     if isinstance(obj, torch.Tensor):
         tensors: list[torch.Tensor] = [obj]
@@ -64,7 +64,7 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device
         tensors = [*obj.parameters(), *obj.buffers()]
     else:
         tensors = list(obj)
-    saver = _process.saver()
+    saver = process.saver()
     storages: dict[int, torch.UntypedStorage] = {}
     with region(tag, restore=restore, device=device), torch.no_grad():
         for tensor in tensors:

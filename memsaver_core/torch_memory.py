@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from memsaver_core import _process
+from memsaver_core import process
 from memsaver_core.reports import TorchMemory
 
 #: With more blocks than this in torch's allocator, listing them would hold the whole process up for too long.
@@ -15,7 +15,7 @@ LISTED_BLOCKS = 2048
 
 def read_torch_memory(index: int) -> TorchMemory:
     """What torch holds of device ``index``. Calls no driver; all zero where torch does not use CUDA."""
-    if _process.driver_name() != "cuda" or not torch.cuda.is_initialized():
+    if process.driver_name() != "cuda" or not torch.cuda.is_initialized():
         return TorchMemory(0, 0)
     stats = torch.cuda.memory_stats_as_nested_dict(index)
     if not stats:  # another allocator is in torch's place
@@ -28,7 +28,7 @@ def read_torch_memory(index: int) -> TorchMemory:
 @lru_cache(maxsize=64)
 def _cached_bytes(index: int, _mark: tuple[int, ...]) -> int:
     """What torch only caches of a device, outside of regions. The same until ``_mark`` changes."""
-    saver = _process.existing_saver()
+    saver = process.existing_saver()
     return sum(
         segment["total_size"] - segment["active_size"]
         for segment in torch.cuda.memory_snapshot()

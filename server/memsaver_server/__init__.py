@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memsaver_server.app import create_app
     from memsaver_server.attachment import Attachment, attach
+    from memsaver_server.http.app import create_app
     from memsaver_server.settings import Settings
 
 __all__ = ["Attachment", "Settings", "attach", "create_app"]
@@ -19,7 +19,7 @@ _HOMES = {
     "Attachment": "memsaver_server.attachment",
     "Settings": "memsaver_server.settings",
     "attach": "memsaver_server.attachment",
-    "create_app": "memsaver_server.app",
+    "create_app": "memsaver_server.http.app",
 }
 
 

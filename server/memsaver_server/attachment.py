@@ -16,12 +16,12 @@ import uvicorn
 
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, MemsaverError
-from memsaver_server.app import create_app
-from memsaver_server.connections import BoundedProtocol
-from memsaver_server.engines.port import Engine, memory_of
-from memsaver_server.headroom import headroom
+from memsaver_server.engine import Engine, memory_of
+from memsaver_server.heap_reserve import headroom
+from memsaver_server.http.app import create_app
+from memsaver_server.http.auth import check_address
+from memsaver_server.http.connection_limits import BoundedProtocol
 from memsaver_server.settings import Settings
-from memsaver_server.trust import check_address
 
 logger = logging.getLogger("memsaver")
 

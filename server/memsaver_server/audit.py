@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 
-from memsaver_server.operations import Operation
+from memsaver_server.operation_queue import Operation
 
 logger = logging.getLogger("memsaver.audit")
 

@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from memsaver_server.occupation import Occupation
-from memsaver_server.operations import Operation
-from memsaver_server.readings import DeviceReadings
+from memsaver_server.device_monitor import DeviceReadings
+from memsaver_server.lifecycle import Occupation
+from memsaver_server.operation_queue import Operation
 
 #: Upper bounds of the histogram of phases, seconds: from an empty tag to a terabyte over PCIe.
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from memsaver_server.engines.port import DrainMode
+from memsaver_server.engine import DrainMode
 
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from memsaver_server.key import key_of
+from memsaver_server.api_key import key_of
 
 
 class Settings(BaseSettings):

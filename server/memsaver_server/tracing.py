@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsaver_server.operations import Operation
+from memsaver_server.operation_queue import Operation
 
 try:
     from opentelemetry import trace

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import memsaver_server.attachment
-import memsaver_server.engines.transformers  # noqa: F401
-from memsaver_core import PhaseLog, _host_region, _process  # noqa: F401
+import memsaver_server.reference.engine  # noqa: F401
+from memsaver_core import PhaseLog, process
 from memsaver_server.cli import commands, main  # noqa: F401
 
 
@@ -44,7 +44,7 @@ def stand_still(phase: str, call: str) -> None:
 def stand(call: str) -> None:
     if not call:
         threading.Event().wait()
-    driver = _process.saver()
+    driver = process.saver()
     before = driver.counts().get(call, 0)
     driver.delay(call, 3600)
 

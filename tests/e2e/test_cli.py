@@ -13,7 +13,7 @@ import pytest
 
 from memsaver_server import attach
 from memsaver_server.client import Client
-from memsaver_server.engines.gate import Gate
+from memsaver_server.gate import Gate
 
 from .serving import MEMSAVER, Server, environment, memsaver
 

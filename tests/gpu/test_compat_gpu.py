@@ -28,7 +28,7 @@ memsaver_core.compat.install()
 import ctypes, gc, os, sys, time
 import torch
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from torch_memory_saver import torch_memory_saver as saver
 from torch_memory_saver.testing_utils import get_and_print_gpu_memory
 
@@ -51,7 +51,7 @@ def all_equal(tensor, value):
     return bool((tensor == value).all())
 
 def owned(tensor):
-    return _process.saver().owns(tensor.untyped_storage().data_ptr())
+    return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -67,7 +67,7 @@ def explain(kind, error, trace):
         print(device, file=sys.stderr)
     for segment in torch.cuda.memory_snapshot():
         blocks = [(block["state"], block["size"]) for block in segment["blocks"]]
-        owner = "saver" if _process.saver().owns(segment["address"]) else "torch"
+        owner = "saver" if process.saver().owns(segment["address"]) else "torch"
         place = hex(segment["address"]), segment["segment_pool_id"], segment["total_size"]
         print(owner, *place, blocks, file=sys.stderr)
 
@@ -462,7 +462,7 @@ def test_raw_allocation_of_an_odd_size() -> None:
         torch.cuda.empty_cache()  # the pause gives torch's caches back, which are under the default tag, too
         level = sum(tag.bytes for tag in ms.status().tags)
         assert api.cudaMalloc(ctypes.byref(pointer), size) == 0
-        assert _process.saver().owns(pointer.value)
+        assert process.saver().owns(pointer.value)
         assert api.cudaMemset(pointer, 7, size) == 0
         assert api.tms_pause(None) == 0
         assert api.tms_resume(None) == 0
@@ -569,7 +569,7 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
     run(
         """
         import threading
-        core = _process.saver()
+        core = process.saver()
         with saver.region("kept", enable_cpu_backup=True):
             tensor = full(GIB, 1)
         inputs = torch.ones(MIB, device="cuda")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _native, _process
+from memsaver_core import _native, process
 from tests.gpu.children import CoTenant
 from tests.programs import output_of, run_python
 
@@ -31,7 +31,7 @@ def tag() -> Iterator[str]:
     yield name
     gc.collect()
     torch.cuda.synchronize()
-    if name in _process.saver().known_tags():
+    if name in process.saver().known_tags():
         ms.resume([name])
     torch.cuda.empty_cache()
 
@@ -103,7 +103,7 @@ def test_kernel_digest_equals_host_digest(tag: str, nbytes: int) -> None:
     with ms.region(tag):
         data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    on_device = _process.saver().digest(0, data.data_ptr(), data.numel(), key)
+    on_device = process.saver().digest(0, data.data_ptr(), data.numel(), key)
     assert on_device == _native.digest_of(data.cpu().numpy(), key)
 
 
@@ -190,7 +190,7 @@ def test_nested_regions(tag: str) -> None:
     sizes = {each.tag: each.bytes for each in ms.status().tags}
     assert sizes[tag + "-outer"] == 48 * MIB
     assert sizes[tag + "-inner"] == 64 * MIB
-    assert not _process.saver().owns(outside.data_ptr())
+    assert not process.saver().owns(outside.data_ptr())
     del before, inner, after
 
 
@@ -211,7 +211,7 @@ def test_graph_replays_after_release(tag: str) -> None:
     static_in.copy_(torch.randn_like(static_in))
     captured.replay()
     expected = static_out.cpu()
-    assert _process.saver().owns(static_out.data_ptr())
+    assert process.saver().owns(static_out.data_ptr())
 
     before = used_bytes()
     report = ms.release([tag + "-w", tag + "-g"])

@@ -14,8 +14,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server import attach
-from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference.checkpoint import storage_bytes, tensors_of
+from memsaver_server.reference.engine import TransformersEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from tests.programs import run_python
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def tag() -> Iterator[str]:
     yield name
     gc.collect()
     torch.cuda.synchronize()
-    ms.resume([each for each in _process.saver().known_tags() if each.startswith(name)] or None)
+    ms.resume([each for each in process.saver().known_tags() if each.startswith(name)] or None)
     torch.cuda.empty_cache()
 
 
@@ -94,7 +94,7 @@ def test_graphs_that_share_a_pool_replay_after_release(tag: str) -> None:
     graphs = [engine.capture(pool, times) for times in (4, 3, 2, 1)]
     expected = [replayed(*each) for each in graphs]
     cache = engine.cache.cpu()
-    assert all(_process.saver().owns(out.data_ptr()) for _, out in graphs)
+    assert all(process.saver().owns(out.data_ptr()) for _, out in graphs)
     for round_ in range(3):
         before = ms.read_devices()[0].used_bytes
         report = ms.release(engine.tags)

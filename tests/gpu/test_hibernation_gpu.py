@@ -384,8 +384,8 @@ def test_what_remains_is_explained() -> None:
     """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
     told = run(
         """
-        from memsaver_server.readings import Reading
-        from memsaver_server.sources import sources
+        from memsaver_server.device_monitor import Reading
+        from memsaver_server.memory_breakdown import sources
         graphs = []
         for size in range(8):
             graphs.append(torch.cuda.CUDAGraph())

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.gpu
 
 DIGEST = """
 import torch, memsaver_core as ms
-from memsaver_core import _native, _process
+from memsaver_core import _native, process
 with ms.region("t"):
     tensor = torch.arange(1 << 20, dtype=torch.uint8, device="cuda")
 torch.cuda.synchronize()
 key = (1, 2, 3, 4)
-assert _process.saver().digest(0, tensor.data_ptr(), tensor.nbytes, key) == _native.digest_of(tensor.cpu().numpy(), key)
+assert process.saver().digest(0, tensor.data_ptr(), tensor.nbytes, key) == _native.digest_of(tensor.cpu().numpy(), key)
 """
 
 

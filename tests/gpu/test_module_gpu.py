@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from memsaver_server import attach
 from memsaver_server.client import Client
-from memsaver_server.engines.module import ModuleEngine
+from memsaver_server.integrations.module.engine import ModuleEngine
 from tests.gpu.children import two_devices
 from tests.programs import run_python
 from tests.service import module_examples
@@ -41,7 +41,7 @@ def _same_kernels() -> Iterator[None]:
 
 
 def owned(tensor: torch.Tensor) -> bool:
-    return _process.saver().owns(tensor.untyped_storage().data_ptr())
+    return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_tables_in_host_memory_stay_there() -> None:
 
 
 def test_device_memory_is_refused_where_the_host_is_managed() -> None:
-    program = "from memsaver_server.engines.module import *\nModuleEngine(torch.nn.Linear(4, 4).cuda())"
+    program = "from memsaver_server.integrations.module.engine import *\nModuleEngine(torch.nn.Linear(4, 4).cuda())"
     ran = run_python(program, MEMSAVER_DRIVER="host")
     assert "weight, bias are on cuda:0, but memsaver's host driver manages cpu memory" in ran.stderr
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from tests.gpu.children import CoTenant, two_devices
 from tests.programs import output_of
 
@@ -32,7 +32,7 @@ def tag() -> Iterator[str]:
     ms.release([f"first-{device}" for device in DEVICES])
     ms.resume()
     yield name
-    _process.saver().heal()
+    process.saver().heal()
     gc.collect()
     for device in DEVICES:
         torch.cuda.synchronize(device)
@@ -114,10 +114,10 @@ def test_a_call_that_fails_on_one_device_undoes_the_other(tag: str, call: str) -
     expected = [tensor.cpu() for tensor in tensors]
     ms.release([tag])
     before = used_bytes()
-    _process.saver().fail(call, nth=5)
+    process.saver().fail(call, nth=5)
     with pytest.raises(ms.DriverError, match=tag):
         ms.resume([tag])
-    _process.saver().heal()
+    process.saver().heal()
     assert all(abs(was - now) <= SLACK for was, now in zip(before, used_bytes(), strict=True))
     assert next(each for each in ms.status().tags if each.tag == tag).resident_bytes == 0
     ms.resume([tag])
@@ -129,7 +129,7 @@ def test_peers_reach_the_memory_after_a_resume() -> None:
     told = output_of(
         """
         import torch, memsaver_core as ms
-        from memsaver_core import _native, _process
+        from memsaver_core import _native, process
         if not (torch.cuda.can_device_access_peer(0, 1) and torch.cuda.can_device_access_peer(1, 0)):
             print("no peers")
             raise SystemExit
@@ -137,7 +137,7 @@ def test_peers_reach_the_memory_after_a_resume() -> None:
             here = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda:0")
         with ms.region("weights", device=1):
             there = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda:1")
-        saver, key = _process.saver(), (1, 2, 3, 4)
+        saver, key = process.saver(), (1, 2, 3, 4)
         for cycle in range(3):
             for tensor, reader in ((here, 1), (there, 0)):
                 torch.cuda.synchronize(tensor.device)

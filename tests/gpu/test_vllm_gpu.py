@@ -313,8 +313,8 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
 
 def test_the_service_beside_an_llm(llm: Any) -> None:
     """R12: a call of ``generate`` is a request: a release waits for it, and it is refused while memory is away."""
-    from memsaver_server.engines.port import AdmissionClosedError
-    from memsaver_server.engines.vllm import attach_to
+    from memsaver_server.engine import AdmissionClosedError
+    from memsaver_server.integrations.vllm.engine import attach_to
 
     before = generated(llm)
     with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:

@@ -70,10 +70,10 @@ SMALLER = {
 #: The digest kernel reads past the end of what is mapped: that the tool looks at this kernel, and at our mappings.
 PLANTED = """
 import torch, memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 with ms.region("weights"):
     data = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
-_process.saver().digest(0, data.data_ptr() + data.numel() - 4096, 8192, (1, 2, 3, 4))
+process.saver().digest(0, data.data_ptr() + data.numel() - 4096, 8192, (1, 2, 3, 4))
 """
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from memsaver_core import _native, _process
+from memsaver_core import _native, process
 
 #: The call; the driver's kind of error, or an errno; at which call from now, and how often in a row.
 Fault = tuple[str, "str | int", int, int]
@@ -71,7 +71,7 @@ class Faults:
     """Failures of calls to the driver and, where the build offers them, to the operating system: of one step."""
 
     def __init__(self) -> None:
-        self.saver = _process.saver()
+        self.saver = process.saver()
         self.system = ctypes.CDLL(_native.__file__)
         self.fails_system_calls = hasattr(self.system, "memsaver_fail_system_call")
         if self.fails_system_calls:

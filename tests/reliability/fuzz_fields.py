@@ -17,8 +17,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from memsaver_server import Settings, create_app, schemas, trust
-from memsaver_server.routes import requests, tensorrt_llm
+from memsaver_server import Settings, create_app, schemas
+from memsaver_server.http import auth, requests
+from memsaver_server.routes import tensorrt_llm
 from tests.reliability.fuzz_inputs import (
     KEY,
     REFUSALS,
@@ -87,7 +88,7 @@ class Target:
             count("understood")
             assert type(fields).model_validate(fields.model_dump(by_alias=True)) == fields
             json.dumps(fields.model_dump(mode="json"), allow_nan=False)
-        json.dumps(trust.caller(request))
+        json.dumps(auth.caller(request))
         return 0
 
     def _guard(self, app: FastAPI, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from memsaver_server import problems
+from memsaver_server.http import errors
 
 KEY = "the key"
-REFUSALS = (problems.BadRequestError, problems.BodyTooLargeError, problems.ForbiddenError, problems.UnauthorizedError)
+REFUSALS = (errors.BadRequestError, errors.BodyTooLargeError, errors.ForbiddenError, errors.UnauthorizedError)
 
 #: libFuzzer ends its process without a word to Python, so that these are kept where the parent sees them.
 COUNTED = ("inputs", "understood", "refused")
@@ -33,7 +33,7 @@ def count(what: str) -> None:
 
 def answered(error: Exception) -> None:
     """What the caller gets can be sent, and blames the caller."""
-    problem = problems.problem_of(error)
+    problem = errors.problem_of(error)
     assert 400 <= problem.status < 500
     JSONResponse(problem.body(), problem.status, headers=problem.headers)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import atheris
 
 from memsaver_server import Settings, create_app
+from memsaver_server.http.request_signing import SeenNonces
 from memsaver_server.routes import tensorrt_llm
-from memsaver_server.signatures import SeenNonces
 from tests.reliability.fuzz_inputs import (
     KEY,
     REFUSALS,

@@ -18,8 +18,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from memsaver_server import Settings, create_app
-from memsaver_server.connections import BoundedProtocol
-from memsaver_server.operations import ResumeRequest
+from memsaver_server.http.connection_limits import BoundedProtocol
+from memsaver_server.operation_queue import ResumeRequest
 from tests.reliability.fuzz_inputs import KEY, count, headers_on_the_wire, parts_of
 from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine

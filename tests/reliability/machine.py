@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from tests.programs import Child
 from tests.reliability.faults import (
     ALLOCATING,
@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
     @step
     def drop_backups(self, tags: list[str], faults: list[Fault]) -> None:
         with self._failing(faults):
-            _process.saver().drop_backups(tags)
+            process.saver().drop_backups(tags)
             for tag in ms.status().tags:
                 if (not tags or tag.tag in tags) and tag.released_bytes == 0:
                     assert tag.backed_up_bytes == 0, tag
@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
         if memory is None:
             return
         page = self._pick(np.flatnonzero(~memory.here).tolist(), page)
-        kept = _process.saver().backup_of(memory.address + page * PAGE, PAGE, 0)
+        kept = process.saver().backup_of(memory.address + page * PAGE, PAGE, 0)
         assert kept["released"]
         if kept["in_host_memory"] and kept["memory"]:
             byte = ctypes.c_ubyte.from_address(kept["memory"])
@@ -329,7 +329,7 @@ class Machine(RuleBasedStateMachine):
 
     def _hold(self, call: str | None) -> Callable[[], bool]:
         """Let this call stand still. Whether one does."""
-        saver = _process.saver()
+        saver = process.saver()
         if call is None:
             return lambda: False
         before = saver.counts().get(call, 0)
@@ -452,7 +452,7 @@ class Machine(RuleBasedStateMachine):
 
     def _refuse_to_free(self, address: int) -> None:
         try:
-            _process.saver().free(address)
+            process.saver().free(address)
         except ms.ConfigurationError:
             return
         raise AssertionError(f"{address:#x} is not allocated, and was freed")
@@ -547,7 +547,7 @@ class Machine(RuleBasedStateMachine):
             self.orphans = False
 
     def _pool_bytes(self) -> int:
-        return int(_process.saver().status()["pool_used_bytes"])
+        return int(process.saver().status()["pool_used_bytes"])
 
     def _compare(self, tag: ms.TagStatus) -> None:
         memories = [memory for memory in self.memories if memory.tag == tag.tag]
@@ -556,7 +556,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_saver_agrees(self) -> None:
-        assert _process.saver().audit({0: self.tenant.bytes}) == []
+        assert process.saver().audit({0: self.tenant.bytes}) == []
         status = ms.status()
         for tag in status.tags:
             self._compare(tag)
@@ -622,7 +622,7 @@ def two_devices() -> Iterator[None]:
     """The saver of this process, on two devices, the first of which it shares with a tenant."""
     torch.set_num_threads(1)
     devices = [f"machine-{uuid.uuid4().hex[:12]}" for _ in DEVICES]
-    _process.configure(
+    process.configure(
         driver="host",
         host_device=",".join(devices),
         host_capacity=CAPACITY,

@@ -273,7 +273,7 @@ PROGRAM = """
 import os, sys, threading, time
 import torch, torch._dynamo  # which is loaded at the first region otherwise
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 
 # One fork for each line: what starts is a process that has loaded all, and used nothing.
 for line in sys.stdin:
@@ -285,12 +285,12 @@ else:
     sys.exit()
 
 device, folder, said, state, then = line.split()
-_process.configure(driver="host", host_device=device, host_capacity=32 << 20, file_dir=folder, fault_injection=True)
+process.configure(driver="host", host_device=device, host_capacity=32 << 20, file_dir=folder, fault_injection=True)
 with ms.region("weights"):
     weights = torch.full((4 << 20,), 3, dtype=torch.uint8)
 with ms.region("disk", restore="file"):
     disk = torch.full((1 << 20,), 5, dtype=torch.uint8)
-saver = _process.saver()
+saver = process.saver()
 
 def stand_still_in(call, run):
     before = saver.counts().get(call, 0)

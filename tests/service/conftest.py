@@ -11,7 +11,7 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 import httpx
 import pytest
 
-from memsaver_core import _process
+from memsaver_core import process
 from memsaver_core._native import Saver as Driver
 from memsaver_server import Attachment, Settings, attach
 
@@ -33,7 +33,7 @@ def engine(memory: Memory) -> Iterator[TensorEngine]:
 @pytest.fixture
 def driver(engine: TensorEngine) -> Iterator[Driver]:
     """The driver under the engine, to make it fail or slow."""
-    driver = _process.saver()
+    driver = process.saver()
     yield driver
     driver.heal()
 

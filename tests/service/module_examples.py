@@ -14,9 +14,9 @@ from torch.nn import functional
 import memsaver_core as ms
 from memsaver_server import Attachment, attach
 from memsaver_server.client import Client
-from memsaver_server.engines._held_tensors import held_by
-from memsaver_server.engines.module import ModuleEngine
-from memsaver_server.engines.port import AdmissionClosedError
+from memsaver_server.engine import AdmissionClosedError
+from memsaver_server.integrations.module.engine import ModuleEngine
+from memsaver_server.integrations.module.held_tensors import held_by
 
 
 @dataclass

@@ -13,7 +13,7 @@ import sys
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _native, _process
+from memsaver_core import _native, process
 
 
 def serve(bare: bool) -> None:
@@ -25,7 +25,7 @@ def serve(bare: bool) -> None:
     with attach(engine) as attachment:
         print(attachment.url, flush=True)
         for line in sys.stdin:
-            print(obey(_process.saver(), *line.split()), flush=True)
+            print(obey(process.saver(), *line.split()), flush=True)
 
 
 def obey(driver: _native.Saver, order: str, call: str = "", kind: str = "") -> int:

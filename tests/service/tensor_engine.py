@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engines.port import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
 
 VOCABULARY = 997
 ALL_TAGS = ["cuda_graph", "kv_cache", "weights", "workspace"]

@@ -40,7 +40,7 @@ def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
 
 def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """S4: nothing that ran for a server keeps the engine, and so its memory, once both are closed."""
-    monkeypatch.setattr("memsaver_server.operations.IDLE_S", threading.TIMEOUT_MAX)
+    monkeypatch.setattr("memsaver_server.operation_queue.IDLE_S", threading.TIMEOUT_MAX)
     engine = TensorEngine(Memory(bare=True))
     with attach(engine) as server:
         httpx.post(f"{server.url}/release_memory_occupation").raise_for_status()

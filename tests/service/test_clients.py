@@ -19,8 +19,8 @@ import pytest
 import safetensors.torch
 
 import memsaver_core as ms
-from memsaver_server.engines._checkpoint import small_checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference.checkpoint import small_checkpoint
+from memsaver_server.reference.engine import TransformersEngine
 
 from .tensor_engine import ALL_TAGS, Memory, TensorEngine
 

@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from memsaver_server.engines._checkpoint import small_checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference.checkpoint import small_checkpoint
+from memsaver_server.reference.engine import TransformersEngine
 
 PROMPT = "a prompt; "
 LARGE = 10**40

@@ -10,7 +10,7 @@ from tests.programs import output_of
 PROGRAM = """
 import json, threading
 from contextlib import nullcontext
-from memsaver_server.headroom import HEADROOM_BYTES, headroom
+from memsaver_server.heap_reserve import HEADROOM_BYTES, headroom
 
 def mapped():
     with open("/proc/self/maps") as maps:

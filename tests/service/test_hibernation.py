@@ -9,7 +9,7 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core import hibernation
-from memsaver_core.blockers import Facts
+from memsaver_core.hibernation.preconditions import Facts
 
 from .tensor_engine import MIB
 

@@ -11,7 +11,7 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core.reports import OperationReport
-from memsaver_server.operations import Operation, Operations, ReleaseRequest
+from memsaver_server.operation_queue import Operation, Operations, ReleaseRequest
 
 
 @pytest.fixture(autouse=True)

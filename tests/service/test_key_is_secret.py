@@ -16,9 +16,10 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from memsaver_server import Settings, signatures
+from memsaver_server import Settings
 from memsaver_server.cli import commands
 from memsaver_server.cli import serve as command
+from memsaver_server.http import request_signing
 
 from .tensor_engine import TensorEngine
 
@@ -76,15 +77,19 @@ def signed(key: str, method: str, path: str, body: bytes) -> Iterator[dict[str, 
     def signature(text: bytes) -> str:
         return "sha256=" + hmac.digest(key.encode(), text, "sha256").hex()
 
-    for name in signatures.BODY_HEADERS:
+    for name in request_signing.BODY_HEADERS:
         yield {name: signature(body)}
         yield {name: key}
         yield {name: f"sha256={key}"}
     timestamp, nonce = str(int(time.time())), uuid.uuid4().hex
     head = f"trtllm-runtime-control-v1\n{method}\n{path}\n{timestamp}\n{nonce}\n".encode()
-    dated = {signatures.TIMESTAMP_HEADER: timestamp, signatures.NONCE_HEADER: nonce}
-    yield {signatures.BODY_HEADERS[0]: signature(head + body), **dated}
-    yield {signatures.BODY_HEADERS[0]: key, signatures.NONCE_HEADER: key, signatures.TIMESTAMP_HEADER: key}
+    dated = {request_signing.TIMESTAMP_HEADER: timestamp, request_signing.NONCE_HEADER: nonce}
+    yield {request_signing.BODY_HEADERS[0]: signature(head + body), **dated}
+    yield {
+        request_signing.BODY_HEADERS[0]: key,
+        request_signing.NONCE_HEADER: key,
+        request_signing.TIMESTAMP_HEADER: key,
+    }
 
 
 SIGNED = [("POST", "/release_memory"), ("POST", "/resume_memory"), ("GET", "/memory_status")]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memsaver_server import signatures
+from memsaver_server.http import request_signing
 
 from .surface import OPEN, routes, seen
 from .tensor_engine import TensorEngine
@@ -22,7 +22,7 @@ NAMES = [
     *("Idempotency-Key", "Authorization", "Host", "User-Agent", "Accept", "Accept-Encoding", "Cookie", "Origin"),
     *("Content-Type", "Content-Encoding", "Connection", "Upgrade", "Range", "If-None-Match", "Last-Event-ID"),
     *("Sec-Fetch-Site", "X-Api-Key", "X-Forwarded-For", "X-Forwarded-Host", "X-Http-Method-Override", "Traceparent"),
-    *(*signatures.BODY_HEADERS, signatures.TIMESTAMP_HEADER, signatures.NONCE_HEADER),
+    *(*request_signing.BODY_HEADERS, request_signing.TIMESTAMP_HEADER, request_signing.NONCE_HEADER),
     "X-Nobody-Reads",
 ]
 #: These say where the request ends: with a wrong one it may never do so.
@@ -40,7 +40,7 @@ ALMOST = [
     *((b"Authorization", b"Bearer" + end) for end in (b"", b" ", b" the", b" the key2", b"\tthe key", b" the key, x")),
     *((b"Authorization", value) for value in (b"the key", b"Basic dGhlIGtleQ==", b"Bearer null")),
     *((name, b"Bearer the key") for name in (b"X-Api-Key", b"Cookie", b"Proxy-Authorization", b"Authorization2")),
-    *((name.encode(), b"the key") for name in (*signatures.BODY_HEADERS, "X-Api-Key")),
+    *((name.encode(), b"the key") for name in (*request_signing.BODY_HEADERS, "X-Api-Key")),
     *((name, b"127.0.0.1") for name in (b"X-Forwarded-For", b"X-Real-Ip", b"Host")),
 ]
 odd_value = st.one_of(

@@ -18,8 +18,8 @@ import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import Settings
-from memsaver_server.engines import sglang
-from memsaver_server.engines.port import Engine
+from memsaver_server.engine import Engine
+from memsaver_server.integrations.sglang import engine
 
 from . import sglang_standin as standin
 
@@ -31,7 +31,7 @@ class Serving:
 
     def __init__(self, scheduler: standin.Scheduler, **settings: Any) -> None:
         self.scheduler = scheduler
-        self.attachment = sglang.attach(scheduler, settings=Settings(**settings))
+        self.attachment = engine.attach(scheduler, settings=Settings(**settings))
         self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
         self.loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
         self.loop.start()
@@ -94,7 +94,7 @@ def waiting(serving: Serving, count: int) -> None:
 
 
 def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
-    assert isinstance(sglang.SglangEngine(make()), Engine)
+    assert isinstance(engine.SglangEngine(make()), Engine)
 
 
 def test_release_and_resume(serve: Callable[..., Serving]) -> None:
@@ -239,30 +239,30 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        sglang.attach(make(**wrong))
+        engine.attach(make(**wrong))
 
 
 def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make()
     scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
     with pytest.raises(ConfigurationError, match="prefill side"):
-        sglang.attach(scheduler)
+        engine.attach(scheduler)
     scheduler = make()
     scheduler.rust_server = object()  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="Rust server"):
-        sglang.attach(scheduler)
+        engine.attach(scheduler)
     standin.install(monkeypatch, uuid)  # some other module under that name
     with pytest.raises(ConfigurationError, match="another torch_memory_saver"):
-        sglang.attach(scheduler)
+        engine.attach(scheduler)
 
 
 def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = make.run_event_loop
-    sglang.register()
+    engine.register()
     assert make.run_event_loop is original
     path = tmp_path / "engine.sock"
     monkeypatch.setenv("MEMSAVER_SGLANG", str(path))
-    sglang.register()
+    engine.register()
     scheduler = make()
     loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
     loop.start()
@@ -279,8 +279,8 @@ def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pyte
 
 
 def test_addresses() -> None:
-    assert sglang._address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
-    assert sglang._address("[::1]:1") == {"host": "::1", "port": 1}
-    assert sglang._address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
+    assert engine._address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
+    assert engine._address("[::1]:1") == {"host": "::1", "port": 1}
+    assert engine._address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        sglang._address("1")
+        engine._address("1")

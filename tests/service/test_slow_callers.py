@@ -15,7 +15,7 @@ import httpx
 import pytest
 import safetensors.torch
 
-from memsaver_server import connections
+from memsaver_server.http import connection_limits
 from memsaver_server.routes import dashboard
 
 from .tensor_engine import TensorEngine
@@ -102,7 +102,7 @@ def test_headers_that_never_end_are_dropped(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, used: bool, sent: bytes
 ) -> None:
     """On a new connection, and on one that had an answer before."""
-    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+    monkeypatch.setattr(connection_limits, "HEADERS_S", 0.2)
     one = connect()
     if used:
         one.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
@@ -117,7 +117,7 @@ def test_headers_that_never_end_are_dropped(
 
 def test_headers_have_their_own_bound(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another connection's runs out while this one's body is on its way."""
-    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+    monkeypatch.setattr(connection_limits, "HEADERS_S", 0.2)
     slow = connect()
     slow.sendall(HEAD.replace(b"100", b"21") + b'\r\n{"tags": ["weig')
     assert was_dropped(connect())
@@ -138,7 +138,7 @@ def test_a_body_that_stops_is_answered(
     sent: bytes,
 ) -> None:
     """After its time, by a 408 that says what is wanted; the connection ends, and nothing has happened."""
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(sent.replace(b"/release_memory_occupation", path))
     head, _, body = all_of(one).partition(b"\r\n\r\n")
@@ -156,7 +156,7 @@ def test_a_body_that_trickles_is_answered(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Byte by byte a small body could take for ever, and would never be silent."""
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
+    monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000") + b"\r\n")
     for _ in range(50_000):  # all of it together is less than a body has to bring in its time
@@ -171,8 +171,8 @@ def test_a_large_body_may_take_longer(
     http: httpx.Client, connect: Connect, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that come slowly come all the same, while bodies that stop are ended beside them, one after the other."""
-    monkeypatch.setattr(connections, "BODY_S", 1.0)
-    monkeypatch.setattr(connections, "BODY_BYTES", 1)
+    monkeypatch.setattr(connection_limits, "BODY_S", 1.0)
+    monkeypatch.setattr(connection_limits, "BODY_BYTES", 1)
     payload = base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()}))
     slow = connect()
     slow.sendall(CHUNKED.replace(b"/release_memory_occupation", b"/update_weights_from_tensor") + b"\r\n")
@@ -195,9 +195,9 @@ def test_slow_bodies_without_the_key_keep_nobody_out(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
 ) -> None:
     """They take all connections that there may be, and lose them."""
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 10)
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
-    monkeypatch.setattr(connections, "REST_S", 0.2)
+    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
+    monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     http.close()
     held = [connect() for _ in range(10)]
     for one in held:
@@ -212,7 +212,7 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soon, however much of the body still comes."""
-    monkeypatch.setattr(connections, "REST_S", 0.2)
+    monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000000000") + b"\r\n")
     while not has_news(one):
@@ -244,26 +244,26 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> set[connections.BoundedProtocol]:
+def full(monkeypatch: pytest.MonkeyPatch) -> set[connection_limits.BoundedProtocol]:
     """The connections that can take nothing more until their reader reads. They have little room, to be so soon."""
-    found: set[connections.BoundedProtocol] = set()
-    made, pause = connections.BoundedProtocol.connection_made, connections.BoundedProtocol.pause_writing
+    found: set[connection_limits.BoundedProtocol] = set()
+    made, pause = connection_limits.BoundedProtocol.connection_made, connection_limits.BoundedProtocol.pause_writing
 
-    def connection_made(self: connections.BoundedProtocol, transport: asyncio.Transport) -> None:
+    def connection_made(self: connection_limits.BoundedProtocol, transport: asyncio.Transport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 
-    def pause_writing(self: connections.BoundedProtocol) -> None:
+    def pause_writing(self: connection_limits.BoundedProtocol) -> None:
         pause(self)
         found.add(self)
 
-    monkeypatch.setattr(connections.BoundedProtocol, "connection_made", connection_made)
-    monkeypatch.setattr(connections.BoundedProtocol, "pause_writing", pause_writing)
+    monkeypatch.setattr(connection_limits.BoundedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(connection_limits.BoundedProtocol, "pause_writing", pause_writing)
     return found
 
 
 def test_readers_that_never_read_hinder_nobody(
-    full: set[connections.BoundedProtocol],
+    full: set[connection_limits.BoundedProtocol],
     http: httpx.Client,
     connect: Connect,
     engine: TensorEngine,
@@ -299,7 +299,7 @@ def test_readers_that_never_read_hinder_nobody(
 
 def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.get("/livez").status_code == 200  # this connection is one of them
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
     before = len(os.listdir("/proc/self/fd"))
     held = [connect() for _ in range(9)]
     assert all(was_dropped(connect()) for _ in range(50))
@@ -319,4 +319,4 @@ def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypat
 def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 512), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _what, soft=soft: (soft, soft))
-        assert connections.most_connections() == most
+        assert connection_limits.most_connections() == most

@@ -8,8 +8,8 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core.reports import DeviceMemory, Status, TagStatus, TorchMemory
-from memsaver_server.readings import Reading
-from memsaver_server.sources import Source, sources
+from memsaver_server.device_monitor import Reading
+from memsaver_server.memory_breakdown import Source, sources
 
 MIB = 1 << 20
 GIB = 1 << 30

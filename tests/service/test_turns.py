@@ -7,7 +7,7 @@ from collections import Counter
 
 from starlette.types import Receive, Scope, Send
 
-from memsaver_server.turns import TURNS, TakeTurns, Turns
+from memsaver_server.http.fairness import TURNS, TakeTurns, Turns
 
 
 def test_a_few_go_on_in_each_pass_in_their_order() -> None:

@@ -13,8 +13,8 @@ import torch.distributed
 import torch.multiprocessing
 
 import memsaver_core as ms
-from memsaver_core import _helper, blockers
-from memsaver_core.blockers import Facts, reasons
+from memsaver_core.hibernation import helper, preconditions
+from memsaver_core.hibernation.preconditions import Facts, reasons
 
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's answer")
 
@@ -52,16 +52,16 @@ def test_what_hinders_the_cuda_driver_does_not_hinder_the_host_s() -> None:
 
 @NEEDS_CPU
 def test_a_helper_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_helper, "PATH", tmp_path / "memsaver-hibernate")
+    monkeypatch.setattr(helper, "PATH", tmp_path / "memsaver-hibernate")
     assert "is missing" in ms.hibernation_blockers()[0]
 
 
 def test_mps_is_seen_where_its_daemon_has_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The environment variable alone starts no daemon."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert blockers.mps_pipe() == ""
+    assert preconditions.mps_pipe() == ""
     os.mkfifo(tmp_path / "control")
-    assert blockers.mps_pipe() == str(tmp_path / "control")
+    assert preconditions.mps_pipe() == str(tmp_path / "control")
 
 
 def test_tensors_shared_in_host_memory_are_not_cuda_s() -> None:
@@ -76,7 +76,7 @@ def test_tensors_shared_in_host_memory_are_not_cuda_s() -> None:
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
     assert len(torch.multiprocessing.reductions.shared_cache) >= 2
-    assert blockers.ipc_tensors() == 0
+    assert preconditions.ipc_tensors() == 0
 
 
 def test_a_process_group_without_nccl_is_none_of_ours(tmp_path: Path) -> None:
@@ -85,6 +85,6 @@ def test_a_process_group_without_nccl_is_none_of_ours(tmp_path: Path) -> None:
     )
     try:
         assert torch.distributed.is_initialized()
-        assert blockers.nccl_groups() == ()
+        assert preconditions.nccl_groups() == ()
     finally:
         torch.distributed.destroy_process_group()

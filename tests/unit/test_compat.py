@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _native, _process
-from memsaver_core.compat import _state
-from memsaver_core.compat.torch_memory_saver import TorchMemorySaver, torch_memory_saver
+from memsaver_core import _native, process
+from memsaver_core.compat.torch_memory_saver import TorchMemorySaver, state, torch_memory_saver
 from memsaver_core.compat.torch_memory_saver import testing_utils as testing
 from memsaver_core.compat.torch_memory_saver.utils import change_env, get_binary_path_from_package
 
@@ -37,7 +36,7 @@ def _defaults() -> Iterator[None]:
 
 
 def owned(tensor: torch.Tensor) -> bool:
-    return _process.saver().owns(tensor.untyped_storage().data_ptr())
+    return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 
 def state_of(tag: str) -> str:
@@ -258,7 +257,7 @@ def test_retained_backup(tag: str) -> None:
 
 def test_memory_margin(tag: str) -> None:
     """T1: an allocation that the margin forbids fails as out of memory, and the process lives."""
-    free, _ = _process.saver().memory_info(0)
+    free, _ = process.saver().memory_info(0)
     torch_memory_saver.memory_margin_bytes = free - 4 * MIB
     with pytest.raises(ms.OutOfDeviceMemoryError, match="margin"), torch_memory_saver.region(tag):
         torch.empty(8 * MIB, dtype=torch.uint8)
@@ -438,7 +437,7 @@ def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, enviro
     """T3: like all that ends the process in torch_memory_saver, it is an error that names the variable, no more."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_state, "_initialized", False)
+    monkeypatch.setattr(state, "_initialized", False)
     with pytest.raises(ms.ConfigurationError, match=next(iter(environment))):
         TorchMemorySaver().pause()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from memsaver_core.compat import install
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
@@ -189,7 +189,7 @@ def test_memory_that_an_adapter_leaves_out(module: ModuleType) -> None:
         with adapter.disable():
             ordinary = torch.ones(10)
         weights = torch.ones(10)
-    owned = [_process.saver().owns(each.data_ptr()) for each in (ordinary, weights)]
+    owned = [process.saver().owns(each.data_ptr()) for each in (ordinary, weights)]
     assert owned == [False, True]
 
 
@@ -199,7 +199,7 @@ def test_mode_that_others_chose_first(module: ModuleType) -> None:
     saver.hook_mode = "torch"
     saver.hook_mode = "preload"
     with saver.region("weights"):
-        assert _process.saver().owns(torch.ones(10).data_ptr())
+        assert process.saver().owns(torch.ones(10).data_ptr())
 
 
 def test_train_actor(module: ModuleType) -> None:
@@ -219,7 +219,7 @@ def test_train_actor(module: ModuleType) -> None:
                     for name, value in model.named_parameters()
                 }
                 flat = torch.cat([each.detach().flatten() for each in sent.values()])
-            assert not _process.saver().owns(flat.data_ptr())
+            assert not process.saver().owns(flat.data_ptr())
         saver.resume()
         assert torch.equal(flat, torch.cat([each.detach().flatten() for each in model.parameters()]))
         gradients.zero_()
@@ -240,8 +240,8 @@ def test_library_that_must_have_ordinary_memory(module: ModuleType) -> None:
         buffer = torch.zeros(100)
         cdll.tms_set_interesting_region(prior)
         weights = torch.zeros(100)
-    assert not _process.saver().owns(buffer.data_ptr())
-    assert _process.saver().owns(weights.data_ptr())
+    assert not process.saver().owns(buffer.data_ptr())
+    assert process.saver().owns(weights.data_ptr())
 
 
 def test_regions_of_several_threads(module: ModuleType) -> None:

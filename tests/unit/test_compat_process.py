@@ -383,10 +383,10 @@ def test_failure_of_an_operation_called_from_c(cudart: str) -> None:
         + """
 import torch_memory_saver
 malloc(1000)
-from memsaver_core import _process
-_process.saver().fail("unmap", 1)
+from memsaver_core import process
+process.saver().fail("unmap", 1)
 assert api.tms_pause(None) == 1
-_process.saver().heal()
+process.saver().heal()
 assert api.tms_pause(None) == 0
 assert api.tms_resume(None) == 0
 """,

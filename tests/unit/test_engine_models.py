@@ -24,8 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from memsaver_server.engines import _checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference import checkpoint
+from memsaver_server.reference.engine import TransformersEngine
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
@@ -67,7 +67,7 @@ def start() -> Iterator[Start]:
 def save_checkpoint(config: Any, folder: Path, seed: int = 3) -> Any:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _checkpoint._fill_random(model, seed)
+    checkpoint._fill_random(model, seed)
     model.save_pretrained(folder)
     return model
 

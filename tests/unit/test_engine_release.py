@@ -12,9 +12,9 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 import pytest
 
 import memsaver_core as ms
-from memsaver_server.engines._checkpoint import storage_bytes, tensors_of
-from memsaver_server.engines.port import DrainTimeoutError, GeneratingEngine
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.engine import DrainTimeoutError, GeneratingEngine
+from memsaver_server.reference.checkpoint import storage_bytes, tensors_of
+from memsaver_server.reference.engine import TransformersEngine
 from tests.dirty_pages import dirty_pages
 from tests.programs import output_of
 
@@ -192,7 +192,7 @@ def test_the_engine_is_alive_while_its_memory_is_away(engine: TransformersEngine
 PROGRAM = """
 import json, sys
 import memsaver_core as ms
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference.engine import TransformersEngine
 engine = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320, **json.loads(sys.argv[2]))
 request = json.loads(sys.argv[1])
 tokens = [engine.generate_sync(request)["output_ids"]]

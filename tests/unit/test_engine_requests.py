@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver_server.engines._requests import Request, Sampler, Sampling
-from memsaver_server.engines._slots import SlotTable
+from memsaver_server.reference.requests import Request, Sampler, Sampling
+from memsaver_server.reference.slots import SlotTable
 
 
 def test_defaults_are_greedy() -> None:

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from memsaver_server.engines._requests import Request, Sampler, Sampling
-from memsaver_server.engines._scheduler import Row, Scheduler
-from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError
+from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
+from memsaver_server.reference.requests import Request, Sampler, Sampling
+from memsaver_server.reference.scheduler import Row, Scheduler
 
 VOCABULARY = 1009
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
-from memsaver_server.engines import _checkpoint
-from memsaver_server.engines.transformers import TransformersEngine
+from memsaver_server.reference import checkpoint
+from memsaver_server.reference.engine import TransformersEngine
 
 REQUEST = {
     "text": "a prompt that is longer than one chunk, so that a prefix of it is kept; ",
@@ -37,7 +37,7 @@ def engine() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def original() -> Path:
-    return _checkpoint.small_checkpoint()
+    return checkpoint.small_checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def trained(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained
     """Another checkpoint of the same shape: its folder, its tensors, and what it answers to REQUEST."""
     folder = tmp_path_factory.mktemp("trained")
     model: Any = AutoModelForCausalLM.from_pretrained(original)
-    _checkpoint._fill_random(model, 99)
+    checkpoint._fill_random(model, 99)
     model.save_pretrained(folder)
     prompt = torch.tensor([list(str(REQUEST["text"]).encode())])
     answer = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
@@ -92,7 +92,7 @@ def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, 
     engine.close_admission("released")
     engine.drain(60)
     with torch.no_grad():
-        for _, tensor in _checkpoint.tensors_of(engine._runner.model):
+        for _, tensor in checkpoint.tensors_of(engine._runner.model):
             tensor.fill_(float("nan"))  # what pages that come back undefined may hold
     engine.repair(["weights"], ["weights"])
     engine.update_weights_from_tensor(payload(trained[1]))
@@ -169,7 +169,7 @@ def test_a_damaged_folder_is_refused(engine: TransformersEngine, trained: Traine
 
 def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
     before = answer_of(engine)
-    config = AutoConfig.from_pretrained(_checkpoint.small_checkpoint())
+    config = AutoConfig.from_pretrained(checkpoint.small_checkpoint())
     config.vocab_size = 300
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="nothing was written"):

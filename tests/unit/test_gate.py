@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from memsaver_server.engines.gate import Gate, Turn
-from memsaver_server.engines.port import AdmissionClosedError, DrainTimeoutError, Engine
+from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine
+from memsaver_server.gate import Gate, Turn
 
 
 def in_thread(work: Callable[[], object]) -> Future[object]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _helper, hibernation
+from memsaver_core import hibernation
+from memsaver_core.hibernation import helper
 from tests.programs import Child, output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's twins of tests/gpu")
@@ -157,21 +158,21 @@ def test_a_killed_helper_is_replaced(kept: Kept) -> None:
 @pytest.mark.parametrize("step", ["hibernate", "wake"])
 def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """S3: nobody waits for it without end; the error names the step, what is told is true, and a repeat works."""
-    monkeypatch.setattr(_helper, "STEP_S", 0.2)
+    monkeypatch.setattr(helper, "STEP_S", 0.2)
     calls = {"hibernate": lambda: ms.release(["workspace"], hibernate=True), "wake": ms.resume}
     calls["hibernate"]()
     if step == "hibernate":
         ms.resume()
-    helper = hibernation.helper_pid()
-    assert helper is not None
-    os.kill(helper, signal.SIGSTOP)
-    with pytest.raises(ms.MemsaverError, match=f"process {helper}\\) did not answer for 0.2 s during '{step}'; repeat"):
+    pid = hibernation.helper_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ms.MemsaverError, match=f"process {pid}\\) did not answer for 0.2 s during '{step}'; repeat"):
         calls[step]()
     assert ms.status().hibernated is (step == "wake")
     assert (used_bytes() == 0) is (step == "wake")
-    assert hibernation.helper_pid() not in (None, helper)
+    assert hibernation.helper_pid() not in (None, pid)
     with pytest.raises(ProcessLookupError):
-        os.kill(helper, 0)
+        os.kill(pid, 0)
     calls[step]()
     ms.resume()
     assert kept.is_intact()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from tests.dirty_pages import dirty_pages
 from tests.programs import run_python
 
@@ -25,7 +25,7 @@ def tag() -> str:
 
 
 def owned(tensor: torch.Tensor) -> bool:
-    return _process.saver().owns(tensor.untyped_storage().data_ptr())
+    return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 
 def bytes_of(tag: str) -> int:

@@ -20,7 +20,7 @@ import pytest
 from memsaver_core import PhaseLog
 from memsaver_core.compat.vllm import worker
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
-from memsaver_server.engines._ranks import RankMemory
+from memsaver_server.ranks import RankMemory
 from tests.programs import output_of
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
@@ -73,9 +73,9 @@ class Model:
 
     def start_again(self) -> None:
         """Leave all as it was after the start."""
-        from memsaver_core import _process
+        from memsaver_core import process
 
-        _process.saver().heal()
+        process.saver().heal()
         self.worker.wake_up()
         self.write_weights()
         self.worker.model_runner.model.scale.fill_(2.5)
@@ -87,14 +87,14 @@ class Model:
         return int(self.worker.model_runner.woken)
 
     def fail(self, call: str, kind: str, times: int) -> None:
-        from memsaver_core import _process
+        from memsaver_core import process
 
-        _process.saver().fail(call, kind=kind, times=times)
+        process.saver().fail(call, kind=kind, times=times)
 
     def delay(self, call: str, seconds: float) -> None:
-        from memsaver_core import _process
+        from memsaver_core import process
 
-        _process.saver().delay(call, seconds)
+        process.saver().delay(call, seconds)
 
     def answer(self, command: str, *arguments: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self.worker.memsaver(command, *arguments)
@@ -262,7 +262,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.Mon
 
 def test_a_change_that_fails_leaves_the_module_as_it_is() -> None:
     code = """
-from memsaver_core.compat.vllm._imports import when_imported
+from memsaver_core.compat.vllm.import_hooks import when_imported
 def change(module):
     raise RuntimeError("no such thing")
 when_imported("vllm.plugins", change)
@@ -275,7 +275,7 @@ print(vllm.plugins.load_endpoint_plugins(), type(vllm.plugins.__spec__.loader)._
 def test_what_is_imported_already_is_changed_at_once() -> None:
     code = """
 import vllm.platforms.interface
-from memsaver_core.compat.vllm._imports import when_imported
+from memsaver_core.compat.vllm.import_hooks import when_imported
 seen = []
 when_imported("vllm.platforms.interface", lambda module: seen.append(module.__name__))
 print(seen)
@@ -287,7 +287,7 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
     """vLLM makes groups on NCCL for a single worker, too."""
     import torch.distributed.distributed_c10d as c10d
 
-    from memsaver_core.blockers import nccl_groups
+    from memsaver_core.hibernation.preconditions import nccl_groups
 
     class Group:
         def __init__(self, size: int) -> None:

@@ -20,8 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from memsaver_core.errors import UnsupportedError
-from memsaver_server.engines.port import AdmissionClosedError
-from memsaver_server.engines.vllm import RoutesPlugin, attach_to
+from memsaver_server.engine import AdmissionClosedError
+from memsaver_server.integrations.vllm.engine import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
 
 __all__ = ["group", "workers"]

@@ -5,12 +5,12 @@ Names, defaults and meaning are torch_memory_saver's; what ends the process ther
 
 from __future__ import annotations
 
-from memsaver_core.compat import _state
+from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.entrypoint import TorchMemorySaver
 from memsaver_core.compat.torch_memory_saver.hooks.mode_preload import configure_subprocess
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
-_state.attach_library()
+state.attach_library()
 
 torch_memory_saver = TorchMemorySaver()

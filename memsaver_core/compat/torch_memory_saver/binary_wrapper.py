@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from memsaver_core import _process
-from memsaver_core.compat import _state
-from memsaver_core.compat._outside import outside
+from memsaver_core import process
+from memsaver_core.compat.torch_memory_saver import state
+from memsaver_core.compat.torch_memory_saver.outside_regions import outside
 from memsaver_core.errors import ConfigurationError
 
 #: What the preload library holds of a tag, its final zero included.
@@ -30,9 +30,9 @@ class _ThreadState(threading.local):
     """A thread's region where no preload library holds it. Each thread begins with what the environment says."""
 
     def __init__(self) -> None:
-        self.interesting_region = _state.flag("TMS_INIT_ENABLE")
-        self.enable_cpu_backup = _state.flag("TMS_INIT_ENABLE_CPU_BACKUP")
-        self.enable_disk_backup = _state.flag("TMS_INIT_ENABLE_DISK_BACKUP")
+        self.interesting_region = state.flag("TMS_INIT_ENABLE")
+        self.enable_cpu_backup = state.flag("TMS_INIT_ENABLE_CPU_BACKUP")
+        self.enable_disk_backup = state.flag("TMS_INIT_ENABLE_DISK_BACKUP")
         self.current_tag = b"default"
         self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "").encode()
 
@@ -148,36 +148,36 @@ class NativeFunctions:
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
         """Both kinds are one here: pinned memory that is unmapped when it is given back."""
-        self._state.cpu_backup_backend = _state.check_backend(value.decode()).encode()
+        self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
 
     def tms_pause(self, tag: bytes | None) -> int:
         """Pause a tag, or all. Returns 0."""
-        _state.pause(tag.decode() if tag else None)
+        state.pause(tag.decode() if tag else None)
         return 0
 
     def tms_resume(self, tag: bytes | None) -> int:
         """Resume a tag, or all. Returns 0."""
-        _state.resume(tag.decode() if tag else None)
+        state.resume(tag.decode() if tag else None)
         return 0
 
     def set_memory_margin_bytes(self, value: int) -> None:
         """An allocation in a region that would leave less than this free on the device is out of memory."""
         if value < 0:
             raise ConfigurationError(f"a memory margin is a number of bytes, not {value}")
-        if _process.enabled():
-            _process.saver().set_memory_margin(value)
+        if process.enabled():
+            process.saver().set_memory_margin(value)
 
     def tms_get_retain_cpu_backup(self) -> bool:
         """Whether a resume leaves backups in host memory."""
-        return _state.retaining()
+        return state.retaining()
 
     def tms_set_retain_cpu_backup(self, value: bool) -> None:
         """From the next resume on."""
-        _state.set_retaining(bool(value))
+        state.set_retaining(bool(value))
 
     def tms_set_disk_backup_dir(self, folder: bytes) -> None:
         """Of the whole process."""
-        _state.set_disk_folder(folder.decode())
+        state.set_disk_folder(folder.decode())
 
 
 class BinaryWrapper:

@@ -13,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import memsaver_core as ms
-from memsaver_core import _native, _process
-from memsaver_core.compat import _state
-from memsaver_core.compat._mem_pools import MemPools
-from memsaver_core.compat._state import MisuseError
+from memsaver_core import _native, process
+from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
 from memsaver_core.compat.torch_memory_saver.hooks.base import HookMode, HookUtilBase
+from memsaver_core.compat.torch_memory_saver.mem_pools import MemPools
+from memsaver_core.compat.torch_memory_saver.state import MisuseError
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
@@ -197,9 +197,9 @@ class _TorchMemorySaverImpl:
         self._hook_mode = hook_mode
         self._hook_util = HookUtilBase.create(hook_mode)
         # The preload library, where there is one, goes by its own account of the region, whatever the mode.
-        self._binary_wrapper = BinaryWrapper(_state.attach_library())
+        self._binary_wrapper = BinaryWrapper(state.attach_library())
         self._mem_pools = MemPools()
-        _state.initialize()
+        state.initialize()
 
     @contextmanager
     def region(
@@ -233,7 +233,7 @@ class _TorchMemorySaverImpl:
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         capture: AbstractContextManager[Any]
-        if _process.enabled():
+        if process.enabled():
             capture = ms.graph(
                 cuda_graph,
                 tag=tag,
@@ -291,14 +291,14 @@ class _TorchMemorySaverImpl:
             raise MisuseError(
                 f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
             )
-        if x.nbytes == 0 or not _process.enabled():
+        if x.nbytes == 0 or not process.enabled():
             return None
-        saver = _process.saver()
+        saver = process.saver()
         view = saver.backup_of(x.data_ptr(), x.nbytes, 0)
         if view["on_disk"]:
             return None
         if not view["released"]:
-            if not (view["in_host_memory"] and _state.is_retained(view["tag"])):
+            if not (view["in_host_memory"] and state.is_retained(view["tag"])):
                 return None
         elif not view["in_host_memory"]:
             raise MisuseError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core import _process
+from memsaver_core import process
 from memsaver_core.compat.vllm.tags import (
     CUDA_GRAPH,
     DEFERRABLE,
@@ -102,7 +102,7 @@ class MemsaverAllocator:
         """Give up the pools: what no tensor uses goes back to the driver. The engine that used them has ended."""
         self._graphs = None
         if ms.enabled() and ms.driver_name() == "cuda":
-            from memsaver_core._cuda_region import forget_pools
+            from memsaver_core.backends.cuda_region import forget_pools
 
             forget_pools()
 
@@ -118,7 +118,7 @@ def tagged(tag: str) -> Any:
 
 def known_tags() -> list[str]:
     """The tags with memory under them."""
-    saver = _process.existing_saver()
+    saver = process.existing_saver()
     return saver.known_tags() if saver is not None else []
 
 

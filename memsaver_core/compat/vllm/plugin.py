@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from memsaver_core.compat.vllm import worker
-from memsaver_core.compat.vllm._imports import when_imported
+from memsaver_core.compat.vllm.import_hooks import when_imported
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core._cuda_region import forget_pools
+from memsaver_core.backends.cuda_region import forget_pools
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator
 from memsaver_core.compat.vllm.board import Board
 from memsaver_core.compat.vllm.tags import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE

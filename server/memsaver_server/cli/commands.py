@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli import demo, diagnose, live, occupation, serve
+from memsaver_server.cli import demo, doctor, live, memory, serve
 
 _EPILOG = (
     "Exit codes: 0 success; 1 the operation failed; 2 wrong argument, or refused as invalid (unknown tag); "
@@ -42,10 +42,10 @@ def root(
 
 
 app.command()(serve.serve)
-app.command()(occupation.release)
-app.command()(occupation.resume)
-app.command()(occupation.status)
+app.command()(memory.release)
+app.command()(memory.resume)
+app.command()(memory.status)
 app.command()(live.watch)
 app.command()(live.top)
-app.command()(diagnose.doctor)
+app.command()(doctor.doctor)
 app.command(context_settings={"allow_extra_args": True})(demo.demo)

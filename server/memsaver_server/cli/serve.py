@@ -90,7 +90,7 @@ def serve(
     began = time.monotonic()
     try:
         from memsaver_server import Settings, attach, audit
-        from memsaver_server.engines.transformers import TransformersEngine
+        from memsaver_server.reference.engine import TransformersEngine
 
         settings = Settings.model_validate({"while_released": while_released}) if while_released else Settings()
         engine = TransformersEngine(

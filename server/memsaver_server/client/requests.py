@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel
 
+from memsaver_server.api_key import key_of
 from memsaver_server.client.errors import AnswerError, error_for
-from memsaver_server.key import key_of
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 

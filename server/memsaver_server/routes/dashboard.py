@@ -15,12 +15,12 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response, StreamingResponse
 
-from memsaver_server.answers import occupation_answer, operation_status
-from memsaver_server.operations import Operation
-from memsaver_server.problems import NotFoundError
-from memsaver_server.readings import Reading
-from memsaver_server.routes.requests import ServiceOf, guard
-from memsaver_server.service import Service
+from memsaver_server.device_monitor import Reading
+from memsaver_server.http.errors import NotFoundError
+from memsaver_server.http.requests import ServiceOf, guard
+from memsaver_server.http.serializers import occupation_answer, operation_status
+from memsaver_server.http.service import Service
+from memsaver_server.operation_queue import Operation
 
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)

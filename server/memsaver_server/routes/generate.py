@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.engines.port import GeneratingEngine
-from memsaver_server.problems import BadRequestError
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard, json_of
+from memsaver_server.engine import GeneratingEngine
+from memsaver_server.http.errors import BadRequestError
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard, json_of
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
 _TAKES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 
-from memsaver_server.answers import occupation_answer
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.http.serializers import occupation_answer
 from memsaver_server.schemas import OccupationAnswer
 
 router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])

@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
-from memsaver_server.answers import operation_answer, operation_status, phase_answer, progress, stalled
-from memsaver_server.operations import Operation
-from memsaver_server.problems import NotFoundError
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.http.errors import NotFoundError
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.http.serializers import operation_answer, operation_status, phase_answer, progress, stalled
+from memsaver_server.http.service import Service
+from memsaver_server.operation_queue import Operation
 from memsaver_server.schemas import OperationsAnswer, OperationStatusAnswer
-from memsaver_server.service import Service
 
 router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
 _REFUSED: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401], 403: PROBLEMS[403]}

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from memsaver_server.engines.port import AdmissionClosedError, GeneratingEngine
-from memsaver_server.occupation import Moment
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, guard, guard_probes
+from memsaver_server.engine import AdmissionClosedError, GeneratingEngine
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard, guard_probes
+from memsaver_server.http.service import Service
+from memsaver_server.lifecycle import Moment
 from memsaver_server.schemas import HealthAnswer
-from memsaver_server.service import Service
 
 router = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
 _UNWELL: dict[int | str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.engines.port import DrainMode
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes, takes_in_query
+from memsaver_server.engine import DrainMode
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes, takes_in_query
+from memsaver_server.http.service import answer
 from memsaver_server.schemas import (
     AcceptedAnswer,
     MessageAnswer,
@@ -23,7 +24,6 @@ from memsaver_server.schemas import (
     ReleaseFields,
     ResumeFields,
 )
-from memsaver_server.service import answer
 
 router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 _RESPONSES: dict[int | str, dict[str, Any]] = {

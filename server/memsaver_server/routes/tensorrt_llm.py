@@ -9,11 +9,11 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.engines.port import Memory
-from memsaver_server.occupation import released_tags
-from memsaver_server.operations import Operation
-from memsaver_server.problems import UnauthorizedError
-from memsaver_server.routes.requests import (
+from memsaver_server.engine import Memory
+from memsaver_server.http.auth import bearer_is_right, check_key, check_origin
+from memsaver_server.http.errors import UnauthorizedError
+from memsaver_server.http.request_signing import is_signed, signature_is_right
+from memsaver_server.http.requests import (
     PROBLEMS,
     Limit,
     ServiceOf,
@@ -23,10 +23,10 @@ from memsaver_server.routes.requests import (
     service_of,
     takes,
 )
+from memsaver_server.http.service import answer
+from memsaver_server.lifecycle import released_tags
+from memsaver_server.operation_queue import Operation
 from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, ReleaseFields, ResumeFields
-from memsaver_server.service import answer
-from memsaver_server.signatures import is_signed, signature_is_right
-from memsaver_server.trust import bearer_is_right, check_key, check_origin
 
 #: TensorRT-LLM's own names of what is called ``weights`` here.
 WEIGHT_TAGS = ("model", "model_weights")

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.service import answer
 from memsaver_server.schemas import (
     MessageAnswer,
     OperationAnswer,
@@ -19,7 +20,6 @@ from memsaver_server.schemas import (
     SleepingAnswer,
     WakeFields,
 )
-from memsaver_server.service import answer
 
 router = APIRouter(tags=["sleep mode"], dependencies=[Depends(guard)])
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer | MessageAnswer}, **PROBLEMS}

@@ -8,11 +8,11 @@ from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends
 
-from memsaver_server.engines.port import UpdatableEngine
-from memsaver_server.problems import BadRequestError
-from memsaver_server.routes.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.engine import UpdatableEngine
+from memsaver_server.http.errors import BadRequestError
+from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.service import Service
 from memsaver_server.schemas import MessageAnswer, UpdateFromDiskFields, UpdateFromTensorFields
-from memsaver_server.service import Service
 
 router = APIRouter(tags=["weights"], dependencies=[Depends(guard)])
 _RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from memsaver_core import _process
-from memsaver_core.compat import _state
+from memsaver_core import process
+from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.hooks.base import HookUtilBase
 from memsaver_core.compat.torch_memory_saver.utils import change_env, get_binary_path_from_package
 
@@ -21,13 +21,13 @@ class HookUtilModePreload(HookUtilBase):
     """What torch allocates in a region is caught, and raw ``cudaMalloc`` too where the library was preloaded."""
 
     def __init__(self) -> None:
-        if _state.attach_library() or not _process.enabled() or _process.driver_name() != "cuda":
+        if state.attach_library() or not process.enabled() or process.driver_name() != "cuda":
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + str(
             get_binary_path_from_package(_LIBRARY)
         )
-        if _state.flag("TMS_INIT_ENABLE"):
-            raise _state.MisuseError(
+        if state.flag("TMS_INIT_ENABLE"):
+            raise state.MisuseError(
                 "TMS_INIT_ENABLE=1 is for a process with the preload library, which is not loaded here, "
                 f"so nothing outside a region could be paused; {how}"
             )
@@ -35,7 +35,7 @@ class HookUtilModePreload(HookUtilBase):
 
     def get_path_binary(self) -> str:
         """The library that is or would be preloaded."""
-        return _state.attach_library() or str(get_binary_path_from_package(_LIBRARY))
+        return state.attach_library() or str(get_binary_path_from_package(_LIBRARY))
 
 
 @contextmanager

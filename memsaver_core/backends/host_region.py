@@ -1,0 +1,156 @@
+"""A region on the host driver: every fresh storage that torch code makes inside it is moved into the arena."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from memsaver_core import _native
+from memsaver_core.backends.host_storage import host_storage, is_plain, rebase
+
+_stack = threading.local()
+
+_REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
+
+# Operators whose result has undefined content: nothing to copy.
+_UNDEFINED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class HostRegion(TorchDispatchMode):
+    """Moves what is allocated inside to ``device``'s arena for ``tag`` and ``restore``.
+
+    Operators are seen through torch's dispatcher, which calls this mode in the thread that entered it. Parameters and
+    buffers that reach a module past the dispatcher (from a file, or from a loader's worker threads) are moved when the
+    region ends; torch tells of them as the module registers them.
+    """
+
+    def __init__(self, saver: _native.Saver, device: int, tag: str, restore: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saver = saver
+        self._device = device
+        self._tag = tag
+        self._restore = restore
+        self._filled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that got a tensor inside
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> HostRegion:
+        self._hooks = [register(self._note) for register in _REGISTRATION_HOOKS]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _regions().append(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _regions().pop()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        if exception[0] is None:
+            self._sweep()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _regions()[-1] is not self:  # an inner region takes what is made in it
+            return func(*args, **kwargs)
+        # torch.tensor() fills a tensor where no mode can see it, and lift_fresh is how it comes to light.
+        lifted = func is torch.ops.aten.lift_fresh.default
+        known = set() if lifted else _storages_with_memory((args, kwargs))
+        result = func(*args, **kwargs)
+        fresh = [
+            tensor
+            for tensor in tree_leaves(result)
+            if is_plain(tensor)
+            and tensor.device.type == "cpu"
+            and tensor.untyped_storage()._cdata not in known
+            and self._is_foreign(tensor)
+        ]
+        if fresh:
+            self._move(fresh, copy=func not in _UNDEFINED)
+        return result
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().nbytes() > 0 and not self._saver.owns(tensor.untyped_storage().data_ptr())
+
+    def _move(self, tensors: list[torch.Tensor], *, copy: bool) -> None:
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage._cdata in storages:
+                    continue
+                moved = host_storage(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                if copy:
+                    moved.copy_(storage, non_blocking=False)
+                storages[storage._cdata] = moved
+        rebase(tensors, storages)
+
+    def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
+        self._filled.add(module)
+
+    def _sweep(self) -> None:
+        tensors = {
+            id(tensor): tensor
+            for module in self._filled
+            for tensor in _own_tensors(module)
+            if is_plain(tensor) and tensor.device.type == "cpu" and self._is_foreign(tensor)
+        }
+        if not tensors:
+            return
+        outside = {
+            tensor.untyped_storage()._cdata
+            for module in _live_modules()
+            if module not in self._filled
+            for tensor in _own_tensors(module)
+            if is_plain(tensor)
+        }
+        fresh = [tensor for tensor in tensors.values() if tensor.untyped_storage()._cdata not in outside]
+        self._move(fresh, copy=True)
+
+
+def _regions() -> list[HostRegion]:
+    if not hasattr(_stack, "regions"):
+        _stack.regions = []
+    regions: list[HostRegion] = _stack.regions
+    return regions
+
+
+def _storages_with_memory(arguments: Any) -> set[int]:
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in tree_leaves(arguments)
+        if is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
+    }
+
+
+def _live_modules() -> list[torch.nn.Module]:
+    # By exact type rather than isinstance(): that is fast, and a lazy object's __class__ may run code.
+    types = _subclasses(torch.nn.Module)
+    return [each for each in gc.get_objects() if type(each) in types and hasattr(each, "_buffers")]
+
+
+def _subclasses(base: type) -> set[type]:
+    children: list[type] = type.__subclasses__(base)
+    return {base}.union(*map(_subclasses, children))
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for table in (module._parameters, module._buffers):
+        yield from (tensor for tensor in table.values() if tensor is not None)

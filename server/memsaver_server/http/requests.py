@@ -1,0 +1,187 @@
+"""How a request is read, whatever its method, content type or dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, cast
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from memsaver_server.http.auth import check_key, check_origin
+from memsaver_server.http.errors import BadRequestError, BodyTooLargeError
+from memsaver_server.http.service import Service
+from memsaver_server.schemas import ErrorAnswer
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+Model = TypeVar("Model", bound=BaseModel)
+#: Parsing a larger body takes so long that other requests would notice.
+LARGE_BYTES = 1 << 20
+#: How JSON says one half of a character that takes more than 16 bits.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a body may be.
+
+    Attributes:
+        bytes: that many.
+        remedy: what to do about a larger one.
+    """
+
+    bytes: int
+    remedy: str
+
+
+def limit_of(settings: Settings, name: str = "max_body_bytes") -> Limit:
+    """Return the limit that the operator has set under this name."""
+    return Limit(getattr(settings, name), f"MEMSAVER_{name.upper()} sets the limit")
+
+
+def service_of(request: Request) -> Service:
+    return cast(Service, request.app.state.memsaver)
+
+
+# Dependencies are coroutines although they wait for nothing: others are run in a thread each.
+async def _service(request: Request) -> Service:
+    return service_of(request)
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
+
+
+async def body_of(request: Request, limit: Limit | None = None) -> bytes:
+    """Return the request's body, of at most ``limit``: by default the server's own.
+
+    Raises:
+        BodyTooLargeError: it is larger; what is over the limit is not read.
+        BadRequestError: the connection ended before it did.
+    """
+    if not hasattr(request.state, "memsaver_body"):
+        limit = limit or limit_of(service_of(request).settings)
+        announced = request.headers.get("content-length", "0")
+        body = bytearray()
+        try:
+            if not announced.isdecimal() or int(announced) <= limit.bytes:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit.bytes:
+                        break
+        except ClientDisconnect:
+            logger.debug("%s %s: its body was cut off", request.method, request.url.path)
+            raise BadRequestError("the body was cut off") from None  # nobody will read it
+        if len(body) > limit.bytes or (announced.isdecimal() and int(announced) > limit.bytes):
+            raise BodyTooLargeError(f"the body is larger than {limit.bytes} bytes; {limit.remedy}")
+        request.state.memsaver_body = bytes(body)
+    return cast(bytes, request.state.memsaver_body)
+
+
+async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any]:
+    """Return the JSON object in the body, an empty one where there is none. The content type does not matter.
+
+    Raises:
+        BadRequestError: the body is not a JSON object.
+    """
+    body = await body_of(request, limit)
+    if not body.strip():
+        return {}
+    try:
+        value = _parse(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(_parse, body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _parse(body: bytes) -> Any:
+    """Read JSON whose every text can be said again in UTF-8, so that no answer, log line or file name fails on it.
+
+    Raises:
+        ValueError: it is none, or holds half a character.
+        RecursionError: it is nested too deep.
+    """
+    text = body.decode(json.detect_encoding(body))
+    value = json.loads(text)
+    if _HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{error.object[error.start]!r} in it is half of a character; send both") from None
+    return value
+
+
+def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[..., Awaitable[Model]]:
+    """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent.
+
+    Args:
+        model: the fields.
+        limit: the setting that bounds the body.
+    """
+
+    async def read(request: Request) -> Model:
+        query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
+        if "tags" in request.query_params:
+            query["tags"] = request.query_params.getlist("tags")
+        body = await json_of(request, limit_of(service_of(request).settings, limit))
+        given = {key: value for key, value in {**query, **body}.items() if value is not None}
+        try:
+            return model.model_validate(given)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise BadRequestError(f"cannot use the request: {wrong}") from None
+
+    return read
+
+
+async def guard(request: Request) -> None:
+    """Let only callers with the key pass, and no other site's pages."""
+    check_origin(request, service_of(request).settings)
+    check_key(request, service_of(request).settings)
+
+
+async def guard_probes(request: Request) -> None:
+    """Let everybody look at probes and metrics, unless the operator wants otherwise."""
+    if service_of(request).settings.protect_probes:
+        check_key(request, service_of(request).settings)
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what the API description says of a route whose body is read by ``fields_of(model)``."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": False, "content": {"application/json": {"schema": schema}}}}
+
+
+def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
+    """The same for a route that reads its fields from the query. What is not a plain value goes in a body only."""
+    properties = model.model_json_schema()["properties"].items()
+    plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
+    return {
+        "parameters": [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in plain]
+    }
+
+
+#: Every route that changes or waits for something may answer these.
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The request cannot be used; everything is as it was."},
+    401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
+    403: {"model": ErrorAnswer, "description": "A browser asks for another site."},
+    408: {"model": ErrorAnswer, "description": "The body did not come."},
+    409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    422: {"model": ErrorAnswer, "description": "The Idempotency-Key belongs to another request."},
+    500: {"model": ErrorAnswer, "description": "The driver, a backup or the engine failed; the message says which."},
+    503: {"model": ErrorAnswer, "description": "Not now: memory is short or away. Try again after Retry-After."},
+    504: {"model": ErrorAnswer, "description": "Requests in flight, or a phase, took too long."},
+    507: {"model": ErrorAnswer, "description": "Host memory is too short for the backup; nothing was unmapped."},
+}

@@ -1,0 +1,193 @@
+"""From what the core reports to what the service answers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from memsaver_core.reports import (
+    DeviceDelta,
+    DeviceMemory,
+    HostBackupStatus,
+    OperationReport,
+    PhaseReport,
+    TagStatus,
+)
+from memsaver_server.device_monitor import Reading
+from memsaver_server.http.errors import problem_of
+from memsaver_server.lifecycle import Occupation
+from memsaver_server.memory_breakdown import sources
+from memsaver_server.operation_queue import Operation
+
+
+def operation_answer(operation: Operation) -> dict[str, Any]:
+    """Return what the caller of an operation that is done is told, whether it went well or not."""
+    if operation.error is not None:
+        about = {
+            "operation": operation.request.operation,
+            "operation_id": operation.id,
+            "state": operation.state,
+            "seconds": operation.seconds,
+            "phases": [phase_answer(phase) for phase in operation.phases],
+        }
+        body = problem_of(operation.error).body()
+        if operation.failed_phase:
+            body["error"].setdefault("phase", operation.failed_phase)
+        return {**body, **about}
+    report = operation.report
+    assert report is not None
+    return {
+        "success": True,
+        "message": _message(report),
+        "enabled": report.enabled,
+        "operation": report.operation,
+        "operation_id": operation.id,
+        "state": operation.state,
+        "seconds": report.seconds,
+        "released_bytes": report.released_bytes,
+        "resumed_bytes": report.resumed_bytes,
+        "tags": [asdict(tag) for tag in report.tags],
+        "phases": [phase_answer(phase) for phase in report.phases],
+        "devices": [_metered(device) for device in report.devices],
+    }
+
+
+def accepted_answer(operation: Operation) -> dict[str, Any]:
+    return {
+        "success": True,
+        "message": f"{operation.request.operation} {operation.id} goes on by itself",
+        "operation": operation.request.operation,
+        "operation_id": operation.id,
+        "status": operation.status,
+        "location": f"/operations/{operation.id}",
+    }
+
+
+def operation_status(operation: Operation) -> dict[str, Any]:
+    """Return what can be said of an operation at any time."""
+    done = operation.status in ("succeeded", "failed")
+    return {
+        "operation_id": operation.id,
+        "operation": operation.request.operation,
+        "status": operation.status,
+        "phase": operation.phase,
+        "stalled": stalled(operation),
+        "tags": None if operation.request.tags is None else list(operation.request.tags),
+        "client": operation.client,
+        "created_at": operation.created_at,
+        "started_at": operation.started_at,
+        "finished_at": operation.finished_at,
+        "seconds": operation.seconds_so_far(),
+        "progress": progress(operation),
+        "phases": [phase_answer(phase) for phase in operation.phases],
+        "answer": operation_answer(operation) if done else None,
+    }
+
+
+def stalled(operation: Operation) -> dict[str, Any] | None:
+    """Return the phase that an operation is stuck in, and for how long; None where it gets on."""
+    stall = operation.stall()
+    return None if stall is None else asdict(stall)
+
+
+def progress(operation: Operation) -> dict[str, Any] | None:
+    """Return how far an operation in work is, as the core counts it; None where it copies nothing now."""
+    now = operation.memory.status().progress
+    if operation.status != "running" or now.operation != operation.request.operation:
+        return None
+    rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
+    return {
+        "done_bytes": now.done_bytes,
+        "total_bytes": now.total_bytes,
+        "copied_bytes": now.copied_bytes,
+        "gb_per_s": rate / 1e9,
+        "seconds_left": (now.total_bytes - now.done_bytes) / rate if rate else None,
+    }
+
+
+def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> dict[str, Any]:
+    """Return what the process holds now; of the devices, what ``reading`` says."""
+    now = occupation.now()
+    status = now.status
+    return {
+        "enabled": status.enabled,
+        "driver": status.driver,
+        "state": now.state,
+        "hibernated": status.hibernated,
+        "engine": engine,
+        "admission": {"open": not now.closed_because, "reason": now.closed_because},
+        "operation_id": now.running.id if now.running else None,
+        "tags": [_tag_status(tag) for tag in status.tags],
+        "devices": [_occupied(device, reading) for device in reading.devices],
+        "host_backup": _host_backup(status.host_backup),
+    }
+
+
+def _message(report: OperationReport) -> str:
+    if not report.enabled:
+        return f"memsaver is disabled in this process: nothing to {report.operation}"
+    moved = report.released_bytes if report.operation == "release" else report.resumed_bytes
+    done = "released" if report.operation == "release" else "resumed"
+    if moved:
+        names = [tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes]
+        return f"{done} {_readable(moved)} of {', '.join(names)} in {report.seconds:.3f} s"
+    if any(tag.bytes for tag in report.tags):
+        return f"{'released' if report.operation == 'release' else 'resident'} already: nothing to {report.operation}"
+    return f"no memory under these tags: nothing to {report.operation}"
+
+
+def _readable(size: int) -> str:
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:g} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def phase_answer(phase: PhaseReport) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "seconds": phase.seconds,
+        "devices": [_delta(device) for device in phase.devices],
+        "details": dict(phase.details),
+    }
+
+
+def _delta(device: DeviceDelta) -> dict[str, Any]:
+    return {
+        "index": device.index,
+        "uuid": device.uuid,
+        "used_before_bytes": device.used_before_bytes,
+        "used_after_bytes": device.used_after_bytes,
+        "delta_bytes": device.delta_bytes,
+    }
+
+
+def _metered(device: DeviceDelta) -> dict[str, Any]:
+    return {
+        **_delta(device),
+        "name": device.name,
+        "total_bytes": device.total_bytes,
+        "process_bytes": device.process_bytes,
+    }
+
+
+def _tag_status(tag: TagStatus) -> dict[str, Any]:
+    answer = asdict(tag)
+    del answer["mapped_by_device"], answer["bytes_by_device"]  # each device's sources say it
+    return answer
+
+
+def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
+    answer = asdict(backup)
+    del answer["target_bytes"]  # how the pool grows is nobody's business outside
+    return answer
+
+
+def _occupied(device: DeviceMemory, reading: Reading) -> dict[str, Any]:
+    return {
+        **asdict(device),
+        "free_bytes": device.total_bytes - device.used_bytes,
+        "sources": [asdict(source) for source in sources(device, reading)],
+    }

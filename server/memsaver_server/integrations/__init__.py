@@ -1,0 +1,1 @@
+"""Engines that are not ours, one folder for each."""

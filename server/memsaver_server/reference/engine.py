@@ -1,0 +1,273 @@
+"""The reference engine: any Hugging Face causal language model, served in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+import memsaver_core as ms
+from memsaver_server.engine import DrainMode
+from memsaver_server.reference import checkpoint, weight_update
+from memsaver_server.reference.requests import Request, Sampling
+from memsaver_server.reference.runner import ModelRunner
+from memsaver_server.reference.scheduler import Scheduler
+
+_GIB = 2**30
+
+
+class TransformersEngine:
+    """Serves a causal language model by transformers, with weights, KV cache, graphs and workspaces in regions.
+
+    Implements ``GeneratingEngine`` of the engine port. Close it when done; the interpreter's exit closes it too.
+
+    Attributes:
+        name: what the service calls it.
+        model_name: the folder or configuration file served, or the built-in model's name.
+    """
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        random_weights: str | Path | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        kv_cache_bytes: int | None = None,
+        max_len: int | None = None,
+        batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+        enforce_eager: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Load the model and capture its graphs; returns when it can serve.
+
+        Args:
+            model: a checkpoint folder (config.json and safetensors); None serves a small built-in Qwen2.
+            random_weights: a config.json whose shape is served with random weights, instead of ``model``.
+            device: where to run; None takes the first device of memsaver's driver.
+            dtype: element type of weights and KV cache; None takes the checkpoint's.
+            kv_cache_bytes: size of the KV cache, in bytes; None takes 1 GiB on a GPU, 64 MiB on the host.
+            max_len: tokens of prompt and answer together, per request; None takes 2048 on a GPU, 512 on the host.
+            batch_sizes: how many requests are computed at once; other numbers are filled up to the next of these.
+            enforce_eager: run without CUDA graphs.
+            seed: of the random weights.
+
+        Raises:
+            ValueError: an option cannot be used; the message says which, and what can.
+            RuntimeError: the model did not land in its region, or a graph could not be captured.
+        """
+        if model is not None and random_weights is not None:
+            raise ValueError("give either model or random_weights, not both")
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise ValueError(f"batch_sizes must name positive numbers, not {list(batch_sizes)}")
+        self.device = torch.device(device) if device is not None else ms.torch_device()
+        on_gpu = self.device.type == "cuda"
+        self._dtype = dtype
+        if random_weights is not None:
+            shape = Path(random_weights)
+            self.model_name = str(shape)
+            self._tokenizer: checkpoint.Tokenizer | None = checkpoint.byte_tokenizer()
+        else:
+            folder = Path(model) if model is not None else checkpoint.small_checkpoint()
+            self.model_name = str(model) if model is not None else folder.name
+            self._tokenizer = checkpoint.load_tokenizer(folder)
+
+        def make_model() -> Any:
+            if random_weights is not None:
+                return checkpoint.create_random(shape, self.device, dtype, seed)
+            return checkpoint.load_checkpoint(folder, dtype)
+
+        def make_runner() -> ModelRunner:
+            return ModelRunner(
+                make_model,
+                device=self.device,
+                kv_cache_bytes=kv_cache_bytes or (_GIB if on_gpu else 64 * 2**20),
+                max_len=max_len or (2048 if on_gpu else 512),
+                chunk=256 if on_gpu else 64,
+                batch_sizes=batch_sizes,
+                use_graphs=on_gpu and not enforce_eager,
+            )
+
+        self._scheduler = Scheduler(make_runner)
+        self._runner: ModelRunner = self._scheduler.runner  # type: ignore[assignment]
+        atexit.register(self.close)
+
+    # The engine port.
+
+    def is_alive(self) -> bool:
+        """Whether the scheduler runs and the device's context works. Calls nothing that waits."""
+        return self._scheduler.alive and ms.status().state != "failed"
+
+    def close_admission(self, reason: str, *, hold: int = 0) -> None:
+        """Refuse new requests with ``AdmissionClosedError(reason)``; up to ``hold`` wait until admission opens."""
+        self._scheduler.close_admission(reason, hold)
+
+    def open_admission(self) -> None:
+        """Take requests again; those that wait or stand still go on."""
+        self._scheduler.open_admission()
+
+    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+        """Bring the engine to a stand until `open_admission`.
+
+        Args:
+            timeout_s: how long it may take.
+            mode: what becomes of requests in flight. ``wait``: they end first. ``abort``: they end now, with the tokens
+                that they have. ``keep``: they stand still and go on later, from the KV cache where it was kept, else
+                by computing it again.
+
+        Raises:
+            DrainTimeoutError: it took longer; the engine goes on as before.
+            ValueError: there is no such mode.
+        """
+        if mode not in get_args(DrainMode):
+            raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
+        self._scheduler.drain(timeout_s, mode)
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix. Touches no device memory."""
+        self._scheduler.forget_prefixes()
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+        """Make the engine whole after ``tags`` were resumed, of which ``lost`` came back without their content.
+
+        A lost KV cache holds nothing any more: prefixes are forgotten, requests that stand still compute theirs again.
+        Lost graphs are captured anew. Lost weights have to be written by `update_weights_from_disk` or
+        `update_weights_from_tensor`; what the model computes at load besides them is put back here.
+        """
+        if lost:
+            self._scheduler.call(lambda: self._repair(lost))
+
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve one request: ``text`` or ``input_ids``, ``sampling_params``, and an optional ``rid``.
+
+        Returns:
+            ``text``, ``output_ids`` and ``meta_info``.
+
+        Raises:
+            AdmissionClosedError: the engine takes no requests now.
+            ValueError: the request cannot be served, and why.
+            RuntimeError: the engine is dead.
+        """
+        finished = await asyncio.wrap_future(self.submit(request))
+        return self._answer(finished)
+
+    # Beyond it.
+
+    def submit(self, request: dict[str, Any]) -> Future[Request]:
+        """Queue a request as `generate` takes it, from any thread. Cancelling the future frees its place."""
+        return self._scheduler.submit(self._parse(request))
+
+    def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """`generate` for callers without an event loop."""
+        return self._answer(self.submit(request).result(timeout_s))
+
+    def abort_all(self) -> None:
+        """End every request in flight now, with the tokens that it has."""
+        self._scheduler.abort("aborted by request")
+
+    def update_weights_from_disk(
+        self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
+    ) -> int:
+        """Overwrite the weights, in place, by those of a checkpoint folder of the same shape.
+
+        The caller keeps any release or resume away meanwhile. Returns the number of tensors written.
+
+        Raises:
+            ValueError: the folder's model has other tensors; nothing was written.
+            RuntimeError: the weights are released.
+        """
+        new = checkpoint.load_checkpoint(Path(model_path), self._dtype)
+        given = dict(checkpoint.tensors_of(new))
+        missing = sorted(set(dict(checkpoint.tensors_of(self._runner.model))) - set(given))
+        if missing:
+            raise ValueError(f"{model_path} lacks {', '.join(missing[:8])}; nothing was written")
+        return self._write(given, flush_cache, abort_all_requests)
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> int:
+        """Overwrite the weights named, in place. Returns the number of tensors written.
+
+        The request has SGLang's shape: one payload for each rank of tensor parallelism, hence one. The payload is the
+        base64 of a **safetensors** file image. SGLang's own clients send pickles, and reading a pickle runs what its
+        sender wrote into it; those are refused.
+
+        The caller keeps any release or resume away meanwhile.
+
+        Raises:
+            ValueError: the payload is not safetensors, or names tensors that the model lacks; nothing was written.
+            RuntimeError: the weights are released.
+        """
+        given = weight_update.parse_payload(serialized_named_tensors, load_format)
+        return self._write(given, flush_cache, abort_all_requests)
+
+    def describe(self) -> dict[str, Any]:
+        """What is served and how, for people and logs."""
+        return {
+            "model": self.model_name,
+            "device": str(self.device),
+            "slots": self._runner.slots,
+            "max_len": self._runner.length,
+            "max_batch": self._runner.max_batch,
+            "graph_batch_sizes": self._runner.captured,
+        }
+
+    def close(self) -> None:
+        """Stop the scheduler and give up everything on the device. Requests in flight fail. Idempotent."""
+        self._scheduler.close()
+        atexit.unregister(self.close)
+
+    def _write(self, given: dict[str, torch.Tensor], flush_cache: bool, abort_all_requests: bool) -> int:
+        if abort_all_requests:
+            self.abort_all()
+
+        def write() -> int:
+            written = weight_update.write(self._runner.model, given)
+            if flush_cache:
+                self._scheduler.forget_cache()
+            return written
+
+        return self._scheduler.call(write)
+
+    def _repair(self, lost: Sequence[str]) -> None:
+        self._runner.repair(lost)
+        if "kv_cache" in lost:
+            self._scheduler.forget_cache()
+
+    def _parse(self, request: dict[str, Any]) -> Request:
+        text, ids = request.get("text"), request.get("input_ids")
+        if (text is None) == (ids is None):
+            raise ValueError("give either text or input_ids")
+        if text is not None:
+            if not isinstance(text, str):
+                raise ValueError(f"text must be a string, not {type(text).__name__}; send one request for each prompt")
+            if self._tokenizer is None:
+                raise ValueError("the checkpoint has no tokenizer: send input_ids instead of text")
+            ids = self._tokenizer.encode(text)
+        vocabulary = self._runner.vocabulary
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+            raise ValueError(f"the prompt must be a list of one or more ids from 0 to {vocabulary - 1}")
+        if len(ids) >= self._runner.length:
+            raise ValueError(f"the prompt has {len(ids)} tokens; with its answer it must fit {self._runner.length}")
+        parsed = Request(prompt=ids, sampling=Sampling.parse(request.get("sampling_params")))
+        if isinstance(request.get("rid"), str):
+            parsed.name = request["rid"]
+        return parsed
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(request.output, request.sampling.skip_special_tokens)
+        return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}

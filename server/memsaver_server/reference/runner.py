@@ -1,0 +1,289 @@
+"""Computes prompts and tokens of one model on one device, by captured CUDA graphs where there are any."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memsaver_core as ms
+from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
+from memsaver_server.reference.checkpoint import check_in_region
+from memsaver_server.reference.requests import Sampler
+from memsaver_server.reference.scheduler import Row
+
+_cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
+
+
+class ModelRunner:
+    """A model, its slots, and the static inputs and outputs of its steps, each in its region.
+
+    Prompts are computed in chunks of one shape and tokens in batches of few shapes; a batch is filled up with rows that
+    work on a slot nobody uses. On a CUDA device each shape is captured as a graph once.
+
+    It belongs to the thread that makes it: on CUDA a region is a matter of the thread, and so are the handles whose
+    workspaces go into one.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], Any],
+        *,
+        device: torch.device,
+        kv_cache_bytes: int,
+        max_len: int,
+        chunk: int,
+        batch_sizes: Sequence[int],
+        use_graphs: bool,
+    ) -> None:
+        """``make_model`` returns the model in host memory, or on the device already.
+
+        Raises:
+            ValueError: the options do not fit the model; the message says which and what would.
+            RuntimeError: part of the model landed outside its region.
+        """
+        self._device = device
+        self.chunk = chunk
+        self._batch_sizes = sorted(set(batch_sizes))
+        self.max_batch = self._batch_sizes[-1]
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._stream = _cuda.Stream(device) if device.type == "cuda" else None
+        with torch.no_grad(), self._on_stream():
+            self.model: Any = self._place(make_model)
+            self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
+            self.length = self._fit_length(max_len)
+            self.stop_ids = _stop_ids(self.model)
+            self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+            shapes = self._probe()
+            self.slots = self._fit_slots(shapes, kv_cache_bytes)
+            self._allocate(shapes)
+            self._warm_up()
+            if use_graphs:
+                self._capture()
+
+    @property
+    def captured(self) -> list[int]:
+        """The batch sizes that replay a graph."""
+        return sorted(batch for batch, tokens in self._graphs if tokens == 1)
+
+    # Steps.
+
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
+        filler = [0] * (self.chunk - len(tokens))
+        with self._on_stream():
+            self._prompt.copy_(torch.tensor([[*tokens, *filler]]))
+            # The filler lies behind the prompt, where it is overwritten before anything attends to it.
+            self._prompt_positions.copy_(torch.arange(start, start + self.chunk)[None])
+            self._prompt_slot.fill_(slot)
+            self._prompt_last.fill_(len(tokens) - 1)
+            self._step(1, self.chunk)
+            return None if sampler is None else self._pick([sampler])[0]
+
+    def decode(self, rows: Sequence[Row]) -> list[int]:
+        batch = next(size for size in self._batch_sizes if size >= len(rows))
+        spare = [Row(self.slots, 0, 0, rows[0].sampler)] * (batch - len(rows))
+        inputs = torch.tensor([[row.token, row.position, row.slot] for row in (*rows, *spare)])
+        with self._on_stream():
+            self._tokens[:batch].copy_(inputs[:, :1])
+            self._positions[:batch].copy_(inputs[:, 1:2])
+            self._row_slots[:batch].copy_(inputs[:, 2])
+            self._step(batch, 1)
+            return self._pick([row.sampler for row in rows])
+
+    def repair(self, lost: Sequence[str]) -> None:
+        """Put back what came back without content under the tags ``lost``, where it can be put back from here.
+
+        Weights cannot: whoever gave them up overwrites them. But no update carries what was computed at load.
+        """
+        with torch.no_grad(), self._on_stream():
+            if "weights" in lost:
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(self._buffers[name])
+            if "cuda_graph" in lost and self._graphs:
+                self._graphs.clear()
+                self._capture()
+            self.check()
+
+    def check(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self._graphs.clear()
+        for name in list(vars(self)):
+            if isinstance(vars(self)[name], (Tensor, nn.Module, SlotCache)):
+                delattr(self, name)
+
+    def _step(self, batch: int, tokens: int) -> None:
+        graph = self._graphs.get((batch, tokens))
+        if graph is not None:
+            graph.replay()
+        elif tokens == 1:
+            self._forward(self._tokens[:batch], self._positions[:batch], self._row_slots[:batch], None)
+        else:
+            self._forward(self._prompt, self._prompt_positions, self._prompt_slot, self._prompt_last)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor | None) -> None:
+        """Compute static inputs into static outputs; ``last`` is the token whose logits count, all where it is None."""
+        self._cache.begin(positions, slots)
+        keep: dict[str, Any] = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
+        logits = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=distances(positions, self.length),
+            past_key_values=self._cache,
+            use_cache=True,
+            **keep,
+        ).logits
+        if last is not None and not keep:
+            logits = logits.index_select(1, last)
+        batch = tokens.shape[0]
+        self._logits[:batch].copy_(logits[:, -1])
+        self._likeliest[:batch].copy_(torch.argmax(self._logits[:batch], dim=-1))
+
+    def _pick(self, samplers: Sequence[Sampler]) -> list[int]:
+        likeliest: list[int] = self._likeliest[: len(samplers)].tolist()
+        return [
+            token if sampler.greedy else sampler.pick(self._logits[row])
+            for row, (sampler, token) in enumerate(zip(samplers, likeliest, strict=True))
+        ]
+
+    # Making it.
+
+    def _place(self, make_model: Callable[[], Any]) -> Any:
+        gc.collect()  # what an engine before this one left must not go while its bytes are counted
+        before = next((tag.bytes for tag in ms.status().tags if tag.tag == "weights"), 0)
+        with ms.region("weights"):
+            model = make_model().to(self._device)
+        # What other threads loaded into host memory, a region on the host driver has not seen.
+        ms.adopt(model, "weights")
+        check_in_region(model, "weights", before)
+        return model
+
+    def _fit_length(self, max_len: int) -> int:
+        """``max_len`` as the model allows it, in whole chunks."""
+        most = int(getattr(self.model.config, "max_position_embeddings", max_len))
+        length = min(max_len, most) // self.chunk * self.chunk
+        if length < self.chunk:
+            raise ValueError(f"max_len must be at least {self.chunk} tokens for this engine and model, not {max_len}")
+        return length
+
+    def _probe(self) -> list[LayerShape]:
+        """Ask the model, by one token, what its layers store."""
+        probe = ShapeProbe()
+        position = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with self._scratch_region():
+            self.model(
+                input_ids=position,
+                position_ids=position,
+                attention_mask=distances(position, 1),
+                past_key_values=probe,
+                use_cache=True,
+            )
+        if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+            raise ValueError(f"{type(self.model).__name__} cannot be served: it did not use the cache given to it")
+        return [probe.shapes[layer] for layer in range(len(probe.shapes))]
+
+    def _fit_slots(self, shapes: Sequence[LayerShape], kv_cache_bytes: int) -> int:
+        """How many slots fit, besides the one for rows that fill a batch up."""
+        element = self._kv_dtype().itemsize
+        per_slot = sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * self.length * element
+        slots = kv_cache_bytes // per_slot - 1
+        if slots < 1:
+            raise ValueError(
+                f"kv_cache_bytes = {kv_cache_bytes} is too small: a slot of {self.length} tokens takes {per_slot} "
+                f"bytes and two are the least; give {2 * per_slot} bytes, or a smaller max_len"
+            )
+        return int(slots)
+
+    def _allocate(self, shapes: Sequence[LayerShape]) -> None:
+        device, length, batch = self._device, self.length, self.max_batch
+        dtype = self._kv_dtype()
+        self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        with ms.region("kv_cache"):
+            layers = [
+                (
+                    torch.zeros(self.slots + 1, s.heads, length, s.key_dim, dtype=dtype, device=device),
+                    torch.zeros(self.slots + 1, s.heads, length, s.value_dim, dtype=dtype, device=device),
+                )
+                for s in shapes
+            ]
+        kinds = {(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)}
+        with ms.region("workspace"):
+            scratch = {
+                (heads, dim): (
+                    torch.zeros(batch, heads, length, dim, dtype=dtype, device=device),
+                    torch.zeros(batch, heads, length, dim, dtype=dtype, device=device),
+                )
+                for heads, dim in kinds
+            }
+        self._cache = SlotCache(layers, scratch)
+        with ms.region("cuda_graph"):
+            self._tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self._positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self._row_slots = torch.full((batch,), self.slots, dtype=torch.long, device=device)
+            self._prompt = torch.zeros(1, self.chunk, dtype=torch.long, device=device)
+            self._prompt_positions = torch.arange(self.chunk, device=device)[None].clone()
+            self._prompt_slot = torch.full((1,), self.slots, dtype=torch.long, device=device)
+            self._prompt_last = torch.zeros(1, dtype=torch.long, device=device)
+            self._logits = torch.zeros(batch, self.vocabulary, dtype=torch.float32, device=device)
+            self._likeliest = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def _warm_up(self) -> None:
+        """Run each shape once, so that what libraries allocate for themselves at first use lands in ``workspace``."""
+        if self._device.type != "cuda":
+            return
+        with self._scratch_region():
+            for batch, tokens in self._shapes():
+                self._step(batch, tokens)
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _capture(self) -> None:
+        pool = ms.GraphPool("cuda_graph")  # one for all: a single graph replays at a time
+        for batch, tokens in self._shapes():
+            graph = torch.cuda.CUDAGraph()
+            with ms.region("cuda_graph"):  # what the random generator keeps on the device for graphs
+                graph.register_generator_state(torch.cuda.default_generators[self._device.index or 0])
+            try:
+                with ms.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                    self._step(batch, tokens)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"capturing the step of {batch} x {tokens} tokens as a CUDA graph failed ({error}); "
+                    "enforce_eager=True serves the model without graphs"
+                ) from error
+            self._graphs[batch, tokens] = graph
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """(batch, tokens) of every step, the largest first: the smaller ones then live in what it left."""
+        return [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
+
+    def _kv_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def _scratch_region(self) -> contextlib.AbstractContextManager[Any]:
+        """Where passing tensors of a first step go. On the host no library keeps any of them."""
+        return ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext()
+
+
+def _stop_ids(model: Any) -> frozenset[int]:
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if given is None:
+        given = getattr(model.config, "eos_token_id", None)
+    if given is None:
+        return frozenset()
+    return frozenset(given if isinstance(given, (list, tuple)) else [given])
