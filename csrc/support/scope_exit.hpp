@@ -1,0 +1,20 @@
+#pragma once
+
+#include <utility>
+
+namespace memsaver {
+
+// Runs a function at the end of a scope, however it ends. The function must not throw.
+template <typename Function>
+class ScopeExit {
+ public:
+  explicit ScopeExit(Function function) : function_(std::move(function)) {}
+  ScopeExit(const ScopeExit&) = delete;
+  ScopeExit& operator=(const ScopeExit&) = delete;
+  ~ScopeExit() { function_(); }
+
+ private:
+  Function function_;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,57 @@
+"""What a release and a resume can be asked for: one frozen object each, from the caller to the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from memsaver_core.policies import PolicyLike, RestorePolicy, parse_policy
+
+
+def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
+    """Return ``tags`` without repeats, in order; None and an empty list both mean all tags and give ``()``."""
+    return tuple(dict.fromkeys(tags or ()))
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """What to release, and how.
+
+    Attributes:
+        tags: the tags to release; empty means all.
+        restore: restore policies for this release alone, by tag.
+        trim: also give back what libraries keep for speed; None means only if ``hibernate``.
+        hibernate: give back the CUDA context last.
+    """
+
+    tags: tuple[str, ...] = ()
+    restore: Mapping[str, RestorePolicy] = field(default_factory=dict)
+    trim: bool | None = None
+    hibernate: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        tags: Iterable[str] | None = None,
+        restore: Mapping[str, PolicyLike] | None = None,
+        trim: bool | None = None,
+        hibernate: bool = False,
+    ) -> ReleaseOptions:
+        """Build options from what a caller passes.
+
+        Raises:
+            ConfigurationError: a policy is unknown.
+        """
+        policies = {tag: parse_policy(policy) for tag, policy in (restore or {}).items()}
+        return cls(tags_of(tags), policies, trim, hibernate)
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What to resume.
+
+    Attributes:
+        tags: the tags to resume; empty means all that is released.
+    """
+
+    tags: tuple[str, ...] = ()
