@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"memsaver_core": ROOT / "memsaver_core", "memsaver_server": ROOT / "server/memsaver_server"}
-# On top of their distribution's public names, as any program is.
-USERS = ("memsaver_core.compat", "memsaver_server.cli", "memsaver_server.integrations")
+# On top of their distribution's public names, as any program is; so is each integration's plugin.
+USERS = ("memsaver_core.compat", "memsaver_core.ranks", "memsaver_server.cli")
 
 
 def is_module(name: str) -> bool:
@@ -42,7 +42,7 @@ def complaints(path: Path, package: str) -> Iterator[str]:
         private = next((part for part in full.split(".") if part.startswith("_")), None)
         if private and full[: full.index(private) - 1] != package[: full.index(private) - 1]:
             yield f"{where}: {full} is private to its package"
-        if root == module == package.split(".")[0] and full == module and not package.startswith(USERS):
+        if root == full == package.split(".")[0] and not package.startswith(USERS) and path.stem != "plugin":
             yield f"{where}: takes {name or 'the package'} from its own package's root; name the module that has it"
 
 
