@@ -45,7 +45,7 @@ soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant;
 fuzz: $(READY)  ## requests that nobody would write, for as long as ARGS='--seconds N' says (a minute)
 	MEMSAVER_DRIVER=host $(BIN)/python -m tests.reliability.fuzz $(ARGS)
 
-lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, workflows; changes nothing
+lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, sync client, workflows; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
@@ -55,6 +55,7 @@ lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, workflow
 	$(BIN)/python .ci/check_includes.py
 	$(BIN)/python .ci/check_sizes.py
 	$(BIN)/python .ci/check_locks.py
+	$(BIN)/python .ci/generate_sync_client.py --check
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
@@ -65,7 +66,7 @@ format: $(READY)  ## format Python and C++ in place
 	$(BIN)/clang-format -i $(NATIVE)
 
 site: $(READY)  ## the documentation site, in build/site; a broken link fails
-	$(BIN)/mkdocs build --quiet --clean --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
 
 wheel-check:  ## build sdist and wheels, install them in empty environments elsewhere, run doctor and demo (minutes)
 	.ci/check_wheel $(PYTHONS)
