@@ -95,7 +95,7 @@ class Lifecycle:
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))
-        if request.options.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_blockers()):
+        if request.options.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
         return self.operations.submit(request, partial(self._release, request), wait=wait, key=key, client=client)
 

@@ -86,7 +86,7 @@ class RankMemory:
     def read_devices(self) -> tuple[DeviceMemory, ...]:
         return tuple(read_again(device, self._pids) for device in self._devices)
 
-    def hibernation_blockers(self) -> list[str]:
+    def hibernation_obstacles(self) -> list[str]:
         """As of the start: what stands in the way of a rank is there from then on. Each rank looks again by itself."""
         return list(self._blockers)
 

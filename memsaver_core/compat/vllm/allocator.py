@@ -101,10 +101,7 @@ class MemsaverAllocator:
     def release_pools(self) -> None:
         """Give up the pools: what no tensor uses goes back to the driver. The engine that used them has ended."""
         self._graphs = None
-        if ms.enabled() and ms.driver_name() == "cuda":
-            from memsaver_core.backends.cuda_region import forget_pools
-
-            forget_pools()
+        process.backend().forget_pools()
 
     def close(self) -> None:
         """The same."""

@@ -9,6 +9,7 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
+from memsaver_core import process
 from memsaver_core.compat.vllm.tags import WEIGHTS
 from memsaver_core.errors import UnsupportedError
 
@@ -49,7 +50,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # its types are 
 
     @classmethod
     def is_supported(cls) -> bool:
-        return ms.enabled() and ms.driver_name() == "cuda"
+        return process.backend().has_memory_pools
 
     @classmethod
     def preserves_communicators(cls) -> bool:

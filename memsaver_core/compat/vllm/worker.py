@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.backends.cuda_region import forget_pools
+from memsaver_core import process
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator
 from memsaver_core.compat.vllm.board import Board
 from memsaver_core.compat.vllm.tags import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE
@@ -254,7 +254,9 @@ def _growing(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if not _engaged or large_enough or self._locked:
             return original(self, required_bytes)
-        forget_pools(WORKSPACE)  # the smaller one goes back to the driver instead of staying in the pool
+        process.backend().forget_pools(
+            WORKSPACE
+        )  # the smaller one goes back to the driver instead of staying in the pool
         with allocator().use_memory_pool(WORKSPACE):
             return original(self, required_bytes)
 
@@ -283,7 +285,7 @@ def _make_cublas_workspaces() -> None:
 
     torch allocates them at a stream's first product of matrices, and captured graphs then hold their addresses.
     """
-    if not _engaged or ms.driver_name() != "cuda":
+    if not _engaged or not process.backend().has_memory_pools:
         return
     with allocator().use_memory_pool(WORKSPACE), torch.inference_mode():
         square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
@@ -420,7 +422,7 @@ def _introduction() -> dict[str, Any]:
         return {"devices": [], "blockers": []}
     return {
         "devices": [asdict(device) for device in ms.read_devices()],
-        "blockers": ms.hibernation_blockers(),
+        "blockers": ms.hibernation_obstacles(),
         "pid": os.getpid(),
         "board": _board().place,
     }
