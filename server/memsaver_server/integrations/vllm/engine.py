@@ -25,12 +25,12 @@ from starlette.types import Receive, Scope, Send
 from memsaver_core.compat.vllm.import_hooks import when_imported
 from memsaver_core.compat.vllm.worker import asked_for, is_wanted
 from memsaver_core.errors import ConfigurationError, UnsupportedError
+from memsaver_server.app import create_app
 from memsaver_server.attachment import Attachment, attach
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
 from memsaver_server.gate import Gate
-from memsaver_server.http.app import create_app
 from memsaver_server.http.auth import check_address
-from memsaver_server.http.errors import problem_of
+from memsaver_server.http.errors import error_response
 from memsaver_server.ranks import Answer, RankMemory
 from memsaver_server.settings import Settings
 
@@ -252,7 +252,7 @@ class _Closed(BaseRoute):
         try:
             await self._admission.enter()
         except AdmissionClosedError as closed:
-            problem = problem_of(closed)
+            problem = error_response(closed)
             await JSONResponse(problem.body(), problem.status, headers=problem.headers)(scope, receive, send)
         else:
             await self._app.router(scope, receive, send)
