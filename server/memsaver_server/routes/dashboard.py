@@ -25,16 +25,13 @@ from memsaver_server.operation import Operation
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)
 
+_SCRIPTS = ("chart", "devices", "feed", "format", "operations", "page", "tags", "timeline")
 #: The page's files and their media types.
 FILES = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
-    "page.js": "text/javascript; charset=utf-8",
-    "chart.js": "text/javascript; charset=utf-8",
-    "feed.js": "text/javascript; charset=utf-8",
-    "format.js": "text/javascript; charset=utf-8",
-    "operations.js": "text/javascript; charset=utf-8",
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
 }
 HEADERS = {
     # Only this server's files and answers; no framing, against clickjacking.
