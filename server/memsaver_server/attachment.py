@@ -115,7 +115,7 @@ def attach(
     server = _Server(config)
     thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
     thread.start()
-    server.wait_until_serving()
+    server.settled.wait()
     if server.failure is not None:
         bound.close()
         raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.failure: BaseException | None = None
-        self._settled = threading.Event()
+        self.settled = threading.Event()
 
     @reserved_heap()
     def serve_here(self, bound: socket.socket) -> None:
@@ -142,17 +142,14 @@ class _Server(uvicorn.Server):
             logger.exception("the server stopped")
             self.failure = error
         finally:
-            self._settled.set()
+            self.settled.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             for each in sockets or ():
                 each.listen(BACKLOG)
-        self._settled.set()
-
-    def wait_until_serving(self) -> None:
-        self._settled.wait()
+        self.settled.set()
 
     def stop(self) -> None:
         """Make the server end; first its streams, which would keep it running."""

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from memsaver_server.client import Client, ClientError, OccupationAnswer, OperationAnswer, UnavailableError
 
@@ -28,25 +27,22 @@ class DemoError(Exception):
     """A step of the demonstration failed; the message says which and how."""
 
 
-@dataclass(frozen=True)
-class Show:
-    """Callbacks for the steps of the demonstration.
+class Show(Protocol):
+    """Receives the steps of the demonstration."""
 
-    Attributes:
-        doing: the next step, which may take a while.
-        started: the engine answers at this address.
-        generated: token ids and text, before and after the release.
-        operation: a release or resume has ended.
-        refused: the message that refused a request during the release.
-        occupation: what the engine holds while released.
-    """
+    def doing(self, step: str) -> None:
+        """``step`` begins, and may take a while."""
 
-    doing: Callable[[str], None]
-    started: Callable[[str, OccupationAnswer], None]
-    generated: Callable[[Sequence[int], str], None]
-    operation: Callable[[OperationAnswer], None]
-    refused: Callable[[str], None]
-    occupation: Callable[[OccupationAnswer], None]
+    def started(self, address: str, occupation: OccupationAnswer) -> None: ...
+
+    def generated(self, tokens: Sequence[int], text: str) -> None: ...
+
+    def operation(self, answer: OperationAnswer) -> None: ...
+
+    def refused(self, message: str) -> None:
+        """A request during the release was refused with ``message``."""
+
+    def occupation(self, answer: OccupationAnswer) -> None: ...
 
 
 def run(show: Show, serve_options: Sequence[str] = ()) -> None:

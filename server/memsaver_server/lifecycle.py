@@ -1,7 +1,7 @@
 """The state machine of the engine's memory, behind every dialect.
 
 Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
-settle; optionally trim and hibernate) -> report.
+settle; optionally hibernate) -> report.
 Resume: check tags -> resume the memory (wake, restore) -> repair -> reopen admission if nothing is released -> report.
 """
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -102,65 +103,61 @@ class Metrics:
     def _collect_counters(self) -> Iterator[Metric]:
         """The caller holds the lock."""
         operations = CounterMetricFamily(
-            "memsaver_operations",
-            "Calls of release and resume, by how they ended.",
-            labels=["operation", "outcome"],
+            "memsaver_operations", "Calls of release and resume, by how they ended.", labels=["operation", "outcome"]
         )
-        for labels, count in sorted(self._operations.items()):
-            operations.add_metric(list(labels), count)
+        yield _filled(operations, dict(sorted(self._operations.items())))
         phases = HistogramMetricFamily(
             "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
         )
         for labels, histogram in sorted(self._phases.items()):
             phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
-        copied = CounterMetricFamily(
-            "memsaver_copy_bytes",
-            "Content copied to or from backups; skipped: not copied, because the backup is current.",
-            labels=["direction", "skipped"],
+        yield phases
+        help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
+        yield _filled(
+            CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"]),
+            dict(sorted(self._copied.items())),
         )
-        for labels, count in sorted(self._copied.items()):
-            copied.add_metric(list(labels), count)
-        released = CounterMetricFamily("memsaver_released_bytes", "Device memory released to the driver so far.")
-        released.add_metric([], self._moved["release"])
-        resumed = CounterMetricFamily("memsaver_resumed_bytes", "Device memory resumed from the driver so far.")
-        resumed.add_metric([], self._moved["resume"])
-        yield from (operations, phases, copied, released, resumed)
+        for name, text in (("release", "released to"), ("resume", "resumed from")):
+            help_text = f"Device memory {text} the driver so far."
+            yield CounterMetricFamily(f"memsaver_{name}d_bytes", help_text, value=self._moved[name])
 
     def _collect_gauges(self) -> Iterator[Metric]:
         now = self._lifecycle.snapshot()
-        status = now.status
-        tags = GaugeMetricFamily("memsaver_tag_bytes", "Memory under each tag, by its state.", labels=["tag", "state"])
-        for tag in status.tags:
-            tags.add_metric([tag.tag, "resident"], tag.resident_bytes)
-            tags.add_metric([tag.tag, "released"], tag.released_bytes)
-            tags.add_metric([tag.tag, "retained"], tag.retained_bytes)
-        backup = status.host_backup
-        backups = GaugeMetricFamily(
-            "memsaver_backup_bytes",
-            "Backups in host memory and in files, pinned memory allocated for them, and its limit.",
-            labels=["kind"],
+        backup = now.status.host_backup
+        devices = self._monitor.latest().devices
+        stall = now.running.stall() if now.running is not None else None
+        yield _gauges(
+            "memsaver_tag_bytes",
+            "Memory under each tag, by its state.",
+            ["tag", "state"],
+            {
+                (tag.tag, state): getattr(tag, f"{state}_bytes")
+                for tag in now.status.tags
+                for state in ("resident", "released", "retained")
+            },
         )
-        backups.add_metric(["memory"], backup.bytes - backup.file_bytes)
-        backups.add_metric(["file"], backup.file_bytes)
-        backups.add_metric(["capacity"], backup.capacity_bytes)
-        backups.add_metric(["limit"], backup.limit_bytes)
-        used = GaugeMetricFamily(
-            "memsaver_device_used_bytes", "Device memory in use by all processes.", labels=["device"]
-        )
-        total = GaugeMetricFamily("memsaver_device_total_bytes", "Memory of the device.", labels=["device"])
-        for device in self._monitor.latest().devices:
-            used.add_metric([str(device.index)], device.used_bytes)
-            total.add_metric([str(device.index)], device.total_bytes)
-        state = GaugeMetricFamily("memsaver_state", "1 for the state that the process is in.", labels=["state"])
-        for name in STATES:
-            state.add_metric([name], float(name == now.state))
-        admission = GaugeMetricFamily("memsaver_admission_open", "1 while the engine takes requests.")
-        admission.add_metric([], float(not now.closed_reason))
-        stalled = GaugeMetricFamily(
-            "memsaver_stalled_seconds",
-            "How long the operation in progress has made no progress; only while it is stalled.",
-            labels=["operation", "phase"],
-        )
-        if now.running is not None and (stall := now.running.stall()) is not None:
-            stalled.add_metric([now.running.request.operation, stall.phase], stall.seconds)
-        yield from (tags, backups, used, total, state, admission, stalled)
+        backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
+        backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
+        help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."
+        yield _gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
+        used = {(str(device.index),): device.used_bytes for device in devices}
+        yield _gauges("memsaver_device_used_bytes", "Device memory in use by all processes.", ["device"], used)
+        total = {(str(device.index),): device.total_bytes for device in devices}
+        yield _gauges("memsaver_device_total_bytes", "Memory of the device.", ["device"], total)
+        states = {(name,): float(name == now.state) for name in STATES}
+        yield _gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
+        help_text = "1 while the engine accepts requests."
+        yield GaugeMetricFamily("memsaver_admission_open", help_text, value=float(not now.closed_reason))
+        stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
+        help_text = "How long the operation in progress has made no progress; only while it is stalled."
+        yield _gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
+
+
+def _gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
+    for labels, value in values.items():
+        family.add_metric(list(labels), value)
+    return family

@@ -11,6 +11,7 @@ import typer
 
 from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
 from memsaver_server.cli.tables import make_console
+from memsaver_server.cli.units import parse_size
 from memsaver_server.client import DEFAULT_URL, AnswerError, Client, ClientError, UnreachableError
 
 Url = Annotated[
@@ -19,10 +20,7 @@ Url = Annotated[
         "--url", envvar="MEMSAVER_URL", help="Address of the service: http://host:port or unix:///path.", metavar="URL"
     ),
 ]
-Uds = Annotated[
-    str | None,
-    typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH"),
-]
+Uds = Annotated[str | None, typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH")]
 ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", envvar="MEMSAVER_API_KEY", help="Key of the service.", metavar="KEY", show_envvar=True),
@@ -62,6 +60,14 @@ def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
         if hint:
             console.print(f"  {hint}", style="dim")
     return typer.Exit(int(code))
+
+
+def size_of(text: str | None) -> int | None:
+    """Return the bytes of an option's value."""
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def escape(text: str) -> str:

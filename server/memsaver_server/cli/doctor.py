@@ -23,9 +23,7 @@ _MARKS = {
 }
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
     """Check driver, devices, torch and environment, and say what to do.
 
     Exits with 1 if something prevents memsaver from working.

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Uds, Url, connected
-from memsaver_server.cli.tables import make_console, state_text, status_view
+from memsaver_server.cli.tables import make_console, progress_line, state_text, status_view
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client import Client, OperationStatusAnswer
 from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
@@ -49,12 +49,7 @@ def watch(
             raise typer.Exit from None
 
 
-def top(
-    url: Url = URL_DEFAULT,
-    uds: Uds = None,
-    api_key: ApiKey = None,
-    interval: Interval = 1.0,
-) -> None:
+def top(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, interval: Interval = 1.0) -> None:
     """Show devices, tags and the latest operations, updated each second until Ctrl-C; once if piped."""
     console = make_console()
     with connected(url, uds, api_key) as client:
@@ -94,19 +89,13 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
             if event.name == "phase":
                 spinner.update(f"{event.data['name']} ...")
             elif event.name == "progress":
-                spinner.update(_progress_line(ProgressAnswer.model_validate(event.data)))
+                spinner.update(progress_line(ProgressAnswer.model_validate(event.data)))
             elif event.name == "stalled":
                 stall = StallAnswer.model_validate(event.data)
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
                 console.print(_phase_line(PhaseAnswer.model_validate(event.data)))
     console.print(_outcome(client.operation(operation_id)))
-
-
-def _progress_line(progress: ProgressAnswer) -> str:
-    left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left is not None else ""
-    done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
-    return f"{done} of {total}, {progress.gb_per_s:.1f} GB/s{left}"
 
 
 def _phase_line(phase: PhaseAnswer) -> Text:
@@ -151,7 +140,7 @@ def _running_line(operation: OperationStatusAnswer) -> RenderableType:
     cells.append(Text(operation.phase, style="bold"))
     if progress and progress.total_bytes:
         cells.append(ProgressBar(progress.total_bytes, progress.done_bytes, width=40))
-        cells.append(_progress_line(progress))
+        cells.append(progress_line(progress))
     line.add_row(*cells)
     return line
 

@@ -7,18 +7,10 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected
+from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected, size_of
 from memsaver_server.cli.progress import while_running
 from memsaver_server.cli.tables import make_console, operation_view, status_view
-from memsaver_server.cli.units import parse_size
 from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
-
-
-def _size(text: str | None) -> int | None:
-    try:
-        return parse_size(text) if text else None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _policies(pairs: list[str] | None) -> dict[str, str] | None:
@@ -49,12 +41,10 @@ def release(
     api_key: ApiKey = None,
     as_json: Json = False,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", help="Deadline of the drain, in seconds.", metavar="SECONDS"),
+        float | None, typer.Option("--timeout", help="Deadline of the drain, in seconds.", metavar="SECONDS")
     ] = None,
     mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them."),
+        str | None, typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them.")
     ] = None,
     restore: Annotated[
         list[str] | None,
@@ -69,9 +59,7 @@ def release(
     trim: Annotated[
         bool | None,
         typer.Option(
-            "--trim/--no-trim",
-            help="Also release what libraries cache [only when hibernating].",
-            show_default=False,
+            "--trim/--no-trim", help="Also release what libraries cache [only when hibernating].", show_default=False
         ),
     ] = None,
     hibernate: Annotated[
@@ -85,7 +73,7 @@ def release(
         timeout_s=timeout,
         mode=mode,
         restore=_policies(restore),
-        at_least_bytes=_size(at_least),
+        at_least_bytes=size_of(at_least),
         trim=trim,
         hibernate=hibernate,
         wait=wait,

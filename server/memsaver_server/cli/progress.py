@@ -11,8 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from memsaver_server.cli.tables import make_console
-from memsaver_server.cli.units import format_bytes
+from memsaver_server.cli.tables import make_console, progress_line
 from memsaver_server.client import Client, ClientError, OperationStatusAnswer
 
 ResultT = TypeVar("ResultT")
@@ -59,16 +58,12 @@ def _draw_until_done(client: Client, verb: str, future: Future[ResultT], console
             if running is None:
                 continue
             progress = running.progress
-            note = ""
-            if progress and progress.total_bytes:
-                note = f"{format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)}"
-                note += f"  {progress.gb_per_s:.1f} GB/s"
             bar.update(
                 task,
                 description=f"{verb}: {running.phase}" if running.phase else verb,
                 total=progress.total_bytes if progress and progress.total_bytes else None,
                 completed=progress.done_bytes if progress else 0,
-                note=note,
+                note=progress_line(progress) if progress and progress.total_bytes else "",
             )
 
 

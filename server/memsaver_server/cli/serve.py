@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import escape
+from memsaver_server.cli.connection import escape, size_of
 from memsaver_server.cli.exit_codes import ExitCode
 from memsaver_server.cli.tables import make_console
-from memsaver_server.cli.units import format_seconds, parse_size
+from memsaver_server.cli.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -30,19 +30,11 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers; write for example 1,2,4") from None
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def serve(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.",
-            show_default=False,
+            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.", show_default=False
         ),
     ] = None,
     random_weights: Annotated[
@@ -53,12 +45,10 @@ def serve(
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")] = False,
     kv_cache_bytes: Annotated[
-        str | None,
-        typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE"),
+        str | None, typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE")
     ] = None,
     max_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2),
+        int | None, typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2)
     ] = None,
     batch_sizes: Annotated[
         str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
@@ -86,7 +76,7 @@ def serve(
     console = make_console(stderr=True)
     _end_on_signals()
     sizes = _numbers(batch_sizes)
-    cache = _size(kv_cache_bytes) if kv_cache_bytes else None
+    cache = size_of(kv_cache_bytes)
     began = time.monotonic()
     try:
         from memsaver_server import Settings, attach, audit

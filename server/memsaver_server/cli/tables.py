@@ -17,6 +17,7 @@ from memsaver_server.schemas import (
     OccupiedDeviceAnswer,
     OperationAnswer,
     PhaseAnswer,
+    ProgressAnswer,
     TagAnswer,
     TagStatusAnswer,
 )
@@ -39,6 +40,12 @@ def make_console(*, stderr: bool = False) -> Console:
     """Return a console with colours only on a terminal; respects NO_COLOR."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def progress_line(progress: ProgressAnswer) -> str:
+    left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left is not None else ""
+    done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
+    return f"{done} of {total}, {progress.gb_per_s:.1f} GB/s{left}"
 
 
 def state_text(state: str) -> Text:
@@ -157,33 +164,22 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
 def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
     table = _table(["tag", "state", "restore", "size", "on device", "released", "backed up"], right_from=3)
     for tag in tags:
-        sizes = (tag.bytes, tag.resident_bytes, tag.released_bytes, tag.backed_up_bytes)
-        table.add_row(tag.tag, state_text(tag.state), tag.restore, *map(_size_text, sizes))
+        table.add_row(tag.tag, state_text(tag.state), tag.restore, *map(_size_text, _tag_sizes(tag)))
     if len(tags) > 1:
         table.add_section()
-        table.add_row(
-            "in all",
-            "",
-            "",
-            format_bytes(sum(tag.bytes for tag in tags)),
-            format_bytes(sum(tag.resident_bytes for tag in tags)),
-            format_bytes(sum(tag.released_bytes for tag in tags)),
-            format_bytes(sum(tag.backed_up_bytes for tag in tags)),
-            style="bold",
-        )
+        totals = (sum(sizes) for sizes in zip(*map(_tag_sizes, tags), strict=True))
+        table.add_row("in all", "", "", *map(format_bytes, totals), style="bold")
     return table
+
+
+def _tag_sizes(tag: TagStatusAnswer) -> tuple[int, ...]:
+    return tag.bytes, tag.resident_bytes, tag.released_bytes, tag.backed_up_bytes
 
 
 def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
     table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
     for device in devices:
-        own = "unknown" if device.process_bytes is None else format_bytes(device.process_bytes)
-        table.add_row(
-            str(device.index),
-            device.name,
-            format_bytes(device.total_bytes),
-            format_bytes(device.used_bytes),
-            own,
-            format_bytes(device.free_bytes),
-        )
+        total, used, free = map(format_bytes, (device.total_bytes, device.used_bytes, device.free_bytes))
+        own = "not told" if device.process_bytes is None else format_bytes(device.process_bytes)
+        table.add_row(str(device.index), device.name, total, used, own, free)
     return table

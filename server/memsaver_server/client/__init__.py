@@ -21,12 +21,7 @@ from memsaver_server.client.errors import (
 from memsaver_server.client.events import Event
 from memsaver_server.client.requests import DEFAULT_URL
 from memsaver_server.client.sync import Client
-from memsaver_server.schemas import (
-    AcceptedAnswer,
-    OccupationAnswer,
-    OperationAnswer,
-    OperationStatusAnswer,
-)
+from memsaver_server.schemas import AcceptedAnswer, OccupationAnswer, OperationAnswer, OperationStatusAnswer
 
 __all__ = [
     "DEFAULT_URL",

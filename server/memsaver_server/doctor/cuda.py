@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from memsaver_server.doctor.finding import Finding, Level, Machine
 
@@ -44,15 +46,21 @@ def check_cuda_driver(machine: Machine) -> Iterator[Finding]:
 
 def _driver_release() -> str:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
-        finally:
-            pynvml.nvmlShutdown()
+        with _nvml() as nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
     except Exception:
         return ""
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
@@ -83,14 +91,8 @@ def check_nvml(machine: Machine) -> Iterator[Finding]:
     if not machine.has_gpu:
         return
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        finally:
-            pynvml.nvmlShutdown()
+        with _nvml() as nvml:
+            used = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
     except Exception as error:
         yield Finding(
             "NVML",

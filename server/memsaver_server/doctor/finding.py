@@ -35,13 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """The CUDA driver as all checks see it.
-
-    Attributes:
-        cuda: the driver's library, or None.
-        cuda_error: why it does not work, or an empty string.
-        device_count: number of its devices.
-    """
+    """The CUDA driver as all checks see it: its library if there is one, why it does not work, its devices."""
 
     cuda: ctypes.CDLL | None
     cuda_error: str

@@ -34,11 +34,7 @@ def check_host_memory(machine: Machine) -> Iterator[Finding]:
     found = f"{available / 2**30:.1f} GiB available of {_total_memory_bytes() / 2**30:.1f} GiB"
     if limit is not None:
         found += f", container limit {limit / 2**30:.1f} GiB"
-    yield Finding(
-        "host memory",
-        Level.OK,
-        f"{found}; it holds the backups of tags that keep their content",
-    )
+    yield Finding("host memory", Level.OK, f"{found}; it holds the backups of tags that keep their content")
 
 
 def _total_memory_bytes() -> int:

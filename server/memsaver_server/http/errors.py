@@ -45,15 +45,7 @@ class BodyTooLargeError(MemsaverError):
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """An error as a response.
-
-    Attributes:
-        status: HTTP status.
-        kind: the error in one word, for programs and metrics.
-        message: the error, for people.
-        details: figures and names for programs.
-        headers: HTTP headers.
-    """
+    """An error as a response; see ``MemsaverError`` for its parts."""
 
     status: int
     kind: str

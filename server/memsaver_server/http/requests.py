@@ -30,12 +30,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True)
 class Limit:
-    """The size limit of a body.
-
-    Attributes:
-        bytes: the limit.
-        remedy: what the caller of a larger body can do.
-    """
+    """The size limit of a body, and what the caller of a larger one can do."""
 
     bytes: int
     remedy: str

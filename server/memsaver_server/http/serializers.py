@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from memsaver_core.reports import (
-    DeviceDelta,
-    DeviceMemory,
-    HostBackupStatus,
-    OperationReport,
-    PhaseReport,
-    TagStatus,
-)
+from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport
 from memsaver_server.device_monitor import Sample
 from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
@@ -117,9 +110,9 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "engine": engine,
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
-        "tags": [_tag_status(tag) for tag in status.tags],
+        "tags": [_without(asdict(tag), "mapped_by_device", "bytes_by_device") for tag in status.tags],
         "devices": [_occupied(device, sample) for device in sample.devices],
-        "host_backup": _host_backup(status.host_backup),
+        "host_backup": _without(asdict(status.host_backup), "target_bytes"),
     }
 
 
@@ -173,16 +166,8 @@ def _device_total(device: DeviceDelta) -> dict[str, Any]:
     }
 
 
-def _tag_status(tag: TagStatus) -> dict[str, Any]:
-    answer = asdict(tag)
-    del answer["mapped_by_device"], answer["bytes_by_device"]  # part of each device's sources
-    return answer
-
-
-def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
-    answer = asdict(backup)
-    del answer["target_bytes"]  # internal to the pool
-    return answer
+def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:

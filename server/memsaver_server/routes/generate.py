@@ -13,27 +13,17 @@ from memsaver_server.http.errors import BadRequestError
 from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, json_of
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
+_SAMPLING = {
+    "max_new_tokens": {"type": "integer", "minimum": 0},
+    "temperature": {"type": "number", "minimum": 0},
+}
+_FIELDS = {
+    "text": {"type": "string"},
+    "input_ids": {"type": "array", "items": {"type": "integer"}},
+    "sampling_params": {"type": "object", "properties": _SAMPLING},
+}
 _REQUEST_BODY = {
-    "requestBody": {
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "text": {"type": "string"},
-                        "input_ids": {"type": "array", "items": {"type": "integer"}},
-                        "sampling_params": {
-                            "type": "object",
-                            "properties": {
-                                "max_new_tokens": {"type": "integer", "minimum": 0},
-                                "temperature": {"type": "number", "minimum": 0},
-                            },
-                        },
-                    },
-                }
-            }
-        }
-    }
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}}
 }
 
 
