@@ -40,11 +40,9 @@ class GraphPool:
     def __init__(self, tag: str = "cuda_graph", *, restore: PolicyLike | None = None) -> None:
         policy = policy_for(tag, restore).value
         self._pool: Any = None
-        if process.enabled() and process.driver_name() == "cuda":
-            from memsaver_core.backends.cuda_region import new_graph_pool
-
-            process.saver()
-            self._pool = new_graph_pool(torch.cuda.current_device(), tag, policy)
+        if process.backend().has_memory_pools:
+            process.saver()  # its allocator must be active before the pool allocates
+            self._pool = process.backend().new_graph_pool(tag, policy)
 
     @property
     def id(self) -> Any:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from memsaver_core import process
-from memsaver_core.backends.host_storage import is_plain, rebase
 from memsaver_core.errors import ConfigurationError
 from memsaver_core.policies import PolicyLike, policy_for
+from memsaver_core.storages import is_plain, rebase
 
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
 
@@ -37,13 +37,7 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
     if not process.enabled():
         return nullcontext()
     saver = process.saver()
-    if saver.driver_name() == "cuda":
-        from memsaver_core.backends.cuda_region import CudaRegion
-
-        return CudaRegion(saver, device, tag, policy)
-    from memsaver_core.backends.host_region import HostRegion
-
-    return HostRegion(saver, device or 0, tag, policy)
+    return process.backend().region(saver, device, tag, policy)
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, hibernation, library_caches, process
+from memsaver_core.backends import Backend
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
+from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_core.phases import PhaseLog, deltas
-from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any, parse_policy
+from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any
 from memsaver_core.reports import (
     DeviceMemory,
     HostBackupStatus,
@@ -58,16 +59,16 @@ def release(
 ) -> OperationReport:
     """Give the memory of ``tags`` back to the driver; content is kept as the policies say, addresses stay.
 
-    Nothing may use the memory from the call on until it is resumed. A tag that is released already is success. Then
-    torch's caches go back too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
+    Nothing may use the memory from this call until it is resumed. A tag that is released already is success. torch's
+    caches go back, too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
 
     Args:
         tags: which; None or empty for all.
-        restore: another policy for this release, by tag.
-        trim: also give back what libraries keep for speed: cuBLAS workspaces (where no CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own. By
-            default where ``hibernate``. Modules that nobody uses any more stay: who loaded them alone can unload them.
-        hibernate: last of all, give back the CUDA context itself; every CUDA call of this process then waits for the
+        restore: another policy for this release alone, by tag.
+        trim: also give back what libraries keep for speed: cuBLAS workspaces (unless a CUDA graph is alive that may use
+            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own.
+            By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
+        hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
             resume.
         log: a log to append the phases to; the report then covers all that it holds.
 
@@ -78,32 +79,37 @@ def release(
         OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
     """
-    names = check_tags(tags)
-    overrides = {tag: parse_policy(policy).value for tag, policy in (restore or {}).items()}
+    return release_with(ReleaseOptions.of(tags, restore, trim, hibernate), log=log)
+
+
+def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    """As ``release``."""
+    names = check_tags(options.tags)
+    overrides = {tag: policy.value for tag, policy in options.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
         return _nothing("release")
     hibernation.check()
     log = log or PhaseLog()
-    saver = process.saver()
+    saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():  # then all of this is done
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
-    if hibernate and (reasons := hibernation.blockers()):
+    if options.hibernate and (reasons := hibernation.hibernation_obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     with log.phase("synchronize"):
         saver.synchronize()
     with log.phase("pause") as details:
         before = log.read()
-        result = saver.release(names, _dead_ranges(saver, names, overrides), overrides)
+        result = saver.release(names, _dead_ranges(saver, backend, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
-        _after_release(saver, [tag["tag"] for tag in result["tags"]])
-    trims = hibernate if trim is None else trim
+        backend.note_release([tag["tag"] for tag in result["tags"]])
+    trims = options.hibernate if options.trim is None else options.trim
     if trims:
         with log.phase("trim_workspaces") as details:
             details["kept_for_graphs"] = float(not library_caches.workspaces())
     with log.phase("empty_cache"):
-        _empty_cache(saver)
+        backend.empty_cache()
     if trims:
         with log.phase("trim_graphs"):
             saver.trim_graph_memory()
@@ -114,7 +120,7 @@ def release(
             torch.cuda.ipc_collect()
     with log.phase("settle"):
         _settle(log, before, _total(result, "released_bytes"))
-    if hibernate:
+    if options.hibernate:
         with log.phase("hibernate") as details:
             details.update(hibernation.hibernate())
     return _report("release", names, result, log)
@@ -137,12 +143,17 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         ContextLostError: this process was hibernated and can never be woken again.
         MemsaverError: a driver call failed; everything is as before.
     """
-    names = check_tags(tags)
+    return resume_with(ResumeOptions(tags_of(tags)), log=log)
+
+
+def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    """As ``resume``."""
+    names = check_tags(options.tags)
     if not process.enabled():
         return _nothing("resume")
     hibernation.check()
     log = log or PhaseLog()
-    saver = process.saver()
+    saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():
         with log.phase("wake") as details:
             details.update(hibernation.wake())
@@ -150,9 +161,8 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         try:
             result = saver.resume(names)
         except OutOfDeviceMemoryError:
-            if saver.driver_name() != "cuda":
+            if not backend.make_room():
                 raise
-            torch.cuda.empty_cache()  # what torch only caches may be just what is missing
             result = saver.resume(names)
         _note_work(details, result, "restored_bytes")
     return _report("resume", names, result, log)
@@ -195,7 +205,7 @@ def status() -> Status:
     lost = hibernation.failure()
     return Status(
         enabled=True,
-        driver=saver.driver_name(),
+        driver=process.driver_name(),
         state="failed" if lost else now["state"],
         failure=lost or now["failure"],
         tags=tuple(TagStatus(**tag) for tag in now["tags"]),
@@ -222,18 +232,16 @@ def _nothing(operation: str) -> OperationReport:
     return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
 
 
-def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str, str]) -> list[tuple[int, int]]:
-    """What torch holds free in the tags whose content is to be kept."""
-    kept = [
-        tag["tag"]
+def _dead_ranges(
+    saver: _native.Saver, backend: Backend, names: list[str], overrides: Mapping[str, str]
+) -> list[tuple[int, int]]:
+    """Return what torch holds free, if content of any of these tags is to be kept."""
+    kept = any(
+        keeps_any(overrides.get(tag["tag"], tag["restore"]))
         for tag in saver.status()["tags"]
-        if (not names or tag["tag"] in names) and keeps_any(overrides.get(tag["tag"], tag["restore"]))
-    ]
-    if saver.driver_name() != "cuda" or not kept:
-        return []
-    from memsaver_core.backends.cuda_region import dead_ranges
-
-    return dead_ranges(saver)
+        if not names or tag["tag"] in names
+    )
+    return backend.dead_ranges(saver) if kept else []
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
@@ -242,21 +250,6 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
         for tag in saver.status()["tags"]
         if not names or tag["tag"] in names
     ]
-
-
-def _after_release(saver: _native.Saver, tags: list[str]) -> None:
-    if saver.driver_name() == "cuda":
-        from memsaver_core.backends.cuda_region import note_release
-
-        note_release(tags)
-
-
-def _empty_cache(saver: _native.Saver) -> None:
-    """Give back what the allocators only cache: torch's on CUDA, the C library's on the host."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if saver.driver_name() == "host":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:

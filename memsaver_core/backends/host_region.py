@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
-from memsaver_core.backends.host_storage import host_storage, is_plain, rebase
-
-_stack = threading.local()
+from memsaver_core.storages import is_plain, rebase
 
 _REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
 
@@ -33,6 +31,13 @@ _UNDEFINED = {
 }
 
 
+class Stack(threading.local):
+    """The regions that the calling thread has entered, innermost last; None suspends the one before it."""
+
+    def __init__(self) -> None:
+        self.entered: list[HostRegion | None] = []
+
+
 class HostRegion(TorchDispatchMode):
     """Moves what is allocated inside to ``device``'s arena for ``tag`` and ``restore``.
 
@@ -41,9 +46,10 @@ class HostRegion(TorchDispatchMode):
     region ends; torch tells of them as the module registers them.
     """
 
-    def __init__(self, saver: _native.Saver, device: int, tag: str, restore: str) -> None:
+    def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saver = saver
+        self._stack = stack
         self._device = device
         self._tag = tag
         self._restore = restore
@@ -53,11 +59,11 @@ class HostRegion(TorchDispatchMode):
     def __enter__(self) -> HostRegion:
         self._hooks = [register(self._note) for register in _REGISTRATION_HOOKS]
         super().__enter__()  # type: ignore[no-untyped-call]
-        _regions().append(self)
+        self._stack.entered.append(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _regions().pop()
+        self._stack.entered.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
@@ -68,7 +74,7 @@ class HostRegion(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _regions()[-1] is not self:  # an inner region takes what is made in it
+        if self._stack.entered[-1] is not self:  # an inner region takes what is made in it
             return func(*args, **kwargs)
         # torch.tensor() fills a tensor where no mode can see it, and lift_fresh is how it comes to light.
         lifted = func is torch.ops.aten.lift_fresh.default
@@ -96,11 +102,15 @@ class HostRegion(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in storages:
                     continue
-                moved = host_storage(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                moved = self._allocate(storage.nbytes())
                 if copy:
                     moved.copy_(storage, non_blocking=False)
                 storages[storage._cdata] = moved
         rebase(tensors, storages)
+
+    def _allocate(self, size: int) -> torch.UntypedStorage:
+        buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, size)
+        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         self._filled.add(module)
@@ -123,13 +133,6 @@ class HostRegion(TorchDispatchMode):
         }
         fresh = [tensor for tensor in tensors.values() if tensor.untyped_storage()._cdata not in outside]
         self._move(fresh, copy=True)
-
-
-def _regions() -> list[HostRegion]:
-    if not hasattr(_stack, "regions"):
-        _stack.regions = []
-    regions: list[HostRegion] = _stack.regions
-    return regions
 
 
 def _storages_with_memory(arguments: Any) -> set[int]:

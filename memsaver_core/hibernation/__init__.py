@@ -45,7 +45,7 @@ device_lock = threading.Lock()
 _away = False
 
 
-def blockers() -> list[str]:
+def hibernation_obstacles() -> list[str]:
     """Why this process cannot be hibernated now, each with what to do; empty where nothing seems to stand in the way.
 
     Looks at what can be seen from here: the helper, the driver, MPS, torch's NCCL groups, tensors shared by CUDA IPC,
@@ -115,7 +115,7 @@ def hibernate() -> dict[str, float]:
             ``is_hibernated`` tells.
     """
     check()
-    if found := blockers():
+    if found := hibernation_obstacles():
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
     with _lock:
         if _hibernated:
@@ -181,7 +181,7 @@ def fail(step: str, *, times: int = 1, lost: bool = False) -> None:
 @lru_cache
 def _wake_at_exit() -> None:
     """Have the interpreter's exit wake the process: torch's teardown calls CUDA, and would wait for ever."""
-    if process.driver_name() != "cuda":
+    if not process.backend().has_context:
         return
 
     def wake_or_leave() -> None:
@@ -253,14 +253,14 @@ def _ask(*request: object) -> list[str]:
     global _helper
     if _helper is None or not _helper.alive:
         saver = process.saver()
-        _helper = Helper(saver.driver_name(), saver.accounts(), faults=process.settings().fault_injection)
+        _helper = Helper(process.driver_name(), saver.accounts(), faults=process.settings().fault_injection)
     return _helper.ask(*request)
 
 
 def _note_devices() -> None:
     saver = process.saver()
     _devices.clear()
-    if saver.driver_name() == "cuda":
+    if process.backend().has_context:
         _devices.update((saver.device_info(index)["uuid"], index) for index in saver.devices())
 
 

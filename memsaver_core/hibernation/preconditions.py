@@ -85,7 +85,8 @@ def observe() -> Facts:
     if not process.enabled():
         return Facts(driver="none")
     has_helper = os.access(helper.PATH, os.X_OK)
-    if process.driver_name() != "cuda":
+    backend = process.backend()
+    if not backend.has_context:
         return Facts(driver="host", helper=has_helper)
     return Facts(
         helper=has_helper,
@@ -93,7 +94,7 @@ def observe() -> Facts:
         mps=mps_pipe(),
         nccl_groups=nccl_groups(),
         ipc_tensors=ipc_tensors(),
-        peers=_peers(),
+        peers=backend.peers(process.existing_saver(), process.settings().peer_access),
         managed_bytes=managed_bytes(),
     )
 
@@ -151,26 +152,3 @@ def _is_cuda_handle(key: object) -> bool:
     """Tell torch's names of shared CUDA memory from those of shared host memory: numbers, or the name of a file."""
     handle = key[0] if isinstance(key, tuple) and key else key
     return isinstance(handle, bytes) and not handle.startswith(b"/torch_")
-
-
-def _peers() -> tuple[tuple[int, int], ...]:
-    saver = process.existing_saver()
-    if saver is not None and process.settings().peer_access and len(saver.devices()) > 1:
-        return tuple((one, other) for one in saver.devices() for other in saver.devices() if one != other)
-    if not torch.cuda.is_initialized():
-        return ()
-    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
-    used = [index for index in range(torch.cuda.device_count()) if has_context(index)]
-    if len(used) < 2:
-        return ()
-    # Peer access is between whole devices, so one address tells of all; the saver's own are mapped one by one.
-    addresses: dict[int, int] = {}
-    for segment in torch.cuda.memory_snapshot():
-        if saver is None or not saver.owns(segment["address"]):
-            addresses.setdefault(segment["device"], segment["address"])
-    return tuple(
-        (one, other)
-        for other, address in addresses.items()
-        for one in used
-        if one != other and _native.reaches(one, address)
-    )

@@ -66,8 +66,8 @@ class LocalRank:
     def introduce(self) -> Introduction:
         if not self._in_use():
             return Introduction()
-        blockers = tuple(ms.hibernation_blockers())
-        return Introduction(ms.read_devices(), blockers, os.getpid(), self._progress.location)
+        obstacles = tuple(ms.hibernation_obstacles())
+        return Introduction(ms.read_devices(), obstacles, os.getpid(), self._progress.location)
 
     def release(self, options: ReleaseOptions) -> OperationReport:
         """As ``memsaver_core.release_with``; the progress record follows."""

@@ -91,13 +91,13 @@ class Introduction:
 
     Attributes:
         devices: readings of the devices that it uses.
-        blockers: what prevents its hibernation.
+        obstacles: what prevents its hibernation.
         pid: its process, or None if memsaver is not in use there.
         progress: its progress record, or None if memsaver is not in use there.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
-    blockers: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
     pid: int | None = None
     progress: ProgressLocation | None = None
 

@@ -297,7 +297,7 @@ def _check_nccl(machine: Machine) -> Iterator[Finding]:
 def _check_hibernation(machine: Machine) -> Iterator[Finding]:
     import memsaver_core
 
-    reasons = memsaver_core.hibernation_blockers()
+    reasons = memsaver_core.hibernation_obstacles()
     if reasons:
         yield Finding("hibernation", Level.NOTE, "not possible: " + "; ".join(reasons))
     elif memsaver_core.driver_name() == "cuda":

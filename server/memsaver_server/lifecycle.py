@@ -126,7 +126,7 @@ class Occupation:
         """
         self.memory.check_tags(None if request.tags is None else list(request.tags))
         self.memory.check_tags([tag for tag, _ in request.restore])
-        if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_blockers()):
+        if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
         return self.operations.submit(request, self._release, wait=wait, key=key, client=client)
 

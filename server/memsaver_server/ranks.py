@@ -55,7 +55,7 @@ class RankMemory:
         self._several = len(ranks) > 1
         self._devices = RankDevices(ranks)
         self._pids = frozenset(rank.pid for rank in ranks if rank.pid is not None)
-        self._blockers = [blocker for rank in ranks for blocker in rank.blockers]
+        self._obstacles = [blocker for rank in ranks for blocker in rank.obstacles]
         self._progress = GroupProgress(rank.progress for rank in ranks if rank.progress is not None)
         self._operation = ""
         self._began = 0.0
@@ -81,9 +81,9 @@ class RankMemory:
     def read_devices(self) -> tuple[DeviceMemory, ...]:
         return tuple(read_again(device, self._pids) for device in self._devices.readings)
 
-    def hibernation_blockers(self) -> list[str]:
+    def hibernation_obstacles(self) -> list[str]:
         """Return what the ranks reported at the start; each rank checks again before it hibernates."""
-        return list(self._blockers)
+        return list(self._obstacles)
 
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""

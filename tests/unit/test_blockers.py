@@ -53,7 +53,7 @@ def test_what_hinders_the_cuda_driver_does_not_hinder_the_host_s() -> None:
 @NEEDS_CPU
 def test_a_helper_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(helper, "PATH", tmp_path / "memsaver-hibernate")
-    assert "is missing" in ms.hibernation_blockers()[0]
+    assert "is missing" in ms.hibernation_obstacles()[0]
 
 
 def test_mps_is_seen_where_its_daemon_has_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

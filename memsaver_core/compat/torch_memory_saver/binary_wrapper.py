@@ -11,7 +11,6 @@ from typing import Any
 
 from memsaver_core import process
 from memsaver_core.compat.torch_memory_saver import state
-from memsaver_core.compat.torch_memory_saver.outside_regions import outside
 from memsaver_core.errors import ConfigurationError
 
 #: What the preload library holds of a tag, its final zero included.
@@ -87,7 +86,7 @@ class NativeFunctions:
         """False leaves the region, with its tag kept for the return by True."""
         if not value and self._state.interesting_region and _suspension.stack is None:
             _suspension.stack = ExitStack()
-            _suspension.stack.enter_context(outside())
+            _suspension.stack.enter_context(process.backend().outside_regions())
         elif value and _suspension.stack is not None:
             stack, _suspension.stack = _suspension.stack, None
             stack.close()
@@ -111,7 +110,7 @@ class NativeFunctions:
         """Inside, the thread is in no region; torch's memory comes from a pool that ends with this."""
         self._state.interesting_region = False
         try:
-            with outside(own_pool=True):
+            with process.backend().outside_regions(own_pool=True):
                 yield
         finally:
             self._state.interesting_region = True

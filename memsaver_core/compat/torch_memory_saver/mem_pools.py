@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from memsaver_core import _native, process
-from memsaver_core.backends.cuda_region import forget_pools
 
 _MISSING = object()
 
@@ -28,7 +27,7 @@ class MemPools:
         """
         disk_backup = len(key) > 2 and key[2] is True
         restore = _native.restore_for(key[0], bool(key[1]), disk_backup)
-        if _has_pools() and forget_pools(key[0], restore):
+        if process.backend().forget_pools(key[0], restore):
             return None
         if default is _MISSING:
             raise KeyError(key)
@@ -36,9 +35,4 @@ class MemPools:
 
     def clear(self) -> None:
         """Let go of all."""
-        if _has_pools():
-            forget_pools()
-
-
-def _has_pools() -> bool:
-    return process.enabled() and process.driver_name() == "cuda"
+        process.backend().forget_pools()

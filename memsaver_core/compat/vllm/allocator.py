@@ -97,7 +97,13 @@ class MemsaverAllocator:
         self._graphs = None
         process.backend().forget_pools()
 
+<<<<<<< HEAD
     close = release_pools
+=======
+    def close(self) -> None:
+        """The same."""
+        self.release_pools()
+>>>>>>> core
 
 
 def vllm_allocator() -> MemsaverAllocator:

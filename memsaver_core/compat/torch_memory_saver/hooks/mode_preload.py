@@ -21,7 +21,7 @@ class HookUtilModePreload(HookUtilBase):
     """What torch allocates in a region is caught, and raw ``cudaMalloc`` too where the library was preloaded."""
 
     def __init__(self) -> None:
-        if state.attach_library() or not process.enabled() or process.driver_name() != "cuda":
+        if state.attach_library() or not process.backend().has_memory_pools:
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + str(
             get_binary_path_from_package(_LIBRARY)

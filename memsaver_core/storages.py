@@ -1,4 +1,4 @@
-"""Moving torch storages into memory of the saver."""
+"""Moving torch tensors onto other storages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-
-from memsaver_core import _native
-
-
-def host_storage(saver: _native.Saver, device: int, tag: str, restore: str, nbytes: int) -> torch.UntypedStorage:
-    """A storage of ``nbytes`` on the host driver; its memory ends with it."""
-    buffer = _native.HostBuffer(saver, device, tag, restore, nbytes)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
 def is_plain(tensor: object) -> bool:
