@@ -55,7 +55,7 @@ class RankMemory:
         self._several = len(ranks) > 1
         self._devices = RankDevices(ranks)
         self._pids = frozenset(rank.pid for rank in ranks if rank.pid is not None)
-        self._obstacles = [blocker for rank in ranks for blocker in rank.obstacles]
+        self._obstacles = [obstacle for rank in ranks for obstacle in rank.obstacles]
         self._progress = GroupProgress(rank.progress for rank in ranks if rank.progress is not None)
         self._operation = ""
         self._began = 0.0

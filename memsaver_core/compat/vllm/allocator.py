@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -88,7 +87,7 @@ class MemsaverAllocator:
         return override is not None
 
     def get_current_usage(self) -> int:
-        """Return the bytes that vLLM itself put under tags; it asks to find out if another engine is in this process."""
+        """Return the bytes that vLLM put under tags: it asks whether another engine is in this process."""
         ours = KEPT | {WORKSPACE}
         return sum(tag.bytes for tag in ms.status().tags if tag.tag not in ours)
 
@@ -97,13 +96,7 @@ class MemsaverAllocator:
         self._graphs = None
         process.backend().forget_pools()
 
-<<<<<<< HEAD
     close = release_pools
-=======
-    def close(self) -> None:
-        """The same."""
-        self.release_pools()
->>>>>>> core
 
 
 def vllm_allocator() -> MemsaverAllocator:

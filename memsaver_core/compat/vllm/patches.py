@@ -37,7 +37,7 @@ def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
 
 
 def allocate_under(owner: Any, name: str, tag_of: Callable[..., str | None]) -> None:
-    """Have a function allocate under the tag that ``tag_of`` returns for its arguments; None: wherever it did before."""
+    """Have a function allocate under the tag that ``tag_of`` returns for its arguments; None: under no new one."""
 
     def make(original: Function) -> Function:
         def allocate(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.gate import Gate
 from memsaver_server.http.auth import check_address
-from memsaver_server.http.errors import problem_of
+from memsaver_server.http.errors import error_response
 from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
 from memsaver_server.integrations.vllm.engine import VllmEngine
 from memsaver_server.integrations.vllm.offline import OfflineClient, gate_calls
@@ -86,8 +86,8 @@ async def serve_in(app: FastAPI, engine_client: Any, settings: Settings) -> Vllm
 
 
 def _refusal(closed: AdmissionClosedError) -> JSONResponse:
-    problem = problem_of(closed)
-    return JSONResponse(problem.body(), problem.status, headers=problem.headers)
+    response = error_response(closed)
+    return JSONResponse(response.body(), response.status, headers=response.headers)
 
 
 def attach_to(
