@@ -25,19 +25,19 @@ _STOP_S = 30.0
 
 
 class DemoError(Exception):
-    """The demonstration did not show what it is there to show; the message says what happened instead."""
+    """A step of the demonstration failed; the message says which and how."""
 
 
 @dataclass(frozen=True)
 class Show:
-    """Where the demonstration tells what it sees, step by step.
+    """Callbacks for the steps of the demonstration.
 
     Attributes:
-        doing: what comes next, which may take a while.
-        started: the engine answers, at this address.
-        generated: these token ids and this text came, for the first or second time.
-        operation: a release or resume ended.
-        refused: a request during the release was answered with this message.
+        doing: the next step, which may take a while.
+        started: the engine answers at this address.
+        generated: token ids and text, before and after the release.
+        operation: a release or resume has ended.
+        refused: the message that refused a request during the release.
         occupation: what the engine holds while released.
     """
 
@@ -50,7 +50,7 @@ class Show:
 
 
 def run(show: Show, serve_options: Sequence[str] = ()) -> None:
-    """Start an engine, generate, release, resume, generate again and compare; the engine has ended on return.
+    """Start an engine, generate, release, resume, generate again, compare the tokens and end the engine.
 
     Args:
         serve_options: further options for ``memsaver serve``.
@@ -74,7 +74,7 @@ def _steps(client: Client, show: Show) -> None:
     released = client.release()
     show.operation(released)
     if released.enabled and released.released_bytes == 0:
-        raise DemoError("the release gave nothing back")
+        raise DemoError("the release freed no memory")
     try:
         client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
     except UnavailableError as refusal:
@@ -103,7 +103,7 @@ def _generate(client: Client, show: Show) -> Sequence[int]:
 
 @contextmanager
 def _engine(serve_options: Sequence[str]) -> Iterator[str]:
-    """Run ``memsaver serve`` as a child for the length of the block; gives its address."""
+    """Run ``memsaver serve`` as a child process during the block; yields its address."""
     environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
     command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
     with tempfile.TemporaryFile("w+") as log:
@@ -118,12 +118,12 @@ def _engine(serve_options: Sequence[str]) -> Iterator[str]:
 
 def _address_of(child: subprocess.Popen[str], log: TextIO) -> str:
     assert child.stdout is not None
-    impatience = threading.Timer(_START_S, child.kill)
-    impatience.start()
+    timeout = threading.Timer(_START_S, child.kill)
+    timeout.start()
     try:
         line = child.stdout.readline()
     finally:
-        impatience.cancel()
+        timeout.cancel()
     match = _ADDRESS.search(line)
     if match is None:
         child.wait()

@@ -74,7 +74,7 @@ class _LocalMemory:
     resume = staticmethod(ms.resume_with)
     status = staticmethod(ms.status)
     read_devices = staticmethod(ms.read_devices)
-    hibernation_blockers = staticmethod(ms.hibernation_blockers)
+    hibernation_obstacles = staticmethod(ms.hibernation_obstacles)
     prepare_backup = staticmethod(ms.prepare_backup)
 
 

@@ -144,7 +144,9 @@ class Metrics:
         backups.add_metric(["file"], backup.file_bytes)
         backups.add_metric(["capacity"], backup.capacity_bytes)
         backups.add_metric(["limit"], backup.limit_bytes)
-        used = GaugeMetricFamily("memsaver_device_used_bytes", "Device memory in use by all processes.", labels=["device"])
+        used = GaugeMetricFamily(
+            "memsaver_device_used_bytes", "Device memory in use by all processes.", labels=["device"]
+        )
         total = GaugeMetricFamily("memsaver_device_total_bytes", "Memory of the device.", labels=["device"])
         for device in self._monitor.latest().devices:
             used.add_metric([str(device.index)], device.used_bytes)

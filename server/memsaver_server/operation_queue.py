@@ -110,9 +110,7 @@ class OperationQueue:
         with self._changed:
             return list(reversed(self._history.values()))
 
-    def submit(
-        self, request: OperationRequest, work: Work, *, wait: bool, key: str | None, client: str
-    ) -> Operation:
+    def submit(self, request: OperationRequest, work: Work, *, wait: bool, key: str | None, client: str) -> Operation:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
         Args:

@@ -38,7 +38,9 @@ class ReleaseFields(Fields):
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
     wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
-    run_async: bool = Field(default=False, alias="async", description="Answer 202 with the operation's address at once.")
+    run_async: bool = Field(
+        default=False, alias="async", description="Answer 202 with the operation's address at once."
+    )
 
     def core_options(self) -> dict[str, Any]:
         """Return the options of the core's release. This is the one place where null and ``[]`` become "all"."""
@@ -49,9 +51,13 @@ class ResumeFields(Fields):
     """The fields of a resume, all optional."""
 
     tags: Tags | None = Field(default=None, description="Tags to resume; absent or empty means all that are released.")
-    wait_for_memory_s: Seconds = Field(default=0.0, description="How long to wait until other processes free device memory.")
+    wait_for_memory_s: Seconds = Field(
+        default=0.0, description="How long to wait until other processes free device memory."
+    )
     wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
-    run_async: bool = Field(default=False, alias="async", description="Answer 202 with the operation's address at once.")
+    run_async: bool = Field(
+        default=False, alias="async", description="Answer 202 with the operation's address at once."
+    )
 
     def core_options(self) -> dict[str, Any]:
         """Return the options of the core's resume."""

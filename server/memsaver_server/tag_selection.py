@@ -50,9 +50,7 @@ def options_for(request: ReleaseRequest, tags: Iterable[TagStatus]) -> ReleaseOp
         return options
     candidates = [tag for tag in tags if tag.resident_bytes and (not options.tags or tag.tag in options.tags)]
     # Discarded before kept, then tags with a complete backup; among equals the largest first, so that few are touched.
-    candidates.sort(
-        key=lambda tag: (keeps_content(tag, options), tag.backed_up_bytes < tag.bytes, -tag.resident_bytes)
-    )
+    candidates.sort(key=lambda tag: (keeps_content(tag, options), tag.backed_up_bytes < tag.bytes, -tag.resident_bytes))
     chosen: list[str] = []
     found = 0
     for tag in candidates:

@@ -384,8 +384,8 @@ def test_what_remains_is_explained() -> None:
     """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
     told = run(
         """
-        from memsaver_server.device_monitor import Reading
-        from memsaver_server.memory_breakdown import sources
+        from memsaver_server.device_monitor import Sample
+        from memsaver_server.memory_breakdown import break_down
         graphs = []
         for size in range(8):
             graphs.append(torch.cuda.CUDAGraph())
@@ -395,10 +395,10 @@ def test_what_remains_is_explained() -> None:
 
         def explain(when):
             [device] = ms.read_devices()
-            reading = Reading(
+            sample = Sample(
                 0.0, (device,), ms.status(), {0: ms.read_torch_memory(0)}, {0: ms.graph_memory_bytes(0)}
             )
-            found = sources(device, reading)
+            found = break_down(device, sample)
             assert sum(each.bytes for each in found) == device.used_bytes
             print(when, {each.name: round(each.bytes / 2**20, 1) for each in found}, flush=True)
             return {each.kind: each.bytes for each in found if each.kind != "tag"}

@@ -1,4 +1,4 @@
-"""The options that every command has which speaks to a service, and how its failures end the command."""
+"""The options of commands that connect to a service, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ApiKey = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON instead of tables.")]
 Tags = Annotated[
-    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. None: all of them.", show_default=False)
+    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. Default: all.", show_default=False)
 ]
 URL_DEFAULT = DEFAULT_URL
 
 
 @contextmanager
 def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
-    """Give a client; a ClientError inside ends the command with its message on stderr and its exit code."""
+    """Yield a client. A ClientError inside ends the command with its message on stderr and its exit code."""
     try:
         connection = Client(url, uds=uds or None, api_key=api_key or None)
     except ValueError as error:
@@ -49,7 +49,7 @@ def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool =
 
 
 def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
-    """Say what went wrong and return the exit that stands for it."""
+    """Print ``error`` and return the exit with its code."""
     code = exit_code_for(error)
     if as_json:
         body = dict(error.body) if isinstance(error, AnswerError) else {}
@@ -65,7 +65,7 @@ def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
 
 
 def escape(text: str) -> str:
-    """Keep rich from reading brackets in a message as markup."""
+    """Escape brackets, which rich reads as markup."""
     return text.replace("[", "\\[")
 
 

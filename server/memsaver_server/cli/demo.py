@@ -22,7 +22,7 @@ def demo(context: typer.Context) -> None:
     """Start an engine on the GPU if there is one, else on the host driver; release, resume, compare the tokens.
 
     Options after -- go to the engine's `memsaver serve`, e.g. `memsaver demo -- --model DIR`.
-    Ends by itself: 0 where the tokens are equal, 1 where anything went wrong.
+    Exits with 0 if the tokens are equal, 1 on any failure.
     """
     console = make_console()
     began = time.monotonic()
@@ -62,7 +62,7 @@ def _show(console: Console, spinner: Status, began: float) -> Show:
 
     def refused(message: str) -> None:
         step("Generate while released")
-        console.print(f"  503, come back later: {message}\n", markup=False)
+        console.print(f"  503, retry later: {message}\n", markup=False)
 
     def occupation(answer: OccupationAnswer) -> None:
         step("Status")

@@ -1,4 +1,4 @@
-"""Exit codes of the command line, so that a script can tell what to do next."""
+"""Exit codes of the command line, for scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memsaver_server.client import (
 
 
 class ExitCode(IntEnum):
-    """What each exit code means; 2 is also what a wrong option or argument gives."""
+    """The exit codes; 2 is also that of a wrong option or argument."""
 
     OK = 0
     FAILED = 1
@@ -46,5 +46,5 @@ _BY_ERROR: tuple[tuple[type[ClientError], ExitCode], ...] = (
 
 
 def exit_code_for(error: ClientError) -> ExitCode:
-    """Return the exit code that ``error`` ends the command with."""
+    """Return the exit code of a command that ``error`` ends."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)

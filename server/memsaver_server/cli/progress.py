@@ -1,4 +1,4 @@
-"""A progress bar beside a call that takes long, drawn on stderr and only on a terminal."""
+"""A progress bar for a long call, on stderr and only on a terminal."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from memsaver_server.client import Client, ClientError, OperationStatusAnswer
 
 ResultT = TypeVar("ResultT")
 
-#: Most operations are over before a bar could be read.
-_QUIET_S = 0.4
+#: Delay before the bar is drawn, seconds. Most operations end earlier.
+_DELAY_S = 0.4
 _REFRESH_S = 0.15
 
 
 def while_running(client: Client, verb: str, call: Callable[[], ResultT]) -> ResultT:
-    """Return what ``call`` returns, showing the service's own progress figures while it takes."""
+    """Return what ``call`` returns; show the service's progress figures meanwhile."""
     console = make_console(stderr=True)
     if not console.is_terminal:
         return call()
     future: Future[ResultT] = Future()
-    # A daemon: Ctrl-C ends the command at once. The operation itself goes on in the service.
+    # A daemon, so that Ctrl-C ends the command at once; the operation continues in the service.
     threading.Thread(target=_settle, args=(future, call), name=f"memsaver-{verb}", daemon=True).start()
-    if not _done_within(future, _QUIET_S):
+    if not _done_within(future, _DELAY_S):
         _draw_until_done(client, verb, future, console)
     return future.result()
 
@@ -76,5 +76,5 @@ def _running(client: Client, verb: str) -> OperationStatusAnswer | None:
     try:
         operations = client.operations()
     except ClientError:
-        return None  # the operation's own answer will say what is wrong
+        return None  # the operation's own answer will tell
     return next((one for one in operations if one.operation == verb and one.status == "running"), None)

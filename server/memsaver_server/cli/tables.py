@@ -31,12 +31,12 @@ _STATE_STYLES = {
     "failed": "bold red",
 }
 
-#: A pipe has no width of its own; rows must not be folded there.
+#: Width if the output is a pipe, in which rows must not be folded.
 _PIPE_WIDTH = 160
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that has colours on a terminal only (and NO_COLOR is respected)."""
+    """Return a console with colours only on a terminal; respects NO_COLOR."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
 
@@ -61,7 +61,7 @@ def _table(columns: Sequence[str], *, right_from: int) -> Table:
 
 
 def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
-    """One row per tag: what the release or resume did to it."""
+    """Return one row per tag: what the release or resume did to it."""
     released = operation == "release"
     did = ["released", "backed up", "unchanged"] if released else ["resumed"]
     table = _table(["tag", "state", "restore", "size", *did], right_from=3)
@@ -73,7 +73,7 @@ def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
 
 
 def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceAnswer], seconds: float) -> Table:
-    """One row per phase with each device's memory: before, after and delta for one device, deltas for several."""
+    """Return one row per phase with device memory: before, after and delta for one device, deltas for several."""
     one = len(devices) == 1
     names = ["before", "after", "delta"] if one else [f"device {device.index}" for device in devices]
     copies = ["copied"] if any(phase.details.get("copied_bytes") for phase in phases) else []
@@ -113,7 +113,7 @@ def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDev
 
 
 def operation_view(result: OperationAnswer) -> RenderableType:
-    """The whole answer of a release or a resume."""
+    """Return the whole answer of a release or a resume."""
     mark = Text("✓ " if result.success else "✗ ", style="green" if result.success else "red")
     parts: list[RenderableType] = [Text.assemble(mark, result.message)]
     if result.tags:
@@ -130,7 +130,7 @@ def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
 
 
 def status_view(occupation: OccupationAnswer) -> RenderableType:
-    """What the engine holds now."""
+    """Return what the engine holds now."""
     admission = occupation.admission
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
@@ -177,7 +177,7 @@ def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
 def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
     table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
     for device in devices:
-        own = "not told" if device.process_bytes is None else format_bytes(device.process_bytes)
+        own = "unknown" if device.process_bytes is None else format_bytes(device.process_bytes)
         table.add_row(
             str(device.index),
             device.name,

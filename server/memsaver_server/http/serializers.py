@@ -185,7 +185,7 @@ def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
     return answer
 
 
-def _occupied(device: DeviceMemory, sample: Reading) -> dict[str, Any]:
+def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:
     return {
         **asdict(device),
         "free_bytes": device.total_bytes - device.used_bytes,

@@ -20,7 +20,7 @@ from torch import nn
 
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError
-from memsaver_server.gate import Gate, Turn
+from memsaver_server.gate import Gate, InFlightRequest
 from memsaver_server.integrations.module import held_tensors
 from memsaver_server.integrations.module.held_tensors import Held
 
@@ -89,7 +89,7 @@ class ModuleEngine(Gate):
             ModuleEngine._attached = weakref.ref(self)
 
     @contextmanager
-    def request(self, name: str | None = None) -> Iterator[Turn]:
+    def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
         """Be inside the gate for the length of the block; calls of the modules in it belong to this one request.
 
         That holds in the thread or asyncio task of the block, in tasks made inside it and in ``asyncio.to_thread``, not
@@ -177,7 +177,7 @@ class ModuleEngine(Gate):
 class _Visit:
     """One request inside the gate, and the blocks that belong to it; it ends with the last of them."""
 
-    def __init__(self, request: AbstractContextManager[Turn]) -> None:
+    def __init__(self, request: AbstractContextManager[InFlightRequest]) -> None:
         self.turn = request.__enter__()
         self._request = request
         self._blocks = 1
