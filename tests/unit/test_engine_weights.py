@@ -37,7 +37,7 @@ def engine() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def original() -> Path:
-    return checkpoint.small_checkpoint()
+    return small_checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_damaged_folder_is_refused(engine: TransformersEngine, trained: Traine
 
 def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
     before = answer_of(engine)
-    config = AutoConfig.from_pretrained(checkpoint.small_checkpoint())
+    config = AutoConfig.from_pretrained(small_checkpoint())
     config.vocab_size = 300
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="nothing was written"):

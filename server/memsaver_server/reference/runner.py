@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import memsaver_core as ms
 from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
 from memsaver_server.reference.checkpoint import check_in_region
-from memsaver_server.reference.requests import Sampler
+from memsaver_server.reference.sampling import Sampler
 from memsaver_server.reference.scheduler import Row
 
 _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others

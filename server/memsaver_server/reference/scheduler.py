@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-from memsaver_server.reference.requests import Request, Sampler
+from memsaver_server.reference.requests import Request
+from memsaver_server.reference.sampling import Sampler
 from memsaver_server.reference.slots import SlotTable
 
 log = logging.getLogger("memsaver.engine")
