@@ -1,26 +1,19 @@
-"""A rank's own side of the protocol: the operations on the memory of this process."""
+"""A rank's side of the protocol: operations on the memory of this process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import memsaver_core as ms
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.ranks.progress import ProgressRecord
-from memsaver_core.ranks.protocol import (
-    Answer,
-    Failure,
-    Introduction,
-    Plain,
-    Request,
-    decode_request,
-    encode_answer,
-)
+from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Request
 from memsaver_core.reports import OperationReport
 
-#: What a request comes to; None if there is nothing to report.
+#: The result of a request; None if there is nothing to report.
 Result = Introduction | OperationReport | Failure | None
 
 
@@ -44,13 +37,12 @@ class LocalRank:
 
         Never raises: an error is part of the answer, as an engine may give up a rank that raises.
         """
-        result: Result
         self._failed_phase = ""
         try:
-            result = carry_out(decode_request(message))
+            result = carry_out(REQUESTS.decode(message))
         except Exception as error:
             result = self.failure_of(error)
-        return encode_answer(
+        return ANSWERS.encode(
             Answer(
                 status=ms.status() if self._in_use() else None,
                 introduction=result if isinstance(result, Introduction) else None,
@@ -60,7 +52,7 @@ class LocalRank:
         )
 
     def failure_of(self, error: Exception) -> Failure:
-        """Describe ``error``, with the phase if it ended this rank's last operation."""
+        """Describe ``error``, with the phase if an operation of this rank failed in one."""
         return Failure.of(error, self._failed_phase)
 
     def introduce(self) -> Introduction:
@@ -70,19 +62,18 @@ class LocalRank:
         return Introduction(ms.read_devices(), obstacles, os.getpid(), self._progress.location)
 
     def release(self, options: ReleaseOptions) -> OperationReport:
-        """As ``memsaver_core.release_with``; the progress record follows."""
-        return self._followed(lambda log: ms.release_with(options, log=log))
+        """As ``memsaver_core.release_with``, followed by the progress record."""
+        return self._followed(ms.release_with, options)
 
     def resume(self, options: ResumeOptions) -> OperationReport:
-        """As ``memsaver_core.resume_with``; the progress record follows."""
-        return self._followed(lambda log: ms.resume_with(options, log=log))
+        """As ``memsaver_core.resume_with``, followed by the progress record."""
+        return self._followed(ms.resume_with, options)
 
-    def _followed(self, operate: Callable[[ms.PhaseLog], OperationReport]) -> OperationReport:
+    def _followed(self, operate: Callable[..., OperationReport], options: Any) -> OperationReport:
         log = ms.PhaseLog()
-        self._failed_phase = ""
         try:
             with self._progress.following(log):
-                return operate(log)
+                return operate(options, log=log)
         except Exception:
             self._failed_phase = log.failed
             raise

@@ -1,16 +1,16 @@
 """Messages between the service and the ranks of an engine.
 
-The engine's own channel (``collective_rpc`` of vLLM, a broadcast of SGLang) carries what the ``encode`` functions
-return: JSON-able data with the version of this protocol.
+The engine's own channel (``collective_rpc`` of vLLM, a broadcast of SGLang) carries what ``REQUESTS.encode`` and
+``ANSWERS.encode`` return: JSON-able data with the version of this protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Any, Generic, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from memsaver_core import errors
 from memsaver_core.errors import ConfigurationError, MemsaverError
@@ -30,15 +30,12 @@ _Message = TypeVar("_Message")
 class Introduce:
     """Ask for an ``Introduction``."""
 
-    kind: Literal["introduce"] = "introduce"
-
 
 @dataclass(frozen=True)
 class Release:
     """Release now. With ``options.hibernate`` the context goes last."""
 
     options: ReleaseOptions
-    kind: Literal["release"] = "release"
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Resume:
     """Resume now, and do what the engine does at a wake-up."""
 
     options: ResumeOptions
-    kind: Literal["resume"] = "resume"
 
 
 @dataclass(frozen=True)
@@ -54,26 +50,22 @@ class ExpectRelease:
     """Release ``options`` when the engine next puts this rank to sleep, in place of what the engine asks for."""
 
     options: ReleaseOptions
-    kind: Literal["expect_release"] = "expect_release"
 
 
 @dataclass(frozen=True)
 class TakeOutcome:
-    """Ask for the report of the expected release, which is then forgotten. No report: the rank was not put to sleep."""
-
-    kind: Literal["take_outcome"] = "take_outcome"
+    """Ask, once, what became of the expected release. No report: the rank was not put to sleep."""
 
 
 @dataclass(frozen=True)
 class SleepNow:
-    """Put this rank to sleep at ``level`` and release ``options`` in it, for an engine that believes it is asleep."""
+    """Put this rank to sleep at ``level`` and release ``options``, for an engine that believes it is asleep."""
 
     options: ReleaseOptions
     level: int
-    kind: Literal["sleep_now"] = "sleep_now"
 
 
-Request = Union[Introduce, Release, Resume, ExpectRelease, TakeOutcome, SleepNow]  # noqa: UP007 (as an annotation)
+Request = Introduce | Release | Resume | ExpectRelease | TakeOutcome | SleepNow
 
 
 @dataclass(frozen=True)
@@ -87,13 +79,13 @@ class ProgressLocation:
 
 @dataclass(frozen=True)
 class Introduction:
-    """A rank.
+    """A rank; all fields are empty if memsaver is not in use there.
 
     Attributes:
         devices: readings of the devices that it uses.
         obstacles: what prevents its hibernation.
-        pid: its process, or None if memsaver is not in use there.
-        progress: its progress record, or None if memsaver is not in use there.
+        pid: its process.
+        progress: its progress record.
     """
 
     devices: tuple[DeviceMemory, ...] = ()
@@ -108,8 +100,7 @@ class Failure:
 
     Attributes:
         error: the name of its class in ``memsaver_core.errors``.
-        message: its message.
-        attributes: the attributes that its class documents.
+        attributes: what its class documents.
         phase: the phase that failed, or an empty string outside an operation.
     """
 
@@ -159,46 +150,33 @@ class Answer:
     failure: Failure | None = None
 
 
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+class Codec(Generic[_Message]):
+    """Messages of some types to plain data and back."""
+
+    def __init__(self, *types: type[_Message]) -> None:
+        self._adapters = {each.__name__: TypeAdapter(each) for each in types}
+
+    def encode(self, message: _Message) -> Plain:
+        name = type(message).__name__
+        return {"version": VERSION, "type": name, "fields": self._adapters[name].dump_python(message, mode="json")}
+
+    def decode(self, data: Plain) -> _Message:
+        """Return the message in ``data``.
+
+        Raises:
+            ConfigurationError: it is of another version, or no such message.
+        """
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise ConfigurationError(
+                f"got a message of rank protocol {version}, but this process has {VERSION}; install the same version "
+                "of memsaver for the service and for every process of the engine"
+            )
+        try:
+            return self._adapters[data["type"]].validate_python(data["fields"])
+        except (KeyError, ValidationError) as error:
+            raise ConfigurationError(f"a message of rank protocol {VERSION} is invalid: {error}") from None
 
 
-def encode_request(request: Request) -> Plain:
-    """Return ``request`` as plain data."""
-    return {"version": VERSION, "message": _REQUEST.dump_python(request, mode="json")}
-
-
-def decode_request(message: Plain) -> Request:
-    """Return the request that ``message`` holds.
-
-    Raises:
-        ConfigurationError: it is of another version, or no request.
-    """
-    return _decoded(_REQUEST, message)
-
-
-def encode_answer(answer: Answer) -> Plain:
-    """Return ``answer`` as plain data."""
-    return {"version": VERSION, "message": _ANSWER.dump_python(answer, mode="json")}
-
-
-def decode_answer(message: Plain) -> Answer:
-    """Return the answer that ``message`` holds.
-
-    Raises:
-        ConfigurationError: it is of another version, or no answer.
-    """
-    return _decoded(_ANSWER, message)
-
-
-def _decoded(adapter: TypeAdapter[_Message], message: Plain) -> _Message:
-    version = message.get("version") if isinstance(message, dict) else None
-    if version != VERSION:
-        raise ConfigurationError(
-            f"a message of rank protocol {version} arrived where {VERSION} is spoken; install the same version of "
-            "memsaver for the service and for every process of the engine"
-        )
-    try:
-        return adapter.validate_python(message["message"])
-    except (KeyError, ValidationError) as error:
-        raise ConfigurationError(f"a message of rank protocol {VERSION} cannot be read: {error}") from None
+REQUESTS: Codec[Request] = Codec(Introduce, Release, Resume, ExpectRelease, TakeOutcome, SleepNow)
+ANSWERS: Codec[Answer] = Codec(Answer)

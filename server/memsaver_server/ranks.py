@@ -16,6 +16,8 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_core.policies import WELL_KNOWN_TAGS, keeps_any
 from memsaver_core.ranks.progress import GroupProgress
 from memsaver_core.ranks.protocol import (
+    ANSWERS,
+    REQUESTS,
     Answer,
     Introduce,
     Introduction,
@@ -23,8 +25,6 @@ from memsaver_core.ranks.protocol import (
     Release,
     Request,
     Resume,
-    decode_answer,
-    encode_request,
 )
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.rank_reports import RankDevices, merged_tags
@@ -48,7 +48,7 @@ class RankMemory:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        answers = [decode_answer(each) for each in channel.call(encode_request(Introduce()))]
+        answers = [ANSWERS.decode(each) for each in channel.call(REQUESTS.encode(Introduce()))]
         self._failed_phase = ""
         self._check(answers)
         ranks = [answer.introduction or Introduction() for answer in answers]
@@ -128,10 +128,10 @@ class RankMemory:
             MemsaverError: the ranks cannot be reached.
         """
         try:
-            told = self._channel.call(encode_request(request))
+            told = self._channel.call(REQUESTS.encode(request))
         except Exception as error:
             raise MemsaverError(f"the engine's ranks cannot be reached: {error}; restart the engine") from error
-        answers = [decode_answer(each) for each in told]
+        answers = [ANSWERS.decode(each) for each in told]
         self._status = self._devices.merged_status([answer.status for answer in answers])
         return answers
 

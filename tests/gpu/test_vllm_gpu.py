@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core.ranks.protocol import Introduce, decode_answer, encode_request
+from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Introduce
 
 MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
@@ -299,8 +299,8 @@ def generated(llm: Any, number: int = 1) -> list[int]:
 def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
     """R4: ``LLM.sleep`` and ``LLM.wake_up``, in part and as a whole, each of them twice."""
     before, loaded = generated(llm), used()
-    [answer] = llm.collective_rpc("memsaver", args=(encode_request(Introduce()),))
-    status = decode_answer(answer).status
+    [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
+    status = ANSWERS.decode(answer).status
     assert status is not None
     size = sum(tag.bytes for tag in status.tags)
     for tags in (None, ["weights", "kv_cache"]):

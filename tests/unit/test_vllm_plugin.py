@@ -22,6 +22,8 @@ from memsaver_core import PhaseLog, ReleaseOptions, ResumeOptions
 from memsaver_core.compat.vllm import config
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_core.ranks.protocol import (
+    ANSWERS,
+    REQUESTS,
     VERSION,
     Answer,
     ExpectRelease,
@@ -31,9 +33,6 @@ from memsaver_core.ranks.protocol import (
     Request,
     Resume,
     TakeOutcome,
-    decode_answer,
-    encode_answer,
-    encode_request,
 )
 from memsaver_server.integrations.vllm.memory import VllmMemory
 from tests.programs import output_of
@@ -206,7 +205,7 @@ def rank(group: list[Rank]) -> Rank:
 
 
 def ask(rank: Rank, request: Request) -> Answer:
-    return decode_answer(rank.answer(encode_request(request)))
+    return ANSWERS.decode(rank.answer(REQUESTS.encode(request)))
 
 
 def released(rank: Rank) -> set[str]:
@@ -408,29 +407,34 @@ def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
 def test_errors_are_answers(rank: Rank) -> None:
     """S2: a rank that raised would leave vLLM's executor waiting for the answers of the others."""
     for message, error in (
-        (encode_request(Resume(ResumeOptions(("nothing",)))), "UnknownTagError"),
-        ({"version": VERSION, "message": {"kind": "dance"}}, "ConfigurationError"),
+        (REQUESTS.encode(Resume(ResumeOptions(("nothing",)))), "UnknownTagError"),
+        ({"version": VERSION, "type": "Dance", "fields": {}}, "ConfigurationError"),
     ):
-        failure = decode_answer(rank.answer(message)).failure
+        failure = ANSWERS.decode(rank.answer(message)).failure
         assert failure is not None
         assert failure.error == error
 
 
 def test_another_version_of_the_protocol_is_refused(rank: Rank) -> None:
     """By the rank in an answer, and by the service when it reads one: the message says what to install."""
-    failure = decode_answer(rank.answer({**encode_request(Introduce()), "version": VERSION + 1})).failure
+    failure = ANSWERS.decode(rank.answer({**REQUESTS.encode(Introduce()), "version": VERSION + 1})).failure
     assert failure is not None
     assert f"rank protocol {VERSION + 1}" in failure.message
     assert "install the same version" in failure.message
-    for strange in ({}, {"version": 0, "message": {}}, {"version": VERSION}, {"version": VERSION, "message": {"a": 1}}):
+    for strange in (
+        {},
+        {"version": 0},
+        {"version": VERSION},
+        {"version": VERSION, "type": "Answer", "fields": {"a": 1}},
+    ):
         with pytest.raises(ConfigurationError, match="rank protocol"):
-            decode_answer(strange)
+            ANSWERS.decode(strange)
 
 
 def test_errors_of_a_rank_are_the_errors_that_they_were() -> None:
     """Class, message and attributes cross as plain data; what is not memsaver's names its class."""
     error = Failure.of(OutOfDeviceMemoryError("too little", 5, 3, 1), "restore")
-    answer = decode_answer(json.loads(json.dumps(encode_answer(Answer(status=None, failure=error)))))
+    answer = ANSWERS.decode(json.loads(json.dumps(ANSWERS.encode(Answer(status=None, failure=error)))))
     assert answer.failure == error
     again = error.to_error("rank 1: ")
     assert (type(again), str(again)) == (OutOfDeviceMemoryError, "rank 1: too little")
@@ -545,9 +549,9 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
         def call(self, message: Plain) -> list[Plain]:
             answers = super().call(message)
             for answer, location in zip(answers, ({"mark": 0}, {"fd": 9999}), strict=True):
-                if message["message"]["kind"] == "introduce":
-                    answer["message"]["introduction"]["progress"].update(location)
-                elif message["message"]["kind"] == "resume":
+                if message["type"] == "Introduce":
+                    answer["fields"]["introduction"]["progress"].update(location)
+                elif message["type"] == "Resume":
                     told.append((log.now, memory.status().progress.operation))
             return answers
 

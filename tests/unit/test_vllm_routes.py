@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from memsaver_core.errors import UnsupportedError
-from memsaver_core.ranks.protocol import Answer, Introduction, encode_answer
+from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.integrations.vllm.plugin import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
@@ -308,6 +308,6 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
 
 def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:
     llm = Offline(group)
-    llm.collective_rpc = lambda method, args=(): [encode_answer(Answer(None, Introduction()))]  # type: ignore[method-assign]
+    llm.collective_rpc = lambda method, args=(): [ANSWERS.encode(Answer(None, Introduction()))]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="MEMSAVER_VLLM=1"):
         attach_to(llm)

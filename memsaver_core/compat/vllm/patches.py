@@ -52,6 +52,20 @@ def allocate_under(owner: Any, name: str, tag_of: Callable[..., str | None]) -> 
     wrap(owner, name, make)
 
 
+def call_after(owner: Any, name: str, action: Callable[[], None]) -> None:
+    """Have ``action`` called whenever a function has returned."""
+
+    def make(original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            action()
+            return result
+
+        return call
+
+    wrap(owner, name, make)
+
+
 def patch_allocator(module: ModuleType) -> None:
     """``vllm.device_allocator.cumem``: the singleton is ours."""
     original = module.CuMemAllocator
@@ -185,9 +199,9 @@ def patch_worker(module: ModuleType) -> None:
     """``vllm.v1.worker.gpu_worker``: the worker itself."""
     worker = module.Worker
     wrap(worker, "__init__", _deciding)
-    wrap(worker, "init_device", _with_cublas)
+    call_after(worker, "init_device", _make_cublas_workspaces)
     wrap(worker, "initialize_from_config", _with_cache_alone)
-    wrap(worker, "compile_or_warm_up_model", _preparing_backup)
+    call_after(worker, "compile_or_warm_up_model", _prepare_backup)
     wrap(worker, "wake_up", _without_early_buffers)
     worker.memsaver = rpc.answer
 
@@ -198,15 +212,6 @@ def _deciding(original: Function) -> Function:
         original(self, vllm_config, *args, **kwargs)
 
     return init
-
-
-def _with_cublas(original: Function) -> Function:
-    def init_device(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _make_cublas_workspaces()
-        return result
-
-    return init_device
 
 
 def _make_cublas_workspaces() -> None:
@@ -227,14 +232,9 @@ def _multiprocessors(device: int | None) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _preparing_backup(original: Function) -> Function:
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if worker_config.enabled and ms.core_settings().prepare_backup:
-            ms.prepare_backup()  # all that a sleep keeps is allocated now; pin its host memory before the first sleep
-        return result
-
-    return compile_or_warm_up_model
+def _prepare_backup() -> None:
+    if worker_config.enabled and ms.core_settings().prepare_backup:
+        ms.prepare_backup()  # all that a sleep keeps is allocated now; pin its host memory before the first sleep
 
 
 def _with_cache_alone(original: Function) -> Function:

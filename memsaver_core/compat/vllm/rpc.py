@@ -37,7 +37,9 @@ class _WorkerRank:
         if isinstance(request, protocol.Introduce):
             return self._rank.introduce()
         if isinstance(request, protocol.ExpectRelease):
-            return self._expect_release(request.options)
+            self._outcome = None
+            vllm_allocator().override = functools.partial(self._release, request.options)
+            return None
         if isinstance(request, protocol.TakeOutcome):
             return self._take_outcome()
         if isinstance(request, protocol.SleepNow):
@@ -46,10 +48,6 @@ class _WorkerRank:
             # Not in the worker's sleep, which calls CUDA, and so would block in a process that is hibernated.
             return self._rank.release(request.options)
         return self._resume(worker, request.options)
-
-    def _expect_release(self, options: ReleaseOptions) -> None:
-        self._outcome = None
-        vllm_allocator().override = functools.partial(self._release, options)
 
     def _release(self, options: ReleaseOptions) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""

@@ -9,25 +9,22 @@ import importlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engine import DrainMode, DrainTimeoutError
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine
 from memsaver_server.integrations.sglang import requirements
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.integrations.sglang.scheduler_thread import SchedulerThread
-
-if TYPE_CHECKING:
-    from memsaver_server.engine import Engine
 
 #: The longest iteration of an idle event loop, with --sleep-on-idle, and some more, seconds.
 ITERATION_S = 2.0
 
 
-class SglangEngine:
-    """Implements ``Engine`` over a SGLang ``Scheduler``, which must be the only rank.
+class SglangEngine(Engine):
+    """An engine over a SGLang ``Scheduler``, which must be the only rank.
 
     The scheduler is touched in its own thread alone, once per iteration of its event loop: there requests are admitted,
     held or refused, and there the service's work is done, between two batches. A refused request is aborted with status
@@ -203,9 +200,3 @@ class SglangEngine:
         scheduler = self._scheduler
         running = sorted(request.rid for request in scheduler.collect_inflight_reqs())
         return [*running, *(request.rid for request in list(scheduler.waiting_queue))]
-
-
-if TYPE_CHECKING:
-
-    def _is_an_engine(scheduler: Any) -> Engine:
-        return SglangEngine(scheduler)

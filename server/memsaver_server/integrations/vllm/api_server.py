@@ -12,7 +12,6 @@ from typing import Any
 
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-from memsaver_server.integrations.vllm.engine import SCHEDULING
 
 logger = logging.getLogger("memsaver")
 
@@ -39,8 +38,9 @@ class AsyncClient:
             pausing.cancel()
             raise DrainTimeoutError(timeout_s, self._pending()) from None
 
-    def proceed(self, *, asleep: bool) -> None:
-        waking = self._start(self._engine.wake_up(None if asleep else SCHEDULING))
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Have vLLM resume ``tags``, all if None. Does not block."""
+        waking = self._start(self._engine.wake_up(tags))
         waking.add_done_callback(_log_failure)
 
     def reset_prefix_cache(self) -> None:

@@ -7,48 +7,24 @@ and continued by vLLM's own pause and sleep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from memsaver_core.ranks.protocol import Plain
-from memsaver_server.engine import DrainMode, DrainTimeoutError
-from memsaver_server.integrations.vllm.memory import SleepingRanks, VllmMemory
-
-if TYPE_CHECKING:
-    from memsaver_server.engine import Engine
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine
+from memsaver_server.gate import Gate
+from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
+from memsaver_server.integrations.vllm.memory import VllmMemory
+from memsaver_server.integrations.vllm.offline import OfflineClient
 
 #: vLLM's tag for a wake-up that only continues generation.
-SCHEDULING = ["scheduling"]
+SCHEDULING = "scheduling"
 
 
-class Client(SleepingRanks, Protocol):
-    """What both front ends of vLLM can do, called from threads that may block."""
-
-    def pause(self, mode: DrainMode, timeout_s: float) -> None: ...
-
-    def proceed(self, *, asleep: bool) -> None:
-        """Continue generation; ``asleep`` if vLLM believes it is. Does not block."""
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def is_alive(self) -> bool: ...
-
-
-class Admission(Protocol):
-    """The engine port's members that concern admission."""
-
-    def close_admission(self, reason: str, *, hold: int = 0) -> None: ...
-
-    def open_admission(self) -> None: ...
-
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None: ...
-
-
-class VllmEngine:
-    """Implements ``Engine`` over vLLM."""
+class VllmEngine(Engine):
+    """An engine over either front end of vLLM."""
 
     name = "vllm"
 
-    def __init__(self, client: Client, admission: Admission) -> None:
+    def __init__(self, client: AsyncClient | OfflineClient, admission: HttpAdmission | Gate) -> None:
         self._client = client
         self._admission = admission
         self._asleep = False
@@ -74,7 +50,7 @@ class VllmEngine:
 
     def open_admission(self) -> None:
         if self._paused or self._asleep:
-            self._client.proceed(asleep=self._asleep)
+            self._client.wake_up(None if self._asleep else [SCHEDULING])
         self._paused = self._asleep = False
         self._admission.open_admission()
 
@@ -84,7 +60,7 @@ class VllmEngine:
             self._client.pause(mode, timeout_s)
         except DrainTimeoutError:
             if not self._paused:
-                self._client.proceed(asleep=False)
+                self._client.wake_up([SCHEDULING])
             raise
         self._paused = True
 
@@ -95,9 +71,3 @@ class VllmEngine:
         """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
         if "kv_cache" in lost:
             self._client.reset_prefix_cache()
-
-
-if TYPE_CHECKING:
-
-    def _is_an_engine(client: Client, admission: Admission) -> Engine:
-        return VllmEngine(client, admission)

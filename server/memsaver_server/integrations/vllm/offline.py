@@ -10,7 +10,6 @@ from typing import Any
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DrainMode
 from memsaver_server.gate import Gate
-from memsaver_server.integrations.vllm.engine import SCHEDULING
 
 #: The methods by which an ``LLM`` generates.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
@@ -36,9 +35,9 @@ class OfflineClient:
         with self.lock:
             self._llm.sleep(0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
 
-    def proceed(self, *, asleep: bool) -> None:
+    def wake_up(self, tags: list[str] | None) -> None:
         with self.lock:
-            self._llm.wake_up(None if asleep else SCHEDULING)
+            self._llm.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
         with self.lock:
