@@ -89,12 +89,12 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
     check_tags(list(overrides))
     if not process.enabled():
         return _nothing("release")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():  # then all of this is done
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
-    if options.hibernate and (reasons := hibernation.hibernation_obstacles()):
+    if options.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     with log.phase("synchronize"):
         saver.synchronize()
@@ -151,7 +151,7 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
     names = check_tags(options.tags)
     if not process.enabled():
         return _nothing("resume")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():
