@@ -1,8 +1,6 @@
 """Other projects' APIs on top of memsaver_core.
 
-import memsaver_core.compat
-
-memsaver_core.compat.install()   # from here on `import torch_memory_saver` is memsaver_core.compat.torch_memory_saver
+``memsaver_core.compat.install()`` makes ``import torch_memory_saver`` import memsaver's.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ _SUBMODULES = (
 
 
 def install(*, subprocesses: bool = False) -> None:
-    """Answer ``import torch_memory_saver`` with ``memsaver_core.compat.torch_memory_saver``, installed or not.
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not.
 
-    Call it before anything imports ``torch_memory_saver``. A second call does no harm.
+    Call it before any import of ``torch_memory_saver``. Further calls do nothing.
 
     Args:
-        subprocesses: also in Python processes that this one starts from now on, by ``PYTHONPATH``.
+        subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
 
     Raises:
         ConfigurationError: another ``torch_memory_saver`` was imported already.
@@ -58,5 +56,5 @@ def install(*, subprocesses: bool = False) -> None:
 
 
 def _is_forwarder(module: object) -> bool:
-    """Whether this is the module that does nothing but call ``install``."""
+    """Return whether this is a module that only calls ``install``."""
     return getattr(module, "MEMSAVER_FORWARDER", False) is True
