@@ -8,15 +8,15 @@ holds of the device stops counting, and its allocations block.
 
 from memsaver_core.hibernation.hibernation import Hibernation
 
-_this = Hibernation()
-device_lock = _this.device_lock
-fail = _this.fail
-failure = _this.failure
-helper_pid = _this.helper_pid
-hibernate = _this.hibernate
-is_away = _this.is_away
-is_hibernated = _this.is_hibernated
-obstacles = hibernation_obstacles = _this.obstacles
-raise_if_lost = _this.raise_if_lost
-read_memory = _this.read_memory
-wake = _this.wake
+this_process = Hibernation()
+device_lock = this_process.device_lock
+fail = this_process.fail
+failure = this_process.failure
+helper_pid = this_process.helper_pid
+hibernate = this_process.hibernate
+is_away = this_process.is_away
+is_hibernated = this_process.is_hibernated
+obstacles = hibernation_obstacles = this_process.obstacles
+raise_if_lost = this_process.raise_if_lost
+read_memory = this_process.read_memory
+wake = this_process.wake

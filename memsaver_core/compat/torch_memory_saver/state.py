@@ -196,11 +196,11 @@ def _leave_ld_preload(path: str) -> None:
         os.environ.pop("LD_PRELOAD", None)
 
 
-_this = State()
-attach_library = _this.attach_library
-initialize = _this.initialize
-is_retained = _this.is_retained
-pause = _this.pause
-resume = _this.resume
-retaining = _this.retaining
-set_retaining = _this.set_retaining
+this_process = State()
+attach_library = this_process.attach_library
+initialize = this_process.initialize
+is_retained = this_process.is_retained
+pause = this_process.pause
+resume = this_process.resume
+retaining = this_process.retaining
+set_retaining = this_process.set_retaining
