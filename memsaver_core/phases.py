@@ -47,7 +47,7 @@ class PhaseLog:
         self._phases: list[PhaseReport] = []
         self._starts: list[float] = []
         self._current: Callable[[], str] = lambda: ""
-        self._failed = ""
+        self.failed = ""  # the last phase, if an error ended it
         self._started = time.monotonic()
         self._first = self.read()
 
@@ -65,11 +65,6 @@ class PhaseLog:
     def now(self) -> str:
         """The phase that runs, or ran last; an empty string before the first."""
         return self._current()
-
-    @property
-    def failed(self) -> str:
-        """The last phase, if an error ended it; else an empty string."""
-        return self._failed
 
     @property
     def seconds(self) -> float:
@@ -118,15 +113,15 @@ class PhaseLog:
 
     def add_failure(self, phase: str) -> None:
         """Record that ``phase`` failed in another process."""
-        self._failed = phase
+        self.failed = phase
 
     @contextmanager
     def _running(self, current: Callable[[], str]) -> Iterator[None]:
         del self._starts[len(self._phases) :]  # of a phase that could not be recorded
         self._starts.append(time.time())
-        self._current, self._failed = current, ""
+        self._current, self.failed = current, ""
         try:
             yield
         except BaseException:
-            self._failed = current()
+            self.failed = current()
             raise

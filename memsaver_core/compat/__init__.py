@@ -16,16 +16,7 @@ __all__ = ["install"]
 
 _NAME = "torch_memory_saver"
 _OURS = f"{__name__}.{_NAME}"
-_SUBMODULES = (
-    "binary_wrapper",
-    "entrypoint",
-    "hooks",
-    "hooks.base",
-    "hooks.mode_preload",
-    "hooks.mode_torch",
-    "testing_utils",
-    "utils",
-)
+_SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
 
 
 def install(*, subprocesses: bool = False) -> None:
@@ -47,7 +38,7 @@ def install(*, subprocesses: bool = False) -> None:
             "call memsaver_core.compat.install() before the first import of it"
         )
     sys.modules[_NAME] = ours
-    for name in _SUBMODULES:
+    for name in _SUBMODULES.split():
         sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name}")
     if subprocesses:
         folder = str(Path(__file__).with_name("path"))

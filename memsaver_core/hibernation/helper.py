@@ -28,13 +28,8 @@ PATH = Path(_native.__file__).with_name("memsaver-hibernate")
 class StepFailedError(Exception):
     """The helper's answer that a step failed.
 
-    Attributes:
-        call: the driver's name of the call.
-        code: the driver's name of the error.
-        state: the driver's state of this process now: running, locked, checkpointed, failed or unknown.
-        device: the device whose memory is short, if that is the reason.
-        needed_bytes: how much is needed on it.
-        free_bytes: how much is free on it.
+    ``state`` is the driver's of this process now: running, locked, checkpointed, failed or unknown. If memory is short,
+    ``device`` names the device, and ``needed_bytes`` is not 0.
     """
 
     def __init__(self, call: str, code: str, state: str, device: str = "", needed: str = "0", free: str = "0") -> None:

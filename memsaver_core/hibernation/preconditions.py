@@ -28,29 +28,17 @@ _MPS_FOLDER = "/tmp/nvidia-mps"
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found of this process.
+    """What was found of this process."""
 
-    Attributes:
-        enabled: whether memsaver is.
-        has_context: whether the process has a context on the device. If not, only the helper matters.
-        helper: whether the helper's program exists and may be run.
-        can_checkpoint: whether the NVIDIA driver has the calls.
-        mps: the pipe of a CUDA MPS daemon that this process computes through, or an empty string.
-        nccl_groups: names of torch's process groups on NCCL.
-        ipc_tensors: tensors shared with other processes by CUDA IPC, exported or imported.
-        peers: pairs of devices of which the first reaches the second's memory.
-        managed_bytes: managed memory (``cudaMallocManaged``), by any library.
-    """
-
-    enabled: bool = True
-    has_context: bool = True
-    helper: bool = True
-    can_checkpoint: bool = True
-    mps: str = ""
-    nccl_groups: tuple[str, ...] = ()
-    ipc_tensors: int = 0
-    peers: tuple[tuple[int, int], ...] = ()
-    managed_bytes: int = 0
+    enabled: bool = True  # memsaver is
+    has_context: bool = True  # the process has one on the device; if not, only the helper matters
+    helper: bool = True  # its program exists and may be run
+    can_checkpoint: bool = True  # the NVIDIA driver has the calls
+    mps: str = ""  # the pipe of a CUDA MPS daemon that this process computes through
+    nccl_groups: tuple[str, ...] = ()  # names of torch's process groups on NCCL
+    ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported
+    peers: tuple[tuple[int, int], ...] = ()  # pairs of devices of which the first reaches the second's memory
+    managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
 
 
 def obstacles(facts: Facts) -> list[str]:

@@ -93,7 +93,7 @@ class NativeFunctions:
         self._state.interesting_region = bool(value)
 
     @contextmanager
-    def region_of_its_own(self) -> Iterator[None]:
+    def own_region(self) -> Iterator[None]:
         """Restore the thread's state after the block."""
         before = {name: getattr(self._state, name) for name in _FIELDS}
         left_before, _suspension.stack = _suspension.stack, None
@@ -151,12 +151,12 @@ class NativeFunctions:
 
     def tms_pause(self, tag: bytes | None) -> int:
         """Pause a tag, or all. Returns 0."""
-        state.pause(tag.decode() if tag else None)
+        state.this_process.pause(tag.decode() if tag else None)
         return 0
 
     def tms_resume(self, tag: bytes | None) -> int:
         """Resume a tag, or all. Returns 0."""
-        state.resume(tag.decode() if tag else None)
+        state.this_process.resume(tag.decode() if tag else None)
         return 0
 
     def set_memory_margin_bytes(self, value: int) -> None:
@@ -168,11 +168,11 @@ class NativeFunctions:
 
     def tms_get_retain_cpu_backup(self) -> bool:
         """Return whether a resume leaves backups in host memory."""
-        return state.retaining()
+        return state.this_process.retaining
 
     def tms_set_retain_cpu_backup(self, value: bool) -> None:
         """Set whether a resume leaves backups in host memory, from the next one on."""
-        state.set_retaining(bool(value))
+        state.this_process.retaining = bool(value)
 
     def tms_set_disk_backup_dir(self, folder: bytes) -> None:
         """Set the folder of backups on disk."""

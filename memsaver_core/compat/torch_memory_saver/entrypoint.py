@@ -59,12 +59,7 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
-        with self._ensure_initialized().region(
-            tag=tag,
-            enable_cpu_backup=enable_cpu_backup,
-            enable_disk_backup=enable_disk_backup,
-            cpu_backup_backend=cpu_backup_backend,
-        ):
+        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
             yield
 
     @contextmanager
@@ -85,13 +80,7 @@ class TorchMemorySaver:
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         with self._ensure_initialized().cuda_graph(
-            cuda_graph=cuda_graph,
-            pool=pool,
-            stream=stream,
-            capture_error_mode=capture_error_mode,
-            tag=tag,
-            enable_cpu_backup=enable_cpu_backup,
-            cpu_backup_backend=cpu_backup_backend,
+            cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend
         ):
             yield
 
@@ -197,9 +186,9 @@ class _TorchMemorySaverImpl:
         self._hook_mode = hook_mode
         self._hook_util = HookUtilBase.create(hook_mode)
         # The preload library, if loaded, goes by its own state of the region, in either mode.
-        self._binary_wrapper = BinaryWrapper(state.attach_library())
+        self._binary_wrapper = BinaryWrapper(state.this_process.attach_library())
         self._mem_pools = MemPools()
-        state.initialize()
+        state.this_process.initialize()
 
     @contextmanager
     def region(
@@ -210,15 +199,8 @@ class _TorchMemorySaverImpl:
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
-        with (
-            ms.region(tag, restore=restore),
-            self._with_region_config(
-                tag=tag,
-                enable_cpu_backup=enable_cpu_backup,
-                enable_disk_backup=enable_disk_backup,
-                cpu_backup_backend=cpu_backup_backend,
-            ),
-        ):
+        config = self._with_region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        with ms.region(tag, restore=restore), config:
             yield
 
     @contextmanager
@@ -233,40 +215,25 @@ class _TorchMemorySaverImpl:
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         capture: AbstractContextManager[Any]
+        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
         if process.enabled():
-            capture = ms.graph(
-                cuda_graph,
-                tag=tag,
-                restore="host",
-                pool=_graph_pool(pool, tag),
-                stream=stream,
-                capture_error_mode=capture_error_mode,
-            )
+            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
         else:
-            capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
-        with (
-            capture,
-            self._with_region_config(
-                tag=tag, enable_cpu_backup=enable_cpu_backup, cpu_backup_backend=cpu_backup_backend
-            ),
-        ):
+            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
+        with capture, self._with_region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
             yield
 
     @contextmanager
     def _with_region_config(
-        self,
-        tag: str,
-        enable_cpu_backup: bool,
-        enable_disk_backup: bool = False,
-        cpu_backup_backend: CpuBackupBackend | None = None,
+        self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
     ) -> Iterator[None]:
-        with self._binary_wrapper.cdll.region_of_its_own():
+        with self._binary_wrapper.cdll.own_region():
             self._binary_wrapper.set_config(
                 tag=tag,
                 interesting_region=True,
-                enable_cpu_backup=enable_cpu_backup,
-                cpu_backup_backend=cpu_backup_backend,
-                enable_disk_backup=enable_disk_backup,
+                enable_cpu_backup=cpu_backup,
+                cpu_backup_backend=backend,
+                enable_disk_backup=disk_backup,
             )
             yield
 
@@ -298,7 +265,7 @@ class _TorchMemorySaverImpl:
         if view["on_disk"]:
             return None
         if not view["released"]:
-            if not (view["in_host_memory"] and state.is_retained(view["tag"])):
+            if not (view["in_host_memory"] and state.this_process.is_retained(view["tag"])):
                 return None
         elif not view["in_host_memory"]:
             raise MisuseError(
@@ -319,7 +286,7 @@ def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
         raise MisuseError("cpu_backup_backend is for enable_cpu_backup=True")
 
 
-def _graph_pool(pool: Any, tag: str) -> ms.GraphPool | None:
+def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)

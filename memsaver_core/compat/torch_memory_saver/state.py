@@ -58,8 +58,8 @@ class State:
         self._library: str | None = None  # path of the preload library, "" if not loaded, None before the first look
         self._callbacks: list[Any] = []  # the library calls them for as long as the process lives
         self._initialized = False
-        self._retaining = False
-        self._retained_tags: set[str] = set()  # their last resume retained the backup
+        self.retaining = False  # whether a resume leaves backups in host memory
+        self._retained_tags: set[str] = set()  # their last resume did
 
     def attach_library(self) -> str:
         """Connect the preload library, if this process was started with it, to the saver.
@@ -105,7 +105,7 @@ class State:
                 raise ConfigurationError(
                     "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
                 )
-            self._retaining = flag("TMS_RETAIN_CPU_BACKUP")
+            self.retaining = flag("TMS_RETAIN_CPU_BACKUP")
             folder = os.environ.get("TMS_DISK_BACKUP_DIR")
             if process.enabled():
                 if folder:
@@ -132,19 +132,11 @@ class State:
         saver = process.existing_saver()
         if saver is None:
             return
-        if self._retaining:
+        if self.retaining:
             self._retained_tags.update(names or saver.known_tags())
         else:
             self._forget(names)
             saver.drop_backups(names)
-
-    def retaining(self) -> bool:
-        """Return whether a resume leaves backups in host memory."""
-        return self._retaining
-
-    def set_retaining(self, value: bool) -> None:
-        """Set whether the next resume leaves backups in host memory."""
-        self._retaining = value
 
     def is_retained(self, tag: str) -> bool:
         """Return whether the last resume of ``tag`` left its backup in place."""
@@ -197,10 +189,3 @@ def _leave_ld_preload(path: str) -> None:
 
 
 this_process = State()
-attach_library = this_process.attach_library
-initialize = this_process.initialize
-is_retained = this_process.is_retained
-pause = this_process.pause
-resume = this_process.resume
-retaining = this_process.retaining
-set_retaining = this_process.set_retaining

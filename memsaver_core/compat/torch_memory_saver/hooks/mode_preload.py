@@ -21,7 +21,7 @@ class HookUtilModePreload(HookUtilBase, mode="preload"):
     """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
 
     def __init__(self) -> None:
-        if state.attach_library() or not process.backend().has_memory_pools:
+        if state.this_process.attach_library() or not process.backend().has_memory_pools:
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + str(
             get_binary_path_from_package(_LIBRARY)
@@ -35,7 +35,7 @@ class HookUtilModePreload(HookUtilBase, mode="preload"):
 
     def get_path_binary(self) -> str:
         """Return the path of the library that is or would be preloaded."""
-        return state.attach_library() or str(get_binary_path_from_package(_LIBRARY))
+        return state.this_process.attach_library() or str(get_binary_path_from_package(_LIBRARY))
 
 
 @contextmanager
