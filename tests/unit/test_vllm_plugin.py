@@ -305,7 +305,7 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
     """vLLM makes groups on NCCL for a single worker, too."""
     import torch.distributed.distributed_c10d as c10d
 
-    from memsaver_core.hibernation.preconditions import nccl_groups
+    from memsaver_core.communicators import nccl_groups
 
     class Group:
         def __init__(self, size: int) -> None:
