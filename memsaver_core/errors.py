@@ -26,10 +26,11 @@ class MemsaverError(RuntimeError):
     kind: ClassVar[str] = "error"
     status: ClassVar[int] = 500
     retry_after_s: ClassVar[int | None] = None
+    _detail_names: ClassVar[tuple[str, ...]] = ()
 
     def details(self) -> dict[str, Any]:
         """Return figures and names that a program may want beside the message."""
-        return {}
+        return {name: getattr(self, name) for name in self._detail_names}
 
 
 class ConfigurationError(MemsaverError, ValueError):
@@ -49,6 +50,7 @@ class UnknownTagError(MemsaverError, LookupError):
 
     kind = "unknown_tag"
     status = 400
+    _detail_names = ("unknown", "known")
 
     def __init__(self, unknown: list[str], known: list[str]) -> None:
         self.unknown = unknown
@@ -57,9 +59,6 @@ class UnknownTagError(MemsaverError, LookupError):
             f"unknown tag{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
             f"the tags that exist are {', '.join(map(repr, known)) or 'none'}"
         )
-
-    def details(self) -> dict[str, Any]:
-        return {"unknown": self.unknown, "known": self.known}
 
 
 class OutOfDeviceMemoryError(MemsaverError):
@@ -74,15 +73,13 @@ class OutOfDeviceMemoryError(MemsaverError):
     kind = "out_of_device_memory"
     status = 503
     retry_after_s = RETRY_AFTER_S
+    _detail_names = ("needed_bytes", "free_bytes")
 
     def __init__(self, message: str, needed_bytes: int = 0, free_bytes: int = 0, device: int = -1) -> None:
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self.device = device
         super().__init__(message)
-
-    def details(self) -> dict[str, Any]:
-        return {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes}
 
 
 class OutOfHostMemoryError(MemsaverError):
@@ -95,14 +92,12 @@ class OutOfHostMemoryError(MemsaverError):
 
     kind = "out_of_host_memory"
     status = 507
+    _detail_names = ("needed_bytes", "free_bytes")
 
     def __init__(self, message: str, needed_bytes: int = 0, free_bytes: int = 0) -> None:
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         super().__init__(message)
-
-    def details(self) -> dict[str, Any]:
-        return {"needed_bytes": self.needed_bytes, "free_bytes": self.free_bytes}
 
 
 class DriverError(MemsaverError):
@@ -116,6 +111,7 @@ class DriverError(MemsaverError):
     """
 
     kind = "driver_error"
+    _detail_names = ("call", "code", "tag", "bytes")
 
     def __init__(self, message: str, call: str = "", code: str = "", tag: str = "", bytes: int = 0) -> None:
         self.call = call
@@ -123,9 +119,6 @@ class DriverError(MemsaverError):
         self.tag = tag
         self.bytes = bytes
         super().__init__(message)
-
-    def details(self) -> dict[str, Any]:
-        return {"call": self.call, "code": self.code, "tag": self.tag, "bytes": self.bytes}
 
 
 class ContextLostError(DriverError):
@@ -144,15 +137,13 @@ class BackupError(MemsaverError):
     """
 
     kind = "backup_error"
+    _detail_names = ("tag", "address", "bytes")
 
     def __init__(self, message: str, tag: str = "", address: int = 0, bytes: int = 0) -> None:
         self.tag = tag
         self.address = address
         self.bytes = bytes
         super().__init__(message)
-
-    def details(self) -> dict[str, Any]:
-        return {"tag": self.tag, "address": self.address, "bytes": self.bytes}
 
 
 class UnsupportedError(MemsaverError):

@@ -136,12 +136,12 @@ def _read_settings(what: str, **values: Any) -> CoreSettings:
         raise ConfigurationError(f"{what} cannot be used: {error}") from error
 
 
-_this = Process()
-settings = core_settings = _this.settings
-configure = _this.configure
-enabled = _this.enabled
-backend = _this.backend
-driver_name = _this.driver_name
-torch_device = _this.torch_device
-existing_saver = _this.existing_saver
-saver = _this.saver
+this_process = Process()
+settings = core_settings = this_process.settings
+configure = this_process.configure
+enabled = this_process.enabled
+backend = this_process.backend
+driver_name = this_process.driver_name
+torch_device = this_process.torch_device
+existing_saver = this_process.existing_saver
+saver = this_process.saver

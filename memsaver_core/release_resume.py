@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +24,22 @@ from memsaver_core.reports import (
     TagStatus,
 )
 
-#: The device's count follows a release at once on the drivers that we measured; this bounds the wait for one that lags.
+#: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
-#: What a first operation may take of the device for itself: streams, a kernel's module, and a share of what it keeps in
-#: newly pinned memory, whose page tables on the device take 8 bytes for each 4 KiB.
+#: Device memory that a first operation may take for itself: streams, a kernel's module, and a share of what it backs
+#: up, as the page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
 SETTLE_SLACK_BYTES = 16 << 20
 SETTLE_SLACK_SHARE = 256
 
 
-def check_tags(tags: Sequence[str] | None) -> list[str]:
-    """Return the tags that ``tags`` names, without repeats; None and an empty list mean all and give an empty list.
+def check_tags(tags: Iterable[str] | None) -> list[str]:
+    """Return ``tags`` without repeats; an empty list stands for all, as do None and an empty list.
 
     Raises:
-        UnknownTagError: one of them is neither well known nor used by any region.
+        UnknownTagError: a tag is neither well known nor used by any region.
     """
-    names = list(dict.fromkeys(tags or ()))
+    names = list(tags_of(tags))
     saver = process.existing_saver()
     known = saver.known_tags() if saver is not None else []
     if process.enabled():
@@ -89,12 +89,12 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
     check_tags(list(overrides))
     if not process.enabled():
         return _nothing("release")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
-    if hibernation.is_hibernated():  # then all of this is done
+    if hibernation.is_hibernated():  # nothing is left to release
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
-    if options.hibernate and (reasons := hibernation.hibernation_obstacles()):
+    if options.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     with log.phase("synchronize"):
         saver.synchronize()
@@ -107,14 +107,14 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
     trims = options.hibernate if options.trim is None else options.trim
     if trims:
         with log.phase("trim_workspaces") as details:
-            details["kept_for_graphs"] = float(not library_caches.workspaces())
+            details["kept_for_graphs"] = float(not library_caches.free_workspaces())
     with log.phase("empty_cache"):
         backend.empty_cache()
     if trims:
         with log.phase("trim_graphs"):
             saver.trim_graph_memory()
         with log.phase("trim_pinned") as details:
-            details["host_bytes"] = float(library_caches.pinned())
+            details["host_bytes"] = float(library_caches.free_pinned_memory())
     with log.phase("ipc_collect"):
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -127,12 +127,12 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-    """Bring back what is released under ``tags``, at the same addresses, content as owed. All or nothing.
+    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies owe.
 
-    A hibernated process wakes first, whatever the tags.
+    All or nothing. A hibernated process wakes first, whatever the tags.
 
     Args:
-        tags: which; None or empty for all. What is resident already is success.
+        tags: which; None or empty for all. A tag that is resident already is success.
         log: a log to append the phases to.
 
     Raises:
@@ -151,7 +151,7 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
     names = check_tags(options.tags)
     if not process.enabled():
         return _nothing("resume")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():
@@ -169,15 +169,15 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
 
 
 def prepare_backup(*, wait: bool = False) -> None:
-    """Pin the host memory that a release of everything needs, in the background, so that the first one is fast.
+    """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
 
-    Compiles the digest kernel, too, unless this user has done so before: a quarter of a second.
+    Also compiles the digest kernel if this user's cache lacks it, in a quarter of a second.
 
     Args:
         wait: return only when it is done.
 
     Raises:
-        OutOfHostMemoryError: only with ``wait``: host memory is short. A release then says so, too.
+        OutOfHostMemoryError: host memory is short; only with ``wait``. Otherwise the release raises it.
     """
     if not process.enabled():
         return
@@ -188,7 +188,7 @@ def prepare_backup(*, wait: bool = False) -> None:
 
 
 def status() -> Status:
-    """What the saver holds now. Never waits for an operation in flight, calls no driver."""
+    """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()
     if saver is None:
         return Status(
@@ -199,10 +199,10 @@ def status() -> Status:
             tags=(),
             host_backup=HostBackupStatus(0, 0, 0),
             progress=Progress("", 0, 0, 0, 0.0),
-            hibernated=False,
         )
     now = saver.status()
     lost = hibernation.failure()
+    figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
     return Status(
         enabled=True,
         driver=process.driver_name(),
@@ -217,13 +217,7 @@ def status() -> Status:
             prepared=now["prepared"],
             target_bytes=now["pool_target_bytes"],
         ),
-        progress=Progress(
-            operation=now["operation"],
-            done_bytes=now["done_bytes"] if now["operation"] else 0,
-            total_bytes=now["total_bytes"] if now["operation"] else 0,
-            copied_bytes=now["copied_bytes"] if now["operation"] else 0,
-            seconds=now["operation_seconds"],
-        ),
+        progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
     )
 
@@ -253,15 +247,15 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
-    """Wait until the devices' own counts have fallen by what was released, or the time is up.
+    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS.
 
-    A co-tenant may take the memory in the same moment, so that the count never falls.
+    They may never fall: a co-tenant may take the memory at the same moment.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         now = log.read()
         if before is None or now is None:
-            return  # nothing can be told
+            return  # the devices cannot be read
         fallen = -sum(device.delta_bytes for device in deltas(before, now))
         if fallen >= released_bytes - released_bytes // SETTLE_SLACK_SHARE - SETTLE_SLACK_BYTES:
             return
@@ -283,7 +277,7 @@ def _note_work(details: dict[str, float], result: dict[str, Any], copied: str) -
 def _report(operation: str, names: list[str], result: dict[str, Any], log: PhaseLog) -> OperationReport:
     tags = {tag["tag"]: TagReport(**tag) for tag in result["tags"]}
     for name in names:
-        if name not in tags:  # well known, but no memory is under it
+        if name not in tags:  # well known, with no memory under it
             policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
             tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
     ordered = tuple(tags[name] for name in names) if names else tuple(tags.values())

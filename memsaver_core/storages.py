@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is an ordinary tensor with a storage of its own kind, which ``adopt`` can move.
+    """Return whether this is an ordinary strided tensor, which ``adopt`` can move.
 
-    Not fake, sparse, meta or a wrapper, and no lazy conjugate or negative, whose bit a move would lose.
+    Not a fake, sparse, meta or wrapper tensor, and not a lazy conjugate or negative, whose bit a move would lose.
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -24,9 +24,9 @@ def is_plain(tensor: object) -> bool:
 
 
 def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
-    """Put each tensor on the new storage that ``storages`` has for its present one (keyed by ``_cdata``).
+    """Put each tensor on the storage that ``storages`` maps its present one to (keyed by ``_cdata``), if any.
 
-    Offsets, sizes and strides stay, and so does sharing between tensors.
+    Offsets, sizes and strides stay, and tensors that shared a storage still do.
     """
     with _disable_current_modes(), torch.no_grad():
         for tensor in tensors:

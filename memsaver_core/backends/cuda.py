@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, nvml
-from memsaver_core.backends.base import Backend
-from memsaver_core.backends.cuda_pools import Pool, Pools
+from memsaver_core.backends.cuda_pools import PooledBackend
 from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions, Stack
 from memsaver_core.reports import DeviceMemory, TorchMemory
 
@@ -22,15 +20,14 @@ from memsaver_core.reports import DeviceMemory, TorchMemory
 LISTED_BLOCKS = 2048
 
 
-class CudaBackend(Backend):
+class CudaBackend(PooledBackend):
     """NVIDIA GPUs through the CUDA driver."""
 
     name = "cuda"
-    has_memory_pools = True
     has_context = True
 
     def __init__(self) -> None:
-        self._pools = Pools()
+        super().__init__()
         self._stack = Stack()
 
     def torch_device(self, index: int = 0) -> torch.device:
@@ -40,22 +37,10 @@ class CudaBackend(Backend):
         _native.set_nvrtc_path(_nvrtc_path())
 
     def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        return CudaRegion(saver, self._pools, self._stack, device, tag, restore)
+        return CudaRegion(saver, self, self._stack, device, tag, restore)
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
         return OutsideRegions(self._stack, own_pool)
-
-    def new_graph_pool(self, tag: str, restore: str) -> Pool:
-        return self._pools.new_graph_pool(torch.cuda.current_device(), tag, restore)
-
-    def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
-        return self._pools.forget(tag, restore)
-
-    def note_release(self, tags: Sequence[str]) -> None:
-        self._pools.note_release(tags)
-
-    def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
-        return self._pools.dead_ranges(saver)
 
     def make_room(self) -> bool:
         torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native
+from memsaver_core.backends.base import Backend
 
 _DEFAULT_POOL_ID = (0, 0)
 
@@ -30,8 +31,10 @@ class Pool:
         weakref.finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
 
 
-class Pools:
-    """The pools of this process, by device, tag and policy."""
+class PooledBackend(Backend):
+    """The part of the CUDA backend that keeps the pools of this process, by device, tag and policy."""
+
+    has_memory_pools = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,17 +45,16 @@ class Pools:
         self._releases: dict[str, int] = {}
 
     def note_release(self, tags: Sequence[str]) -> None:
-        """Count a release of each of ``tags``."""
         with self._lock:
             for tag in tags:
                 self._releases[tag] = self._releases.get(tag, 0) + 1
 
-    def new_graph_pool(self, device: int, tag: str, restore: str) -> Pool:
-        """Return a pool for CUDA graphs. All of its segments are content: replays use blocks that torch holds free."""
+    def new_graph_pool(self, tag: str, restore: str) -> Pool:
+        # Not among the pools of regions: all of its segments are content, as replays use blocks that torch holds free.
         with self._lock:
-            return self._new_pool(device, tag, restore)
+            return self._new_pool(torch.cuda.current_device(), tag, restore)
 
-    def for_region(self, saver: _native.Saver, device: int, tag: str, restore: str) -> Pool:
+    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str) -> Pool:
         """Return the pool that a region allocates from now."""
         key = (device, tag, restore)
         released = any(each["tag"] == tag and each["released_bytes"] > 0 for each in saver.status()["tags"])
@@ -72,8 +74,7 @@ class Pools:
                 self._pools_while_released[key] = present
             return present[1]
 
-    def forget(self, tag: str | None, restore: str | None) -> bool:
-        """Drop the pools of regions of ``tag`` and ``restore`` (None: of all); returns whether there were any."""
+    def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
         with self._lock:
             known = {*self._pools, *self._pools_while_released}
             keys = [key for key in known if tag in (None, key[1]) and restore in (None, key[2])]
@@ -83,10 +84,9 @@ class Pools:
         return bool(keys)
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
-        """Return the free blocks (address, bytes) of pools whose free blocks hold no content, in address order.
+        """Return free blocks of the pools of regions, and of torch's default pool, which a preload library may fill.
 
-        These are the pools of regions, and torch's default pool, whose segments a preload library may have made the
-        saver's. Any other pool may belong to graphs, which use its free blocks at every replay.
+        Any other pool may belong to graphs, which use its free blocks at every replay.
         """
         if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
             return []

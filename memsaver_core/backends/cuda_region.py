@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native
-from memsaver_core.backends.cuda_pools import Pool, Pools
+from memsaver_core.backends.cuda_pools import Pool, PooledBackend
 
 
 class Stack(threading.local):
@@ -66,7 +66,7 @@ class CudaRegion(_Routing):
     """Routes torch's allocations of this thread on ``device`` to the saver, under ``tag``."""
 
     def __init__(
-        self, saver: _native.Saver, pools: Pools, stack: Stack, device: int | None, tag: str, restore: str
+        self, saver: _native.Saver, pools: PooledBackend, stack: Stack, device: int | None, tag: str, restore: str
     ) -> None:
         super().__init__(stack, device)
         self._saver = saver
@@ -75,7 +75,7 @@ class CudaRegion(_Routing):
         self._restore = restore
 
     def __enter__(self) -> _Routing:
-        self._pool = self._pools.for_region(self._saver, self._device, self._tag, self._restore)
+        self._pool = self._pools.pool_for(self._saver, self._device, self._tag, self._restore)
         if not self._stack.entered and not torch.cuda.is_current_stream_capturing():
             # While a pool is in use, torch does not give its other caches back to make room for it.
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A region on the host driver: every fresh storage that torch code makes inside it is moved into the arena."""
+"""A region on the host driver: moves each new storage that torch code makes inside it into the arena."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Stack(threading.local):
 
 
 class HostRegion(TorchDispatchMode):
-    """Moves what is allocated inside to ``device``'s arena for ``tag`` and ``restore``.
+    """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``.
 
-    Operators are seen through torch's dispatcher, which calls this mode in the thread that entered it. Parameters and
-    buffers that reach a module past the dispatcher (from a file, or from a loader's worker threads) are moved when the
-    region ends; torch tells of them as the module registers them.
+    torch's dispatcher calls this mode for each operator in the thread that entered it. Parameters and buffers that
+    reach a module without the dispatcher (from a file, or from a loader's worker threads) are noted by torch's
+    registration hooks, and moved when the region ends.
     """
 
     def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
@@ -74,9 +74,9 @@ class HostRegion(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._stack.entered[-1] is not self:  # an inner region takes what is made in it
+        if self._stack.entered[-1] is not self:  # only the innermost region moves
             return func(*args, **kwargs)
-        # torch.tensor() fills a tensor where no mode can see it, and lift_fresh is how it comes to light.
+        # torch.tensor() fills a tensor without the dispatcher, and passes it to lift_fresh.
         lifted = func is torch.ops.aten.lift_fresh.default
         known = set() if lifted else _storages_with_memory((args, kwargs))
         result = func(*args, **kwargs)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import memsaver_core as ms
-from memsaver_core.hibernation.preconditions import nccl_groups
+from memsaver_core.communicators import nccl_groups
 from memsaver_core.reports import DeviceDelta, DeviceMemory, Status, TorchMemory
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap

@@ -10,17 +10,17 @@ _MISSING = object()
 
 
 class MemPools:
-    """The pools of regions, of which torch keeps what is freed in them until they go.
+    """The pools of regions. torch keeps what is freed in a pool until the pool is dropped.
 
-    Let go of one, and ``torch.cuda.empty_cache()`` gives back what is free in it; tensors in it live on, under their
-    tag. On the host driver there are none.
+    After a drop, ``torch.cuda.empty_cache()`` gives back its free memory; its tensors live on, under their tag. The
+    host driver has no pools.
     """
 
     def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
-        """Let go of the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
+        """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
 
         Returns:
-            None, or ``default`` where there are none.
+            None, or ``default`` if there are none.
 
         Raises:
             KeyError: there are none, and no default was given.
@@ -34,5 +34,5 @@ class MemPools:
         return default
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Drop all."""
         process.backend().forget_pools()
