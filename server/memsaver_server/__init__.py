@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memsaver_server.attachment import Attachment, attach
-    from memsaver_server.gate import Gate
     from memsaver_server.http.app import create_app
-    from memsaver_server.integrations.module.engine import ModuleEngine
     from memsaver_server.settings import Settings
 
-__all__ = ["Attachment", "Gate", "ModuleEngine", "Settings", "attach", "create_app"]
+__all__ = ["Attachment", "Settings", "attach", "create_app"]
 
 _HOMES = {
     "Attachment": "memsaver_server.attachment",
-    "Gate": "memsaver_server.gate",
-    "ModuleEngine": "memsaver_server.integrations.module.engine",
     "Settings": "memsaver_server.settings",
     "attach": "memsaver_server.attachment",
     "create_app": "memsaver_server.http.app",
