@@ -1,7 +1,7 @@
 """MkDocs hooks: publish pages that lie outside docs/, and the source files that pages link to.
 
-Pages link as in the repository (``../README.md``, ``../server/memsaver_server/engine.py``). These hooks rewrite such links
-to the published pages. A link to a folder without a README becomes plain text.
+Pages link as in the repository (``../README.md``, ``../server/memsaver_server/engine.py``). These hooks rewrite such
+links to the published pages. A link to a folder without a README becomes plain text.
 """
 
 from __future__ import annotations

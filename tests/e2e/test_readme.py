@@ -8,7 +8,7 @@ from tests.programs import output_of
 from .serving import Example, environment, memsaver, python_blocks, serving
 
 
-def test_the_first_release() -> None:
+def test_the_engine_example() -> None:
     code = next(block for block in python_blocks("README.md") if "attach(" in block)
     with Example(code) as example:
         float(example.read_line())
