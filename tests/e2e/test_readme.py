@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/reference.md run as they stand."""
+"""The README's examples run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages say what the code does, and each link in them leads somewhere."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 
