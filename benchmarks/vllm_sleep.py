@@ -176,17 +176,19 @@ def measure(model: str, mode: str, cycles: int, utilization: float) -> dict[str,
     for _ in range(cycles):
         cycle("level_2", 2, IDLE_S)
     if mode == "memsaver":
-        from memsaver_server.integrations.vllm.engine import attach_to
+        from memsaver_core.ranks.protocol import REQUESTS, Introduce
+        from memsaver_server.integrations.vllm.plugin import attach_to
 
-        [told] = llm.collective_rpc("memsaver", args=("hello",))
-        result["tags"], result["blockers"] = told["status"]["tags"], told["blockers"]
+        [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
+        obstacles = answer["fields"]["introduction"]["obstacles"]
+        result["tags"], result["blockers"] = answer["fields"]["status"]["tags"], obstacles
         with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=30) as client:
 
             def post(path: str) -> None:
                 client.post(path).raise_for_status()
 
             try:
-                for _ in range(0 if told["blockers"] else cycles):
+                for _ in range(0 if obstacles else cycles):
                     row = {"sleep": timed(post, "/sleep?level=3"), "left_mib": used_mib() - empty}
                     time.sleep(IDLE_S)
                     row["wake"] = timed(post, "/wake_up")

@@ -1,7 +1,7 @@
-"""Writes what the documents take from the code: docs/api.md, and the settings of the service in README.md.
+"""Write what the pages take from the code: docs/api.md, and the tables of settings in docs/reference.md.
 
 python docs/generate.py           writes them
-python docs/generate.py --check   exits with 1 where they are not current
+python docs/generate.py --check   exits with 1 if they are not current
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-# The description of the service is the same on every machine.
+# The description must not depend on the machine.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 from pydantic_core import PydanticUndefined
@@ -25,11 +25,12 @@ from memsaver_server import Settings, create_app
 from memsaver_server.gate import Gate
 
 ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs/reference.md"
 SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 
 
 class _Everything(Gate):
-    """So that the description has what only some engines offer. Nothing of it is called."""
+    """Has every optional capability, so that the description has every route. No method is called."""
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -47,9 +48,9 @@ def api_reference() -> str:
     lines = [
         "# API reference",
         "",
-        "Made from the service's OpenAPI description (`GET /openapi.json`) by `docs/generate.py`.",
-        "Sizes are bytes, times seconds.",
-        "Fields go in a JSON body or in the query; every one of them is optional unless it says otherwise.",
+        "Generated from the service's OpenAPI description (`GET /openapi.json`) by `docs/generate.py`.",
+        "Sizes are in bytes, times in seconds.",
+        "Fields go in a JSON body or in the query string, and are optional unless stated otherwise.",
     ]
     tag = None
     for path, methods in spec["paths"].items():
@@ -62,10 +63,10 @@ def api_reference() -> str:
         "",
         "## Errors",
         "",
-        "Each has the body [ErrorAnswer](#erroranswer); `error.type` names it in one word.",
+        "Every error has the body [ErrorAnswer](#erroranswer); `error.type` names it in one word.",
         "",
     ]
-    lines += ["| status | |", "|---|---|", *_errors(spec)]
+    lines += ["| status | meaning |", "|---|---|", *_errors(spec)]
     lines += ["", "## Types"]
     for name, schema in sorted(spec["components"]["schemas"].items()):
         if schema.get("type") == "object" and not name.startswith(("HTTPValidation", "Validation")):
@@ -79,7 +80,7 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> list[str]:
     if body and body.get("properties"):
         lines += [*_fields(body), ""]
     elif operation.get("parameters"):
-        lines += ["In the query: " + ", ".join(f"`{one['name']}`" for one in operation["parameters"]) + ".", ""]
+        lines += ["Query parameters: " + ", ".join(f"`{one['name']}`" for one in operation["parameters"]) + ".", ""]
     answers, errors = [], []
     for status, answer in sorted(operation["responses"].items()):
         types = _types(answer)
@@ -116,7 +117,7 @@ def _paragraph(text: str | None) -> list[str]:
 
 def _fields(schema: dict[str, Any]) -> list[str]:
     required = set(schema.get("required", ()))
-    lines = ["| field | type | default | |", "|---|---|---|---|"]
+    lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in schema.get("properties", {}).items():
         default = "" if name in required or "default" not in field else f"`{json.dumps(field['default'])}`"
         about = " ".join(str(field.get("description", "")).split())
@@ -144,11 +145,10 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
 
 def settings_table() -> str:
     """Return the tables of all settings."""
-    service = _settings(Settings)
     core = _settings(CoreSettings, hidden={"fault_injection"})
-    return "\n".join(["", "Of the core, in every process that uses regions:", "", *core, ""]) + "\n".join(
-        ["", "Of the service:", "", *service, "", ""]
-    )
+    service = _settings(Settings)
+    head = "Core settings, for every process that uses regions:"
+    return "\n".join(["", head, "", *core, "", "Service settings:", "", *service, "", ""])
 
 
 def _settings(model: type[BaseSettings], hidden: Collection[str] = ()) -> list[str]:
@@ -165,11 +165,10 @@ def _plain(value: object) -> str:
 
 
 def documents() -> dict[Path, str]:
-    """Return each document that takes something from the code, as it should be."""
-    readme = (ROOT / "README.md").read_text()
+    """Return the current text of each page that takes something from the code."""
     return {
         ROOT / "docs/api.md": api_reference(),
-        ROOT / "README.md": SETTINGS.sub(lambda match: match[1] + settings_table() + match[2], readme),
+        REFERENCE: SETTINGS.sub(lambda match: match[1] + settings_table() + match[2], REFERENCE.read_text()),
     }
 
 

@@ -10,8 +10,11 @@
 With the saver disabled (``MEMSAVER_ENABLED=0``) every call is a no-op and torch behaves as without memsaver.
 """
 
-from memsaver_core.backends.host_storage import is_plain
-from memsaver_core.device_memory import read_devices
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from memsaver_core.errors import (
     BackupError,
     ConfigurationError,
@@ -24,14 +27,8 @@ from memsaver_core.errors import (
     UnknownTagError,
     UnsupportedError,
 )
-from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
-from memsaver_core.hibernation import blockers as hibernation_blockers
-from memsaver_core.phases import PhaseLog
+from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
-from memsaver_core.process import configure, driver_name, enabled, torch_device
-from memsaver_core.process import settings as core_settings
-from memsaver_core.regions import adopt, region
-from memsaver_core.release_resume import check_tags, prepare_backup, release, resume, status
 from memsaver_core.reports import (
     DeviceDelta,
     DeviceMemory,
@@ -44,50 +41,53 @@ from memsaver_core.reports import (
     TagStatus,
     TorchMemory,
 )
-from memsaver_core.torch_memory import read_torch_memory
+
+if TYPE_CHECKING:
+    from memsaver_core.device_memory import read_devices, read_torch_memory
+    from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
+    from memsaver_core.hibernation import hibernation_obstacles
+    from memsaver_core.phases import PhaseLog
+    from memsaver_core.process import configure, core_settings, driver_name, enabled, torch_device
+    from memsaver_core.regions import adopt, region
+    from memsaver_core.release_resume import (
+        check_tags,
+        prepare_backup,
+        release,
+        release_with,
+        resume,
+        resume_with,
+        status,
+    )
+    from memsaver_core.storages import is_plain
 
 __all__ = [
-    "DEFAULT_POLICIES",
-    "WELL_KNOWN_TAGS",
-    "BackupError",
-    "ConfigurationError",
-    "ContextLostError",
-    "DeviceDelta",
-    "DeviceMemory",
-    "DriverError",
-    "ForkedProcessError",
-    "GraphPool",
-    "HostBackupStatus",
-    "MemsaverError",
-    "OperationReport",
-    "OutOfDeviceMemoryError",
-    "OutOfHostMemoryError",
-    "PhaseLog",
-    "PhaseReport",
-    "Progress",
-    "RestorePolicy",
-    "Status",
-    "TagReport",
-    "TagStatus",
-    "TorchMemory",
-    "UnknownTagError",
-    "UnsupportedError",
-    "adopt",
-    "check_tags",
-    "configure",
-    "core_settings",
-    "driver_name",
-    "enabled",
-    "graph",
-    "graph_memory_bytes",
-    "hibernation_blockers",
-    "is_plain",
-    "prepare_backup",
-    "read_devices",
-    "read_torch_memory",
-    "region",
-    "release",
-    "resume",
-    "status",
-    "torch_device",
-]
+    "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "ConfigurationError", "ContextLostError", "DeviceDelta",
+    "DeviceMemory", "DriverError", "ForkedProcessError", "GraphPool", "HostBackupStatus", "MemsaverError",
+    "OperationReport", "OutOfDeviceMemoryError", "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress",
+    "ReleaseOptions", "RestorePolicy", "ResumeOptions", "Status", "TagReport", "TagStatus", "TorchMemory",
+    "UnknownTagError", "UnsupportedError", "adopt", "check_tags", "configure", "core_settings", "driver_name",
+    "enabled", "graph", "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_devices",
+    "read_torch_memory", "region", "release", "release_with", "resume", "resume_with", "status", "torch_device",
+]  # fmt: skip
+
+#: Modules that import torch, and the public names in each; imported at the first use of one of the names.
+_LAZY = {
+    "device_memory": ("read_devices", "read_torch_memory"),
+    "graphs": ("GraphPool", "graph", "graph_memory_bytes"),
+    "hibernation": ("hibernation_obstacles",),
+    "phases": ("PhaseLog",),
+    "process": ("configure", "core_settings", "driver_name", "enabled", "torch_device"),
+    "regions": ("adopt", "region"),
+    "release_resume": ("check_tags", "prepare_backup", "release", "release_with", "resume", "resume_with", "status"),
+    "storages": ("is_plain",),
+}
+
+if not TYPE_CHECKING:  # else type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        for module, names in _LAZY.items():
+            if name in names:
+                value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What libraries keep of a device for speed, and how it is given back."""
+"""Memory that libraries cache for speed, and how it is given back."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _torch: Any = torch._C  # these calls have no public names
 _FROZEN_AT_START = 10_000
 
 
-def workspaces() -> bool:
-    """Give cuBLAS's workspaces back to torch's cache. False, and nothing done, where a CUDA graph may use them."""
+def free_workspaces() -> bool:
+    """Give cuBLAS's workspaces back to torch's cache; returns False, and does nothing, if a CUDA graph may use them."""
     if not torch.cuda.is_initialized():
         return True
-    if may_be_graphs():
+    if _may_have_graphs():
         return False
     _torch._cuda_clearCublasWorkspaces()
     return True
 
 
-def pinned() -> int:
-    """Unpin the host memory that torch only caches. Returns its bytes, 0 where this torch does not tell."""
+def free_pinned_memory() -> int:
+    """Unpin the host memory that torch only caches. Returns its bytes, or 0 if this version of torch does not say."""
     if not torch.cuda.is_initialized():
         return 0
     before = _pinned_bytes()
@@ -34,11 +34,11 @@ def pinned() -> int:
     return max(0, before - _pinned_bytes())
 
 
-def may_be_graphs() -> bool:
-    """Whether a captured CUDA graph may be alive, ours or anybody's.
+def _may_have_graphs() -> bool:
+    """Return whether a captured CUDA graph may be alive in this process.
 
-    Those not made by ``graph`` are looked for among all objects, which takes up to a tenth of a second; so that is done
-    last. What gc.freeze() has put away cannot be looked at.
+    Graphs not made by ``memsaver_core.graph`` are searched for among all objects, which takes up to a tenth of a
+    second, so that comes last. Objects that ``gc.freeze()`` has hidden cannot be searched.
     """
     if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START:
         return True

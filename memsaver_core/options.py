@@ -1,4 +1,4 @@
-"""What a release and a resume can be asked for: one frozen object each, from the caller to the core."""
+"""The options of a release and of a resume: one frozen object each, from the request to the core."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ReleaseOptions:
     Attributes:
         tags: the tags to release; empty means all.
         restore: restore policies for this release alone, by tag.
-        trim: also give back what libraries keep for speed; None means only if ``hibernate``.
-        hibernate: give back the CUDA context last.
+        trim: also give back what libraries cache for speed; None means only with ``hibernate``.
+        hibernate: at the end, also give back the CUDA context.
     """
 
     tags: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class ReleaseOptions:
         trim: bool | None = None,
         hibernate: bool = False,
     ) -> ReleaseOptions:
-        """Build options from what a caller passes.
+        """Return options from the arguments of ``memsaver_core.release``.
 
         Raises:
             ConfigurationError: a policy is unknown.

@@ -1,4 +1,4 @@
-"""The record of an operation: its phases, each with its time and the device memory before and after it."""
+"""The record of an operation: its phases, each with its duration and the device memory before and after it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger("memsaver")
 
 
 def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, ...] | None) -> tuple[DeviceDelta, ...]:
-    """Pair two readings by device; a device that the first reading lacks counts as unchanged. Without one: nothing."""
+    """Pair figures by device; a device missing from ``before`` counts as unchanged. If either is None: no pairs."""
     if before is None or after is None:
         return ()
-    earlier = {reading.index: reading for reading in before}
+    earlier = {device.index: device for device in before}
     return tuple(
         DeviceDelta(
             index=now.index,
@@ -36,7 +36,7 @@ def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, .
 class PhaseLog:
     """Collects phases in the order in which they run.
 
-    A device that cannot be read fails nothing, as what was done is done: its phase tells no figures then.
+    If the devices cannot be read, the operation goes on and its phases have no device figures.
 
     Args:
         read: reads the devices; by default those of this process.
@@ -46,8 +46,8 @@ class PhaseLog:
         self._read = read
         self._phases: list[PhaseReport] = []
         self._starts: list[float] = []
-        self._tell: Callable[[], str] = lambda: ""
-        self._failed = ""
+        self._current: Callable[[], str] = lambda: ""
+        self.failed = ""  # the last phase, if an error ended it
         self._started = time.monotonic()
         self._first = self.read()
 
@@ -58,40 +58,35 @@ class PhaseLog:
 
     @property
     def starts(self) -> tuple[float, ...]:
-        """When each of them began, in seconds since the epoch; where a phase runs now, its beginning is the last."""
+        """When each phase began, in seconds since the epoch; the last entry may be of a phase that still runs."""
         return tuple(self._starts)
 
     @property
     def now(self) -> str:
         """The phase that runs, or ran last; an empty string before the first."""
-        return self._tell()
-
-    @property
-    def failed(self) -> str:
-        """The phase that began last, where an error ended it; else an empty string."""
-        return self._failed
+        return self._current()
 
     @property
     def seconds(self) -> float:
-        """Since the log was made."""
+        """Seconds since the log was made."""
         return time.monotonic() - self._started
 
     def devices(self) -> tuple[DeviceDelta, ...]:
-        """Device memory from when the log was made until now."""
+        """Return device memory when the log was made and now."""
         return deltas(self._first, self.read())
 
     def read(self) -> tuple[DeviceMemory, ...] | None:
-        """Read the devices; None where that fails."""
+        """Read the devices; None if that fails."""
         try:
             return self._read()
         except MemsaverError as error:
-            logger.warning("the devices' memory cannot be read, so its change is not told: %s", error)
+            logger.warning("device memory cannot be read, so its change is not reported: %s", error)
             return None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
-        """Record what runs inside as one phase; figures put into the dictionary become its details."""
-        with self._telling(lambda: name):
+        """Record what runs inside as one phase; the figures that it puts into the dictionary become its details."""
+        with self._running(lambda: name):
             details: dict[str, float] = {}
             before = self.read()
             start = time.monotonic()
@@ -102,13 +97,13 @@ class PhaseLog:
                 self._phases.append(PhaseReport(name, seconds, deltas(before, self.read()), details))
 
     @contextmanager
-    def elsewhere(self, tell: Callable[[], str]) -> Iterator[None]:
-        """The phases inside run in other processes: ``tell`` says which runs now, ``add`` takes what they report."""
-        with self._telling(tell):
+    def elsewhere(self, current: Callable[[], str]) -> Iterator[None]:
+        """Record phases of other processes: ``current`` returns the one that runs now, ``add`` takes their reports."""
+        with self._running(current):
             yield
 
     def add(self, phases: Sequence[PhaseReport]) -> None:
-        """Append phases that ran somewhere else, one after the other until now."""
+        """Append phases that ran in other processes, one after the other until now."""
         began = time.time() - sum(phase.seconds for phase in phases)
         del self._starts[len(self._phases) :]
         for phase in phases:
@@ -117,16 +112,16 @@ class PhaseLog:
             began += phase.seconds
 
     def add_failure(self, phase: str) -> None:
-        """Take it that ``phase`` failed, where that was somewhere else."""
-        self._failed = phase
+        """Record that ``phase`` failed in another process."""
+        self.failed = phase
 
     @contextmanager
-    def _telling(self, tell: Callable[[], str]) -> Iterator[None]:
-        del self._starts[len(self._phases) :]  # where one could not be recorded
+    def _running(self, current: Callable[[], str]) -> Iterator[None]:
+        del self._starts[len(self._phases) :]  # of a phase that could not be recorded
         self._starts.append(time.time())
-        self._tell, self._failed = tell, ""
+        self._current, self.failed = current, ""
         try:
             yield
         except BaseException:
-            self._failed = tell()
+            self.failed = current()
             raise

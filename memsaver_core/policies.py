@@ -1,4 +1,4 @@
-"""Restore policies: what resume owes a tag."""
+"""Restore policies: what a resume owes a tag."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memsaver_core.errors import ConfigurationError
 
 
 class RestorePolicy(str, Enum):
-    """What resume owes to the content of a tag.
+    """What a resume owes the content of a tag.
 
-    ``DISCARD``: nothing, the content is undefined. ``ZERO``: zeros. ``HOST``: the content, kept in pinned host memory.
-    ``FILE``: the content, kept on disk.
+    ``DISCARD``: nothing, it is undefined. ``ZERO``: zeros. ``HOST``: the content, kept in pinned host memory. ``FILE``:
+    the content, kept on disk.
     """
 
     DISCARD = "discard"
@@ -23,11 +23,11 @@ class RestorePolicy(str, Enum):
 
 PolicyLike: TypeAlias = "RestorePolicy | str"
 
-#: Tags that every engine may have. They are never unknown: with no memory under one, a call succeeds with 0 bytes.
+#: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
 WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace")
 
-#: A graph's pool holds state that is written at capture and never rewritten, so it is kept; KV pages with undefined
-#: content have given NaN, so they come back as zeros.
+#: The policy of a region that is given none; ``discard`` for other tags. A graph's memory holds state that is written
+#: only at capture, so it is kept. KV pages with undefined content have given NaN, so they come back as zeros.
 DEFAULT_POLICIES = {
     "weights": RestorePolicy.HOST,
     "cuda_graph": RestorePolicy.HOST,
@@ -35,17 +35,19 @@ DEFAULT_POLICIES = {
     "workspace": RestorePolicy.ZERO,
 }
 
+#: Tags whose memory comes back as zeros unless its content is kept.
+ZEROED_TAGS = frozenset(tag for tag, policy in DEFAULT_POLICIES.items() if policy is RestorePolicy.ZERO)
 
 _KEEPING = (RestorePolicy.HOST, RestorePolicy.FILE)
 
 
 def keeps_all(restore: str) -> bool:
-    """Whether all content of a tag with this policy survives a release; of a ``mixed`` one it does not."""
+    """Return whether all content of a tag with this policy survives a release; ``mixed`` does not keep all."""
     return restore in _KEEPING
 
 
 def keeps_any(restore: str) -> bool:
-    """Whether some content of a tag with this policy, which may be ``mixed``, survives a release."""
+    """Return whether any content of a tag with this policy, which may be ``mixed``, survives a release."""
     return restore == "mixed" or keeps_all(restore)
 
 
@@ -53,7 +55,7 @@ def parse_policy(value: PolicyLike) -> RestorePolicy:
     """Return the policy that ``value`` names.
 
     Raises:
-        ConfigurationError: it names none.
+        ConfigurationError: there is no such policy.
     """
     try:
         return RestorePolicy(value)
@@ -63,7 +65,7 @@ def parse_policy(value: PolicyLike) -> RestorePolicy:
 
 
 def policy_for(tag: str, restore: PolicyLike | None) -> RestorePolicy:
-    """Return ``restore`` where it is given, else the default of ``tag``, else ``DISCARD``.
+    """Return ``restore`` if given, else the default of ``tag``, else ``DISCARD``.
 
     Raises:
         ConfigurationError: ``restore`` is not a policy.

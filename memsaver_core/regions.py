@@ -1,4 +1,4 @@
-"""Regions: what is allocated inside carries a tag."""
+"""Regions: blocks of code whose allocations carry a tag."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from memsaver_core import process
-from memsaver_core.backends.host_storage import is_plain, rebase
 from memsaver_core.errors import ConfigurationError
 from memsaver_core.policies import PolicyLike, policy_for
+from memsaver_core.storages import is_plain, rebase
 
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
 
@@ -19,17 +19,17 @@ Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterabl
 def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> AbstractContextManager[Any]:
     """Put every tensor that torch allocates inside under ``tag``.
 
-    On CUDA this holds for the thread that enters it; on the host driver also for parameters and buffers of modules made
-    inside, whichever thread loads them. Regions nest: the inner tag holds inside, the outer one again after it. With
-    the saver disabled this does nothing.
+    On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
+    made inside, whichever thread loads them. Regions nest: the innermost tag applies. With memsaver disabled this does
+    nothing.
 
     Args:
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
-        restore: what a resume owes to the content; by default that of the tag, else ``discard``.
+        restore: what a resume owes the content; by default the policy of the tag, else ``discard``.
         device: index of the device; the current one by default (the first on the host driver).
 
     Raises:
-        ConfigurationError: the tag or policy cannot be used, or torch is set up in a way that would defeat it.
+        ConfigurationError: the tag or policy is invalid, or torch is set up in a way that defeats regions.
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
@@ -37,21 +37,15 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
     if not process.enabled():
         return nullcontext()
     saver = process.saver()
-    if saver.driver_name() == "cuda":
-        from memsaver_core.backends.cuda_region import CudaRegion
-
-        return CudaRegion(saver, device, tag, policy)
-    from memsaver_core.backends.host_region import HostRegion
-
-    return HostRegion(saver, device or 0, tag, policy)
+    return process.backend().region(saver, device, tag, policy)
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:
-    """Move tensors that exist already under ``tag``, in place: a tensor, a module's parameters and buffers, or several.
+    """Move existing tensors under ``tag``, in place: a tensor, a module's parameters and buffers, or several tensors.
 
-    Each tensor object stays; its address changes once, so adopt before a CUDA graph captures it. Tensors that share
-    memory still share it afterwards, as long as all of them are given. What is under a tag already stays where it is.
-    With the saver disabled this does nothing.
+    The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures them. Tensors that share
+    memory still share it afterwards, if all of them are given. A tensor that is under a tag already stays where it is.
+    With memsaver disabled this does nothing.
 
     Returns:
         ``obj``.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memsaver_core import _native, hibernation, library_caches, process
+from memsaver_core.backends import Backend
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
+from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_core.phases import PhaseLog, deltas
-from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any, parse_policy
+from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any
 from memsaver_core.reports import (
     DeviceMemory,
     HostBackupStatus,
@@ -23,22 +24,22 @@ from memsaver_core.reports import (
     TagStatus,
 )
 
-#: The device's count follows a release at once on the drivers that we measured; this bounds the wait for one that lags.
+#: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
-#: What a first operation may take of the device for itself: streams, a kernel's module, and a share of what it keeps in
-#: newly pinned memory, whose page tables on the device take 8 bytes for each 4 KiB.
+#: Device memory that a first operation may take for itself: streams, a kernel's module, and a share of what it backs
+#: up, as the page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
 SETTLE_SLACK_BYTES = 16 << 20
 SETTLE_SLACK_SHARE = 256
 
 
-def check_tags(tags: Sequence[str] | None) -> list[str]:
-    """Return the tags that ``tags`` names, without repeats; None and an empty list mean all and give an empty list.
+def check_tags(tags: Iterable[str] | None) -> list[str]:
+    """Return ``tags`` without repeats; an empty list stands for all, as do None and an empty list.
 
     Raises:
-        UnknownTagError: one of them is neither well known nor used by any region.
+        UnknownTagError: a tag is neither well known nor used by any region.
     """
-    names = list(dict.fromkeys(tags or ()))
+    names = list(tags_of(tags))
     saver = process.existing_saver()
     known = saver.known_tags() if saver is not None else []
     if process.enabled():
@@ -58,16 +59,16 @@ def release(
 ) -> OperationReport:
     """Give the memory of ``tags`` back to the driver; content is kept as the policies say, addresses stay.
 
-    Nothing may use the memory from the call on until it is resumed. A tag that is released already is success. Then
-    torch's caches go back too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
+    Nothing may use the memory from this call until it is resumed. A tag that is released already is success. torch's
+    caches go back, too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
 
     Args:
         tags: which; None or empty for all.
-        restore: another policy for this release, by tag.
-        trim: also give back what libraries keep for speed: cuBLAS workspaces (where no CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own. By
-            default where ``hibernate``. Modules that nobody uses any more stay: who loaded them alone can unload them.
-        hibernate: last of all, give back the CUDA context itself; every CUDA call of this process then waits for the
+        restore: another policy for this release alone, by tag.
+        trim: also give back what libraries keep for speed: cuBLAS workspaces (unless a CUDA graph is alive that may use
+            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own.
+            By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
+        hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
             resume.
         log: a log to append the phases to; the report then covers all that it holds.
 
@@ -78,55 +79,60 @@ def release(
         OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
     """
-    names = check_tags(tags)
-    overrides = {tag: parse_policy(policy).value for tag, policy in (restore or {}).items()}
+    return release_with(ReleaseOptions.of(tags, restore, trim, hibernate), log=log)
+
+
+def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    """As ``release``."""
+    names = check_tags(options.tags)
+    overrides = {tag: policy.value for tag, policy in options.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
         return _nothing("release")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
-    saver = process.saver()
-    if hibernation.is_hibernated():  # then all of this is done
+    saver, backend = process.saver(), process.backend()
+    if hibernation.is_hibernated():  # nothing is left to release
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
-    if hibernate and (reasons := hibernation.blockers()):
+    if options.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     with log.phase("synchronize"):
         saver.synchronize()
     with log.phase("pause") as details:
         before = log.read()
-        result = saver.release(names, _dead_ranges(saver, names, overrides), overrides)
+        result = saver.release(names, _dead_ranges(saver, backend, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
-        _after_release(saver, [tag["tag"] for tag in result["tags"]])
-    trims = hibernate if trim is None else trim
+        backend.note_release([tag["tag"] for tag in result["tags"]])
+    trims = options.hibernate if options.trim is None else options.trim
     if trims:
         with log.phase("trim_workspaces") as details:
-            details["kept_for_graphs"] = float(not library_caches.workspaces())
+            details["kept_for_graphs"] = float(not library_caches.free_workspaces())
     with log.phase("empty_cache"):
-        _empty_cache(saver)
+        backend.empty_cache()
     if trims:
         with log.phase("trim_graphs"):
             saver.trim_graph_memory()
         with log.phase("trim_pinned") as details:
-            details["host_bytes"] = float(library_caches.pinned())
+            details["host_bytes"] = float(library_caches.free_pinned_memory())
     with log.phase("ipc_collect"):
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
     with log.phase("settle"):
         _settle(log, before, _total(result, "released_bytes"))
-    if hibernate:
+    if options.hibernate:
         with log.phase("hibernate") as details:
             details.update(hibernation.hibernate())
     return _report("release", names, result, log)
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-    """Bring back what is released under ``tags``, at the same addresses, content as owed. All or nothing.
+    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies owe.
 
-    A hibernated process wakes first, whatever the tags.
+    All or nothing. A hibernated process wakes first, whatever the tags.
 
     Args:
-        tags: which; None or empty for all. What is resident already is success.
+        tags: which; None or empty for all. A tag that is resident already is success.
         log: a log to append the phases to.
 
     Raises:
@@ -137,12 +143,17 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         ContextLostError: this process was hibernated and can never be woken again.
         MemsaverError: a driver call failed; everything is as before.
     """
-    names = check_tags(tags)
+    return resume_with(ResumeOptions(tags_of(tags)), log=log)
+
+
+def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    """As ``resume``."""
+    names = check_tags(options.tags)
     if not process.enabled():
         return _nothing("resume")
-    hibernation.check()
+    hibernation.raise_if_lost()
     log = log or PhaseLog()
-    saver = process.saver()
+    saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():
         with log.phase("wake") as details:
             details.update(hibernation.wake())
@@ -150,24 +161,23 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         try:
             result = saver.resume(names)
         except OutOfDeviceMemoryError:
-            if saver.driver_name() != "cuda":
+            if not backend.make_room():
                 raise
-            torch.cuda.empty_cache()  # what torch only caches may be just what is missing
             result = saver.resume(names)
         _note_work(details, result, "restored_bytes")
     return _report("resume", names, result, log)
 
 
 def prepare_backup(*, wait: bool = False) -> None:
-    """Pin the host memory that a release of everything needs, in the background, so that the first one is fast.
+    """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
 
-    Compiles the digest kernel, too, unless this user has done so before: a quarter of a second.
+    Also compiles the digest kernel if this user's cache lacks it, in a quarter of a second.
 
     Args:
         wait: return only when it is done.
 
     Raises:
-        OutOfHostMemoryError: only with ``wait``: host memory is short. A release then says so, too.
+        OutOfHostMemoryError: host memory is short; only with ``wait``. Otherwise the release raises it.
     """
     if not process.enabled():
         return
@@ -178,7 +188,7 @@ def prepare_backup(*, wait: bool = False) -> None:
 
 
 def status() -> Status:
-    """What the saver holds now. Never waits for an operation in flight, calls no driver."""
+    """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()
     if saver is None:
         return Status(
@@ -189,13 +199,13 @@ def status() -> Status:
             tags=(),
             host_backup=HostBackupStatus(0, 0, 0),
             progress=Progress("", 0, 0, 0, 0.0),
-            hibernated=False,
         )
     now = saver.status()
     lost = hibernation.failure()
+    figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
     return Status(
         enabled=True,
-        driver=saver.driver_name(),
+        driver=process.driver_name(),
         state="failed" if lost else now["state"],
         failure=lost or now["failure"],
         tags=tuple(TagStatus(**tag) for tag in now["tags"]),
@@ -207,13 +217,7 @@ def status() -> Status:
             prepared=now["prepared"],
             target_bytes=now["pool_target_bytes"],
         ),
-        progress=Progress(
-            operation=now["operation"],
-            done_bytes=now["done_bytes"] if now["operation"] else 0,
-            total_bytes=now["total_bytes"] if now["operation"] else 0,
-            copied_bytes=now["copied_bytes"] if now["operation"] else 0,
-            seconds=now["operation_seconds"],
-        ),
+        progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
     )
 
@@ -222,18 +226,16 @@ def _nothing(operation: str) -> OperationReport:
     return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
 
 
-def _dead_ranges(saver: _native.Saver, names: list[str], overrides: Mapping[str, str]) -> list[tuple[int, int]]:
-    """What torch holds free in the tags whose content is to be kept."""
-    kept = [
-        tag["tag"]
+def _dead_ranges(
+    saver: _native.Saver, backend: Backend, names: list[str], overrides: Mapping[str, str]
+) -> list[tuple[int, int]]:
+    """Return what torch holds free, if content of any of these tags is to be kept."""
+    kept = any(
+        keeps_any(overrides.get(tag["tag"], tag["restore"]))
         for tag in saver.status()["tags"]
-        if (not names or tag["tag"] in names) and keeps_any(overrides.get(tag["tag"], tag["restore"]))
-    ]
-    if saver.driver_name() != "cuda" or not kept:
-        return []
-    from memsaver_core.backends.cuda_region import dead_ranges
-
-    return dead_ranges(saver)
+        if not names or tag["tag"] in names
+    )
+    return backend.dead_ranges(saver) if kept else []
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
@@ -244,31 +246,16 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _after_release(saver: _native.Saver, tags: list[str]) -> None:
-    if saver.driver_name() == "cuda":
-        from memsaver_core.backends.cuda_region import note_release
-
-        note_release(tags)
-
-
-def _empty_cache(saver: _native.Saver) -> None:
-    """Give back what the allocators only cache: torch's on CUDA, the C library's on the host."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if saver.driver_name() == "host":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
-    """Wait until the devices' own counts have fallen by what was released, or the time is up.
+    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS.
 
-    A co-tenant may take the memory in the same moment, so that the count never falls.
+    They may never fall: a co-tenant may take the memory at the same moment.
     """
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         now = log.read()
         if before is None or now is None:
-            return  # nothing can be told
+            return  # the devices cannot be read
         fallen = -sum(device.delta_bytes for device in deltas(before, now))
         if fallen >= released_bytes - released_bytes // SETTLE_SLACK_SHARE - SETTLE_SLACK_BYTES:
             return
@@ -290,7 +277,7 @@ def _note_work(details: dict[str, float], result: dict[str, Any], copied: str) -
 def _report(operation: str, names: list[str], result: dict[str, Any], log: PhaseLog) -> OperationReport:
     tags = {tag["tag"]: TagReport(**tag) for tag in result["tags"]}
     for name in names:
-        if name not in tags:  # well known, but no memory is under it
+        if name not in tags:  # well known, with no memory under it
             policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
             tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
     ordered = tuple(tags[name] for name in names) if names else tuple(tags.values())

@@ -1,4 +1,4 @@
-"""What the operations answer: frozen, plain data. All sizes are bytes, all times seconds."""
+"""Results of operations: frozen, plain data. All sizes are bytes, all times seconds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One reading of one device.
+    """Memory of one device at one moment.
 
     Attributes:
-        index: the device as torch numbers it in this process (or the host device's number).
-        uuid: the driver's name of the device, whatever CUDA_VISIBLE_DEVICES says.
-        name: the product's name.
+        index: torch's index of the device in this process (or the number of the host device).
+        uuid: the driver's identifier, independent of CUDA_VISIBLE_DEVICES.
+        name: name of the product.
         total_bytes: memory of the device.
         used_bytes: memory in use by all processes, as nvidia-smi shows it.
-        process_bytes: memory in use by this process, or None where the driver does not tell.
+        process_bytes: memory in use by this process, or None if the driver does not say.
     """
 
     index: int
@@ -32,8 +32,8 @@ class TorchMemory:
     """What torch's allocator holds of one device.
 
     Attributes:
-        reserved_bytes: regions, whether mapped or released, and everything else.
-        cached_bytes: of what is outside of regions, what no tensor uses; None where finding out would take too long.
+        reserved_bytes: all segments; those of regions count whether mapped or released.
+        cached_bytes: free memory in segments outside of regions; None if counting it would take too long.
     """
 
     reserved_bytes: int
@@ -42,7 +42,7 @@ class TorchMemory:
 
 @dataclass(frozen=True)
 class DeviceDelta:
-    """Two readings of one device, around a phase or a whole operation. ``delta_bytes`` is after minus before."""
+    """Memory of one device before and after a phase or operation. ``delta_bytes`` is after minus before."""
 
     index: int
     uuid: str
@@ -65,8 +65,8 @@ class PhaseReport:
         name: drain, synchronize, pause, trim_workspaces, empty_cache, trim_graphs, trim_pinned, ipc_collect, settle,
             hibernate; wake, wait_for_weights, wait_for_memory, restore, repair, reopen.
         seconds: how long it took.
-        devices: the device-memory readings around it.
-        details: what the phase has to say beyond that: seconds per kind of work (which overlap), bytes, GB/s.
+        devices: device memory before and after it.
+        details: figures of the phase: seconds per kind of work (which overlap), bytes, GB/s.
     """
 
     name: str
@@ -81,16 +81,16 @@ class TagReport:
 
     Attributes:
         tag: its name.
-        restore: its policy; ``mixed`` where regions of one tag differ.
+        restore: its policy; ``mixed`` if its regions differ.
         state: ``resident`` or ``released`` after the operation.
         bytes: live bytes under the tag, on all devices.
         released_bytes: bytes that this release gave back to the driver (0 in a resume).
         resumed_bytes: bytes that this resume mapped (0 in a release).
         backed_up_bytes: bytes of content copied to host memory or disk by this release.
-        unchanged_bytes: bytes of content not copied, because their backup is still equal.
-        zero_bytes: bytes of content that are all zeros and need no backup memory.
+        unchanged_bytes: bytes of content not copied, because the backup is still equal.
+        zero_bytes: bytes of content in all-zero blocks, which need no backup memory.
         restored_bytes: bytes of content copied back by this resume.
-        already: the tag was in the state asked for when the operation began.
+        already: the tag was in the requested state when the operation began.
     """
 
     tag: str
@@ -112,11 +112,11 @@ class OperationReport:
 
     Attributes:
         operation: ``release`` or ``resume``.
-        enabled: False where the saver is disabled and the call was a no-op.
+        enabled: False if memsaver is disabled and the call was a no-op.
         seconds: duration of the whole call.
-        tags: one report for each tag that was asked for (all tags where none was named).
+        tags: one report for each requested tag (all tags if none was named).
         phases: its steps, in the order in which they ran.
-        devices: readings around the whole call.
+        devices: device memory before and after the whole call.
     """
 
     operation: str
@@ -141,17 +141,17 @@ class TagStatus:
 
     Attributes:
         tag: its name.
-        restore: its policy; ``mixed`` where regions of one tag differ.
+        restore: its policy; ``mixed`` if its regions differ.
         state: ``resident``, ``releasing``, ``released`` or ``resuming``.
         bytes: live bytes, on all devices, mapped or not.
         resident_bytes: live bytes that are mapped.
         released_bytes: live bytes that are released.
-        retained_bytes: mapped bytes that no live allocation uses (free ranges inside shared chunks).
+        retained_bytes: mapped bytes that no live allocation uses (free ranges in shared chunks).
         backed_up_bytes: live content with a backup in host memory or on disk.
         allocations: number of live allocations (torch's segments).
         chunks: number of physical handles.
-        mapped_by_device: mapped bytes, retained ones included, by index of the device.
-        bytes_by_device: live bytes, mapped or not, by index of the device.
+        mapped_by_device: mapped bytes, retained ones included, by device index.
+        bytes_by_device: live bytes, mapped or not, by device index.
     """
 
     tag: str
@@ -175,10 +175,10 @@ class HostBackupStatus:
     Attributes:
         bytes: content held now, in memory and in files.
         capacity_bytes: pinned memory that the pool has ready.
-        target_bytes: pinned memory that the growth under way leads to; ``capacity_bytes`` where none is.
+        target_bytes: capacity after the growth under way; ``capacity_bytes`` if there is none.
         limit_bytes: the bound on that memory.
         file_bytes: content held in files.
-        prepared: True once the pool is as large as a release of everything needs.
+        prepared: whether the pool is as large as a release of everything needs.
     """
 
     bytes: int
@@ -191,13 +191,13 @@ class HostBackupStatus:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the operation in flight is.
+    """Progress of the operation in flight.
 
     Attributes:
-        operation: ``release``, ``resume`` or ``""`` where none is in flight.
-        done_bytes: bytes of content dealt with so far (copied, or found unchanged).
-        total_bytes: bytes of content to deal with.
-        copied_bytes: bytes that crossed the link so far.
+        operation: ``release``, ``resume``, or ``""`` if none is in flight.
+        done_bytes: bytes of content processed so far (copied, or found unchanged).
+        total_bytes: bytes of content to process.
+        copied_bytes: bytes copied over the link so far.
         seconds: since the operation began.
     """
 
@@ -213,11 +213,11 @@ class Status:
     """What the saver of this process holds. Reading it never waits for an operation in flight and calls no driver.
 
     Attributes:
-        enabled: False where the saver is disabled.
+        enabled: False if memsaver is disabled.
         driver: ``cuda``, ``host`` or ``none``.
         state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
         failure: why the state is ``failed``, else an empty string.
-        hibernated: the CUDA context is given back, too: CUDA calls of this process wait for the resume.
+        hibernated: the CUDA context is given back, too; CUDA calls of this process block until the resume.
     """
 
     enabled: bool

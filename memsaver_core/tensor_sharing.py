@@ -1,12 +1,11 @@
-"""Tensors of regions cannot be shared with other processes, and say so where torch is asked to share them.
+"""Refuse to share tensors of regions with other processes.
 
-CUDA has no IPC handle for memory that can be released, and a process that had it open would keep it from the driver; by
-itself torch says "invalid argument". On the host driver torch would move the tensor to shared memory instead, out of
-its region and to another address, and say nothing.
+CUDA has no IPC handle for memory that can be released, and a process that had it open would keep it from the driver;
+torch itself only says "invalid argument". On the host driver, torch would silently move the tensor to shared memory,
+out of its region and to another address.
 
-torch has no hook there: queues, pipes, ``share_memory_()`` and engines that call torch's reductions themselves meet in
-three methods of ``torch.UntypedStorage`` alone. So these get a look at the address in front, once there is a saver;
-for all other memory they do what they did.
+torch has no hook for this. Queues, pipes, ``share_memory_()`` and engines that call torch's reductions all reach three
+methods of ``torch.UntypedStorage``. So these are wrapped once a saver exists; for other memory they do what they did.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ def refuse_to_share(saver: _native.Saver) -> None:
 
 
 def _guarded(saver: _native.Saver, share: Callable[..., Any]) -> Callable[..., Any]:
-    process = os.getpid()
+    pid = os.getpid()
 
     @functools.wraps(share)
     def guarded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         # A forked child has no saver of its own; what it shares is copied.
-        if os.getpid() == process and saver.owns(storage.data_ptr()):
+        if os.getpid() == pid and saver.owns(storage.data_ptr()):
             tag = saver.backup_of(storage.data_ptr(), 1, 0)["tag"]
             raise UnsupportedError(
                 f"a tensor of region {tag!r} ({storage.nbytes()} bytes at {storage.data_ptr():#x}) cannot be shared "

@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <utility>
+
 #include "hooks/preload_face.hpp"
 #include "hooks/torch_allocator.hpp"
 #include "support/error.hpp"
@@ -16,6 +19,9 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kMemoryAllocation = 2;
 constexpr int kUnknown = 999;
+
+// Never freed: the process may allocate until its very end.
+std::atomic<const std::set<std::string>*> zeroed{new std::set<std::string>};
 
 int allocate(void** pointer, size_t bytes, int device, const char* tag, bool cpu_backup, bool disk_backup) {
   Saver* const saver = active_saver();
@@ -58,10 +64,11 @@ constexpr memsaver_preload_core kCore{kMemsaverPreloadVersion, &allocate, &free}
 Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup) {
   if (cpu_backup) return Restore::host;
   if (disk_backup) return Restore::file;
-  return tag == "kv_cache" || tag == "workspace" ? Restore::zero : Restore::discard;
+  return zeroed.load()->count(tag) != 0 ? Restore::zero : Restore::discard;
 }
 
-std::string attach_preload_library() {
+std::string attach_preload_library(std::set<std::string> zeroed_tags) {
+  zeroed = new std::set<std::string>(std::move(zeroed_tags));
   void* const symbol = dlsym(RTLD_DEFAULT, "memsaver_preload_register");
   if (symbol == nullptr) return {};
   Dl_info info{};

@@ -1,18 +1,19 @@
 #pragma once
 
+#include <set>
 #include <string>
 
 #include "vmm/arena.hpp"
 
 namespace memsaver {
 
-// What a resume owes to memory that an application allocates past torch, by what it says of it. Memory without a
-// backup is undefined after a resume, except under the tags whose undefined content has broken engines.
+// Returns the restore policy of a region of the compatibility API. Memory without a backup is undefined after a resume,
+// except under the tags that attach_preload_library() was given.
 [[nodiscard]] Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup);
 
-// Makes the preload library of this process send its allocations to the active saver. Returns the library's path, or
-// an empty string where none is loaded.
-// Throws ErrorKind::configuration where it is another version's.
-[[nodiscard]] std::string attach_preload_library();
+// Sets the tags whose memory comes back as zeros without a backup, and has the preload library of this process send its
+// allocations to the active saver. To be called once. Returns the library's path, or an empty string if none is loaded.
+// Throws ErrorKind::configuration if the library is another version's.
+[[nodiscard]] std::string attach_preload_library(std::set<std::string> zeroed_tags);
 
 }  // namespace memsaver

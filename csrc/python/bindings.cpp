@@ -424,7 +424,7 @@ PYBIND11_MODULE(_native, module) {
       [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
       py::arg("tag"), py::arg("restore"));
   module.def("take_allocation_failure", &take_allocation_failure);
-  module.def("attach_preload_library", &attach_preload_library,
+  module.def("attach_preload_library", &attach_preload_library, py::arg("zeroed_tags"),
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
   module.def(
       "restore_for",

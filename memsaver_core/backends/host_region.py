@@ -1,4 +1,4 @@
-"""A region on the host driver: every fresh storage that torch code makes inside it is moved into the arena."""
+"""A region on the host driver: moves each new storage that torch code makes inside it into the arena."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
-from memsaver_core.backends.host_storage import host_storage, is_plain, rebase
-
-_stack = threading.local()
+from memsaver_core.storages import is_plain, rebase
 
 _REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
 
@@ -33,17 +31,25 @@ _UNDEFINED = {
 }
 
 
-class HostRegion(TorchDispatchMode):
-    """Moves what is allocated inside to ``device``'s arena for ``tag`` and ``restore``.
+class Stack(threading.local):
+    """The regions that the calling thread has entered, innermost last; None suspends the one before it."""
 
-    Operators are seen through torch's dispatcher, which calls this mode in the thread that entered it. Parameters and
-    buffers that reach a module past the dispatcher (from a file, or from a loader's worker threads) are moved when the
-    region ends; torch tells of them as the module registers them.
+    def __init__(self) -> None:
+        self.entered: list[HostRegion | None] = []
+
+
+class HostRegion(TorchDispatchMode):
+    """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``.
+
+    torch's dispatcher calls this mode for each operator in the thread that entered it. Parameters and buffers that
+    reach a module without the dispatcher (from a file, or from a loader's worker threads) are noted by torch's
+    registration hooks, and moved when the region ends.
     """
 
-    def __init__(self, saver: _native.Saver, device: int, tag: str, restore: str) -> None:
+    def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saver = saver
+        self._stack = stack
         self._device = device
         self._tag = tag
         self._restore = restore
@@ -53,11 +59,11 @@ class HostRegion(TorchDispatchMode):
     def __enter__(self) -> HostRegion:
         self._hooks = [register(self._note) for register in _REGISTRATION_HOOKS]
         super().__enter__()  # type: ignore[no-untyped-call]
-        _regions().append(self)
+        self._stack.entered.append(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _regions().pop()
+        self._stack.entered.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
@@ -68,9 +74,9 @@ class HostRegion(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _regions()[-1] is not self:  # an inner region takes what is made in it
+        if self._stack.entered[-1] is not self:  # only the innermost region moves
             return func(*args, **kwargs)
-        # torch.tensor() fills a tensor where no mode can see it, and lift_fresh is how it comes to light.
+        # torch.tensor() fills a tensor without the dispatcher, and passes it to lift_fresh.
         lifted = func is torch.ops.aten.lift_fresh.default
         known = set() if lifted else _storages_with_memory((args, kwargs))
         result = func(*args, **kwargs)
@@ -96,11 +102,15 @@ class HostRegion(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in storages:
                     continue
-                moved = host_storage(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                moved = self._allocate(storage.nbytes())
                 if copy:
                     moved.copy_(storage, non_blocking=False)
                 storages[storage._cdata] = moved
         rebase(tensors, storages)
+
+    def _allocate(self, size: int) -> torch.UntypedStorage:
+        buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, size)
+        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         self._filled.add(module)
@@ -123,13 +133,6 @@ class HostRegion(TorchDispatchMode):
         }
         fresh = [tensor for tensor in tensors.values() if tensor.untyped_storage()._cdata not in outside]
         self._move(fresh, copy=True)
-
-
-def _regions() -> list[HostRegion]:
-    if not hasattr(_stack, "regions"):
-        _stack.regions = []
-    regions: list[HostRegion] = _stack.regions
-    return regions
 
 
 def _storages_with_memory(arguments: Any) -> set[int]:

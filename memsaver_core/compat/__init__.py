@@ -1,8 +1,6 @@
 """Other projects' APIs on top of memsaver_core.
 
-import memsaver_core.compat
-
-memsaver_core.compat.install()   # from here on `import torch_memory_saver` is memsaver_core.compat.torch_memory_saver
+``memsaver_core.compat.install()`` makes ``import torch_memory_saver`` import memsaver's.
 """
 
 from __future__ import annotations
@@ -18,25 +16,16 @@ __all__ = ["install"]
 
 _NAME = "torch_memory_saver"
 _OURS = f"{__name__}.{_NAME}"
-_SUBMODULES = (
-    "binary_wrapper",
-    "entrypoint",
-    "hooks",
-    "hooks.base",
-    "hooks.mode_preload",
-    "hooks.mode_torch",
-    "testing_utils",
-    "utils",
-)
+_SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
 
 
 def install(*, subprocesses: bool = False) -> None:
-    """Answer ``import torch_memory_saver`` with ``memsaver_core.compat.torch_memory_saver``, installed or not.
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not.
 
-    Call it before anything imports ``torch_memory_saver``. A second call does no harm.
+    Call it before any import of ``torch_memory_saver``. Further calls do nothing.
 
     Args:
-        subprocesses: also in Python processes that this one starts from now on, by ``PYTHONPATH``.
+        subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
 
     Raises:
         ConfigurationError: another ``torch_memory_saver`` was imported already.
@@ -49,7 +38,7 @@ def install(*, subprocesses: bool = False) -> None:
             "call memsaver_core.compat.install() before the first import of it"
         )
     sys.modules[_NAME] = ours
-    for name in _SUBMODULES:
+    for name in _SUBMODULES.split():
         sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name}")
     if subprocesses:
         folder = str(Path(__file__).with_name("path"))
@@ -58,5 +47,5 @@ def install(*, subprocesses: bool = False) -> None:
 
 
 def _is_forwarder(module: object) -> bool:
-    """Whether this is the module that does nothing but call ``install``."""
+    """Return whether this is a module that only calls ``install``."""
     return getattr(module, "MEMSAVER_FORWARDER", False) is True

@@ -12,29 +12,24 @@ from pathlib import Path
 from memsaver_core import _native
 from memsaver_core.errors import MemsaverError
 
-#: How long a question may take that no memory is copied for, seconds: the first one waits for the driver to start.
+#: Timeout of a request that copies no memory, seconds; the first one waits for the driver to start.
 ANSWER_S = 60.0
-#: How long a checkpoint or a restore may take, seconds. What was not released is copied, at a fraction of the link's
-#: speed; at a quarter of a gigabyte a second this is enough for 150 GB.
+#: Timeout of a checkpoint or wake, seconds. The driver copies what was not released, at a fraction of the link's speed;
+#: at 0.25 GB/s this is enough for 150 GB.
 STEP_S = 600.0
 _STEPS = ("hibernate", "wake")
-#: How long the end of one that was killed is waited for, seconds.
+#: How long to wait for a killed helper to end, seconds.
 END_S = 5.0
 
-#: The helper's program.
+#: Path of the helper program.
 PATH = Path(_native.__file__).with_name("memsaver-hibernate")
 
 
 class StepFailedError(Exception):
-    """The helper's answer to a step that failed.
+    """The helper's answer that a step failed.
 
-    Attributes:
-        call: the driver's name of the call.
-        code: the driver's name of the error.
-        state: what the driver says of this process now: running, locked, checkpointed, failed or unknown.
-        device: where memory is short, of which device.
-        needed_bytes: and how much is needed.
-        free_bytes: and how much is free.
+    ``state`` is the driver's of this process now: running, locked, checkpointed, failed or unknown. If memory is short,
+    ``device`` names the device, and ``needed_bytes`` is not 0.
     """
 
     def __init__(self, call: str, code: str, state: str, device: str = "", needed: str = "0", free: str = "0") -> None:
@@ -44,13 +39,13 @@ class StepFailedError(Exception):
 
 
 class Helper:
-    """A helper process of ours, alive until this process ends."""
+    """A running helper process, alive until this process ends."""
 
     def __init__(self, driver: str, accounts: Sequence[tuple[int, int]], *, faults: bool) -> None:
         """Start it. ``accounts`` are the host driver's (descriptor, slot); with ``faults`` its steps can be failed.
 
         Raises:
-            MemsaverError: it cannot be started.
+            MemsaverError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
@@ -69,7 +64,7 @@ class Helper:
         finally:
             theirs.close()
         self._socket = ours
-        self._answers = ours.makefile("r")
+        self._replies = ours.makefile("r")
         self._given_up = False
 
     @property
@@ -81,18 +76,18 @@ class Helper:
         return not self._given_up and self._process.poll() is None
 
     def ask(self, *request: object) -> list[str]:
-        """The words of the answer, without the first.
+        """Send a request, and return the words of the answer after ``ok``.
 
         Raises:
             StepFailedError: the driver refused.
-            MemsaverError: the helper is gone, or has not answered in time and was ended. What it was about to do may
-                have been done.
+            MemsaverError: the helper has ended, or did not answer in time and was killed. The request may have been
+                carried out.
         """
         wait_s = STEP_S if request[0] in _STEPS else ANSWER_S
         try:
             self._socket.settimeout(wait_s)
             self._socket.sendall((" ".join(map(str, request)) + "\n").encode())
-            answer = self._answers.readline().split()
+            answer = self._replies.readline().split()
             reason: OSError | None = None
         except OSError as error:
             answer, reason = [], error
@@ -107,10 +102,10 @@ class Helper:
         return answer[1:]
 
     def _give_up(self) -> None:
-        """End it. One that is inside a call of the driver may not end before that does, and nobody waits for it."""
+        """Kill the process. Inside a driver call it may not end before that call does, which is not waited for."""
         self._given_up = True
         self._process.kill()
-        self._answers.close()
+        self._replies.close()
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)

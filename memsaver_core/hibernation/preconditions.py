@@ -1,7 +1,7 @@
-"""What keeps this process from being hibernated: looked at before anything is done.
+"""What must hold before this process can be hibernated.
 
-The CUDA driver does not promise to leave a process in a good state that it finds it cannot checkpoint. So what can be
-told from here is refused by us, before the driver is asked.
+The CUDA driver does not promise to leave a process intact if it finds that it cannot checkpoint it. So everything that
+can be seen from here is checked before the driver is asked.
 """
 
 from __future__ import annotations
@@ -12,54 +12,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from memsaver_core import _native, process
+from memsaver_core.communicators import nccl_groups
 from memsaver_core.hibernation import helper
 
 #: The first driver that can checkpoint (CUDA 12.8).
 OLDEST_DRIVER = "570"
 
-#: CUDA's own mappings of unified memory's device file lie below this address, those of managed memory above.
+#: CUDA maps the device file of unified memory below this address for its own use, above it for managed memory.
 _FIRST_MANAGED = 1 << 40
 
-#: Where an MPS daemon that was not told otherwise has its pipes.
+#: The default folder of an MPS daemon's pipes.
 _MPS_FOLDER = "/tmp/nvidia-mps"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found of this process.
+    """What was found of this process."""
 
-    Attributes:
-        driver: memsaver's: ``cuda``, ``host`` or ``none``.
-        helper: whether the helper's program is there and may be run.
-        can_checkpoint: whether the NVIDIA driver has the calls.
-        mps: the pipe of a CUDA MPS daemon that this process computes through, or an empty string.
-        nccl_groups: names of torch's process groups on NCCL.
-        ipc_tensors: tensors shared with other processes by CUDA IPC, either way.
-        peers: pairs of devices of which the first reaches the second's memory.
-        managed_bytes: managed memory (``cudaMallocManaged``), whoever allocated it.
-    """
-
-    driver: str = "cuda"
-    helper: bool = True
-    can_checkpoint: bool = True
-    mps: str = ""
-    nccl_groups: tuple[str, ...] = ()
-    ipc_tensors: int = 0
-    peers: tuple[tuple[int, int], ...] = ()
-    managed_bytes: int = 0
+    enabled: bool = True  # memsaver is
+    has_context: bool = True  # the process has one on the device; if not, only the helper matters
+    helper: bool = True  # its program exists and may be run
+    can_checkpoint: bool = True  # the NVIDIA driver has the calls
+    mps: str = ""  # the pipe of a CUDA MPS daemon that this process computes through
+    nccl_groups: tuple[str, ...] = ()  # names of torch's process groups on NCCL
+    ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported
+    peers: tuple[tuple[int, int], ...] = ()  # pairs of devices of which the first reaches the second's memory
+    managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
 
 
-def reasons(facts: Facts) -> list[str]:
-    """Why a process of which ``facts`` hold cannot be hibernated, each with what to do."""
-    if facts.driver == "none":
+def obstacles(facts: Facts) -> list[str]:
+    """Return why a process with these ``facts`` cannot be hibernated, each with what to do."""
+    if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []
     if not facts.helper:
         found.append(f"the helper program {helper.PATH} is missing or may not be run; install memsaver again")
-    if facts.driver != "cuda":
+    if not facts.has_context:
         return found
     if not facts.can_checkpoint:
         found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
@@ -81,47 +70,32 @@ def reasons(facts: Facts) -> list[str]:
 
 
 def observe() -> Facts:
-    """Look at this process. Creates no device context; on CUDA it must not be hibernated, or the look would wait."""
+    """Look at this process. Creates no device context; must not be called while hibernated, as CUDA calls block."""
     if not process.enabled():
-        return Facts(driver="none")
+        return Facts(enabled=False)
     has_helper = os.access(helper.PATH, os.X_OK)
-    if process.driver_name() != "cuda":
-        return Facts(driver="host", helper=has_helper)
+    backend = process.backend()
+    if not backend.has_context:
+        return Facts(has_context=False, helper=has_helper)
     return Facts(
         helper=has_helper,
         can_checkpoint=_native.can_checkpoint(),
         mps=mps_pipe(),
         nccl_groups=nccl_groups(),
         ipc_tensors=ipc_tensors(),
-        peers=_peers(),
+        peers=backend.peers(process.existing_saver(), process.settings().peer_access),
         managed_bytes=managed_bytes(),
     )
 
 
 def mps_pipe() -> str:
-    """The pipe through which a CUDA context of this process goes to an MPS daemon, or an empty string."""
+    """Return the pipe through which a CUDA context of this process reaches an MPS daemon, or an empty string."""
     pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_FOLDER) / "control"
     return str(pipe) if pipe.exists() else ""
 
 
-def nccl_groups() -> tuple[str, ...]:
-    """Names of torch's process groups on NCCL, but for those of one process, which has nobody to share memory with.
-
-    Communicators made behind torch's back are not seen.
-    """
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is None or not torch.distributed.is_available():
-        return ()
-    world = c10d._world
-    return tuple(
-        str(world.pg_names.get(group, "default"))
-        for group in world.pg_map
-        if "nccl" in str(world.pg_backend_config.get(group, "")) and group.size() > 1
-    )
-
-
 def ipc_tensors() -> int:
-    """How many tensors that live are shared with other processes by CUDA IPC, by torch."""
+    """Return how many live tensors torch shares with other processes by CUDA IPC."""
     reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is None:
         return 0
@@ -130,10 +104,10 @@ def ipc_tensors() -> int:
 
 
 def managed_bytes(maps: Path = Path("/proc/self/maps")) -> int:
-    """Bytes of managed memory that this process has, in use or kept by CUDA for later use.
+    """Return the bytes of managed memory of this process, in use or cached by CUDA.
 
-    The driver maps it by its device file for unified memory, at an offset that is the address. The file of an ordinary
-    context is mapped for semaphores alone, below the addresses that memory gets.
+    The driver maps managed memory from the unified-memory device file, at an offset equal to the address. An ordinary
+    context maps that file only for semaphores, at addresses below ``_FIRST_MANAGED``.
     """
     size = 0
     with maps.open() as lines:
@@ -148,29 +122,6 @@ def managed_bytes(maps: Path = Path("/proc/self/maps")) -> int:
 
 
 def _is_cuda_handle(key: object) -> bool:
-    """Tell torch's names of shared CUDA memory from those of shared host memory: numbers, or the name of a file."""
+    """Return whether torch's key of shared memory is a CUDA handle; those of host memory are numbers or file names."""
     handle = key[0] if isinstance(key, tuple) and key else key
     return isinstance(handle, bytes) and not handle.startswith(b"/torch_")
-
-
-def _peers() -> tuple[tuple[int, int], ...]:
-    saver = process.existing_saver()
-    if saver is not None and process.settings().peer_access and len(saver.devices()) > 1:
-        return tuple((one, other) for one in saver.devices() for other in saver.devices() if one != other)
-    if not torch.cuda.is_initialized():
-        return ()
-    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
-    used = [index for index in range(torch.cuda.device_count()) if has_context(index)]
-    if len(used) < 2:
-        return ()
-    # Peer access is between whole devices, so one address tells of all; the saver's own are mapped one by one.
-    addresses: dict[int, int] = {}
-    for segment in torch.cuda.memory_snapshot():
-        if saver is None or not saver.owns(segment["address"]):
-            addresses.setdefault(segment["device"], segment["address"])
-    return tuple(
-        (one, other)
-        for other, address in addresses.items()
-        for one in used
-        if one != other and _native.reaches(one, address)
-    )

@@ -1,7 +1,7 @@
 """The memsaver service: release and resume an inference engine's device memory over HTTP.
 
-``attach(engine)`` serves from a thread of the engine's own process; ``create_app(engine)`` is the ASGI application
-alone, for an engine that runs a server of its own.
+``attach(engine)`` serves from a thread of the engine's process; ``create_app(engine)`` returns the ASGI application for
+an engine with a server of its own. ``Gate`` and ``ModuleEngine`` are engines for programs without one.
 """
 
 from __future__ import annotations
@@ -9,24 +9,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memsaver_server.app import create_app
     from memsaver_server.attachment import Attachment, attach
-    from memsaver_server.http.app import create_app
+    from memsaver_server.client import AsyncClient, Client
+    from memsaver_server.gate import Gate
+    from memsaver_server.integrations.module.engine import ModuleEngine
     from memsaver_server.settings import Settings
 
-__all__ = ["Attachment", "Settings", "attach", "create_app"]
+__all__ = ["AsyncClient", "Attachment", "Client", "Gate", "ModuleEngine", "Settings", "attach", "create_app"]
 
-_HOMES = {
-    "Attachment": "memsaver_server.attachment",
-    "Settings": "memsaver_server.settings",
-    "attach": "memsaver_server.attachment",
-    "create_app": "memsaver_server.http.app",
+_MODULES = {
+    "AsyncClient": "client",
+    "Attachment": "attachment",
+    "Client": "client",
+    "Gate": "gate",
+    "ModuleEngine": "integrations.module.engine",
+    "Settings": "settings",
+    "attach": "attachment",
+    "create_app": "app",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded at first use: the command line and the client need neither torch nor a web framework.
-    if name not in _HOMES:
+    # Imported at first use: the command line and the clients need neither torch nor FastAPI.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(f"memsaver_server.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("memsaver"):
+            raise
+        raise ImportError(
+            f"memsaver_server.{name} needs the package {error.name!r}: pip install 'memsaver[server]'"
+        ) from None

@@ -1,4 +1,4 @@
-"""Serve an engine from a thread of its own process."""
+"""Serves an engine from a thread of its own process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import uvicorn
 
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, MemsaverError
+from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
-from memsaver_server.heap_reserve import headroom
-from memsaver_server.http.app import create_app
+from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
-from memsaver_server.http.connection_limits import BoundedProtocol
+from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
 
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 2048
-#: Answers under way when the server is closed get this long to end, seconds.
+#: Time for responses in progress when the server is closed, seconds.
 GRACE_S = 5
 
 
@@ -36,7 +36,7 @@ class Attachment:
 
     Attributes:
         address: ``(host, port)``, or the path of the Unix socket.
-        url: where clients reach it: ``http://host:port`` or ``unix:///path``.
+        url: ``http://host:port`` or ``unix:///path``.
     """
 
     def __init__(self, server: _Server, bound: socket.socket, thread: threading.Thread) -> None:
@@ -49,13 +49,13 @@ class Attachment:
         self.url = f"unix://{name}" if isinstance(name, str) else _url(name[0], name[1])
 
     def close(self) -> None:
-        """Stop serving: no new connections, answers under way get a few seconds, the socket goes. Idempotent.
+        """Stop accepting connections, let responses in progress end for ``GRACE_S``, remove the socket. Idempotent.
 
-        An operation under way completes by itself. The engine is left as it is.
+        An operation in progress continues. The engine is left as it is.
         """
         if self._path is not None:
             with suppress(FileNotFoundError):
-                # Another server may have taken the place since; while ours listens its number is not given anew.
+                # Another server may have replaced the file; while our socket is open its inode is not reused.
                 if os.stat(self._path).st_ino == self._inode:
                     os.unlink(self._path)
             self._path = None
@@ -79,16 +79,16 @@ def attach(
     uds: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
 ) -> Attachment:
-    """Serve ``engine`` from a thread of this process, and return once requests are answered.
+    """Serve ``engine`` from a thread of this process; return once requests are answered.
 
-    Nothing of the process is changed but that: no signal handler is installed, no logging set up. Host memory for a
-    release of everything is pinned in the background, unless MEMSAVER_PREPARE_BACKUP is off.
+    Installs no signal handler and configures no logging. Pins host memory for a release of everything in the
+    background, unless MEMSAVER_PREPARE_BACKUP is off.
 
     Args:
-        host: the address to bind; anything but loopback needs a key.
-        port: the port to bind; 0 takes a free one.
-        uds: bind this Unix socket instead, readable and writable by this user alone.
-        settings: from the environment where they are not given.
+        host: the address to bind; any other than loopback needs a key.
+        port: the port to bind; 0 chooses a free one.
+        uds: bind this Unix socket instead, with mode 0600.
+        settings: the default is the environment's.
 
     Raises:
         ConfigurationError: the address needs a key, or cannot be bound.
@@ -102,60 +102,57 @@ def attach(
         bound = _bind_unix(os.fspath(uds))
     config = uvicorn.Config(
         create_app(engine, settings),
-        http=BoundedProtocol,
+        http=LimitedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
-        # asyncio accepts so many connections in one go, and where descriptors run out it logs a failure, with a
-        # traceback, for each of them: two thousand would keep those waiting who have a connection.
+        # asyncio accepts this many connections in one step. When file descriptors run out it logs a traceback for each:
+        # for 2048 that would delay all requests. See startup() for the backlog of the socket itself.
         backlog=1,
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
     thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
     thread.start()
-    server.wait_until_serving()
+    server.settled.wait()
     if server.failure is not None:
         bound.close()
         raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
     if ms.core_settings().prepare_backup:
-        memory_of(engine).prepare_backup()  # the engine is loaded: the first release shall be as fast as the tenth
+        memory_of(engine).prepare_backup()  # so that the first release is fast
     return Attachment(server, bound, thread)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn on a thread that is not the main one, where it installs no signal handlers."""
+    """uvicorn, on a thread other than the main one so that it installs no signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.failure: BaseException | None = None
-        self._settled = threading.Event()
+        self.settled = threading.Event()
 
-    @headroom()
+    @reserved_heap()
     def serve_here(self, bound: socket.socket) -> None:
         """Serve on this thread until stopped."""
         try:
-            # A loop of our own rather than uvicorn's choice, which may set the process's event loop policy.
+            # Not server.run(), which may set the event loop policy of the process.
             asyncio.run(self.serve(sockets=[bound]))
         except BaseException as error:
             logger.exception("the server stopped")
             self.failure = error
         finally:
-            self._settled.set()
+            self.settled.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             for each in sockets or ():
                 each.listen(BACKLOG)
-        self._settled.set()
-
-    def wait_until_serving(self) -> None:
-        self._settled.wait()
+        self.settled.set()
 
     def stop(self) -> None:
-        """Ask the server to end. Streams are told first: they would keep it from ending."""
+        """Make the server end; first its streams, which would keep it running."""
         app = self.config.app
         app.state.memsaver.close()  # type: ignore[union-attr]
         self.should_exit = True
@@ -177,7 +174,7 @@ def _bind_unix(path: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(path)
-        # Nobody can connect before listen(), so there is no moment at which others could.
+        # No client can connect before listen().
         os.chmod(path, 0o600)
     except OSError as error:
         bound.close()
@@ -186,7 +183,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that is gone; leave everything else alone."""
+    """Remove ``path`` if it is the socket of a server that has ended."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -203,7 +200,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _warn_of_nccl() -> None:
-    """Warn where captured graphs hold buffers registered with NCCL: their replay hangs after memory was remapped."""
+    """Warn if NCCL registers the buffers of CUDA graphs: their replay may hang after memory was remapped."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -216,10 +213,10 @@ def _warn_of_nccl() -> None:
 
 
 def nccl_registers_graphs(backends: str, setting: str | None) -> bool:
-    """Whether NCCL keeps the buffers of captured graphs registered, which it does unless told otherwise.
+    """Whether NCCL registers the buffers of captured graphs, its default.
 
     Args:
-        backends: torch's backend of each kind of device, as in ``cpu:gloo,cuda:nccl``.
-        setting: NCCL_GRAPH_REGISTER, or None where it is not set.
+        backends: torch's backend per kind of device, as in ``cpu:gloo,cuda:nccl``.
+        setting: NCCL_GRAPH_REGISTER, or None if it is not set.
     """
     return "nccl" in backends and setting != "0"

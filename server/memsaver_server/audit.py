@@ -1,6 +1,6 @@
-"""One line of JSON for each operation: who asked for what, how it ended, how long it took.
+"""Audit log: one line of JSON per operation, with its caller, outcome and duration.
 
-Written to the logger ``memsaver.audit`` at INFO; no handler is installed in an engine's process unless asked for.
+Written to the logger ``memsaver.audit`` at INFO; an engine's process gets no handler unless it asks for one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import json
 import logging
 import sys
 
-from memsaver_server.operation_queue import Operation
+from memsaver_server.operation import Operation
 
 logger = logging.getLogger("memsaver.audit")
 
 
 def to_stderr() -> None:
-    """Write the lines to stderr, for a process whose logging is ours to set up."""
+    """Write the lines to stderr, for a process whose logging is ours to configure."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
@@ -24,7 +24,7 @@ def to_stderr() -> None:
 
 
 def record(operation: Operation, outcome: str) -> None:
-    """Write the line of ``operation``, which is done."""
+    """Write the line of an operation that has ended."""
     if not logger.isEnabledFor(logging.INFO):
         return
     report = operation.report
@@ -32,7 +32,7 @@ def record(operation: Operation, outcome: str) -> None:
         "event": operation.request.operation,
         "operation_id": operation.id,
         "client": operation.client,
-        "tags": None if operation.request.tags is None else list(operation.request.tags),
+        "tags": list(operation.request.tags) or None,
         "outcome": outcome,
         "error": None if operation.error is None else str(operation.error),
         "created_at": operation.created_at,

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from memsaver_server.client import Client, ClientError, OccupationAnswer, OperationAnswer, UnavailableError
 
@@ -25,32 +24,29 @@ _STOP_S = 30.0
 
 
 class DemoError(Exception):
-    """The demonstration did not show what it is there to show; the message says what happened instead."""
+    """A step of the demonstration failed; the message says which and how."""
 
 
-@dataclass(frozen=True)
-class Show:
-    """Where the demonstration tells what it sees, step by step.
+class Show(Protocol):
+    """Receives the steps of the demonstration."""
 
-    Attributes:
-        doing: what comes next, which may take a while.
-        started: the engine answers, at this address.
-        generated: these token ids and this text came, for the first or second time.
-        operation: a release or resume ended.
-        refused: a request during the release was answered with this message.
-        occupation: what the engine holds while released.
-    """
+    def doing(self, step: str) -> None:
+        """``step`` begins, and may take a while."""
 
-    doing: Callable[[str], None]
-    started: Callable[[str, OccupationAnswer], None]
-    generated: Callable[[Sequence[int], str], None]
-    operation: Callable[[OperationAnswer], None]
-    refused: Callable[[str], None]
-    occupation: Callable[[OccupationAnswer], None]
+    def started(self, address: str, occupation: OccupationAnswer) -> None: ...
+
+    def generated(self, tokens: Sequence[int], text: str) -> None: ...
+
+    def operation(self, answer: OperationAnswer) -> None: ...
+
+    def refused(self, message: str) -> None:
+        """A request during the release was refused with ``message``."""
+
+    def occupation(self, answer: OccupationAnswer) -> None: ...
 
 
 def run(show: Show, serve_options: Sequence[str] = ()) -> None:
-    """Start an engine, generate, release, resume, generate again and compare; the engine has ended on return.
+    """Start an engine, generate, release, resume, generate again, compare the tokens and end the engine.
 
     Args:
         serve_options: further options for ``memsaver serve``.
@@ -74,7 +70,7 @@ def _steps(client: Client, show: Show) -> None:
     released = client.release()
     show.operation(released)
     if released.enabled and released.released_bytes == 0:
-        raise DemoError("the release gave nothing back")
+        raise DemoError("the release freed no memory")
     try:
         client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
     except UnavailableError as refusal:
@@ -103,7 +99,7 @@ def _generate(client: Client, show: Show) -> Sequence[int]:
 
 @contextmanager
 def _engine(serve_options: Sequence[str]) -> Iterator[str]:
-    """Run ``memsaver serve`` as a child for the length of the block; gives its address."""
+    """Run ``memsaver serve`` as a child process during the block; yields its address."""
     environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
     command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
     with tempfile.TemporaryFile("w+") as log:
@@ -118,12 +114,12 @@ def _engine(serve_options: Sequence[str]) -> Iterator[str]:
 
 def _address_of(child: subprocess.Popen[str], log: TextIO) -> str:
     assert child.stdout is not None
-    impatience = threading.Timer(_START_S, child.kill)
-    impatience.start()
+    timeout = threading.Timer(_START_S, child.kill)
+    timeout.start()
     try:
         line = child.stdout.readline()
     finally:
-        impatience.cancel()
+        timeout.cancel()
     match = _ADDRESS.search(line)
     if match is None:
         child.wait()

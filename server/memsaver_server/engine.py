@@ -1,25 +1,26 @@
-"""The engine port: what the service needs from an engine, and all that it knows of one."""
+"""The interface between the service and an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
-import memsaver_core
-from memsaver_core import PhaseLog
+import memsaver_core as ms
+from memsaver_core import MemsaverError, PhaseLog
+from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
-
-#: What a drain does to requests in flight. ``wait``: let them end. ``abort``: end them now, each with what it has so
-#: far. ``keep``: freeze each where it is, to go on when admission opens.
-DrainMode = Literal["wait", "abort", "keep"]
+from memsaver_server.schemas import DrainMode as DrainMode
 
 
-class DrainTimeoutError(Exception):
-    """Requests in flight did not end in time. The engine goes on as before.
+class DrainTimeoutError(MemsaverError):
+    """Requests in flight did not end in time. The engine continues as before.
 
     Attributes:
-        pending: names of the requests that held the drain up.
+        pending: names of the requests that were still in flight.
     """
+
+    kind = "drain_timeout"
+    status = 504
 
     def __init__(self, seconds: float, pending: Sequence[str]) -> None:
         self.seconds = seconds
@@ -29,93 +30,107 @@ class DrainTimeoutError(Exception):
             "nothing was released. Repeat with a longer timeout_s, or abort them"
         )
 
+    def details(self) -> dict[str, Any]:
+        return {"phase": "drain", "pending": list(self.pending)}
 
-class AdmissionClosedError(Exception):
+
+class AdmissionClosedError(MemsaverError):
     """The engine takes no requests now; the message says why."""
+
+    kind = "admission_closed"
+    status = 503
+    retry_after_s = 1
 
 
 class Memory(Protocol):
-    """What holds the engine's memory. Each member promises what the function of that name in ``memsaver_core`` does.
+    """The memory of an engine. Each member promises what the function of that name in ``memsaver_core`` does;
+    ``release`` and ``resume`` are ``release_with`` and ``resume_with``.
 
-    ``memsaver_core`` itself is one: the memory of this process. An engine whose memory is in other processes brings one
-    that reaches them, as its attribute ``memory``: to the service they are one, and all of them or none are released.
+    An engine whose memory is in other processes has an attribute ``memory`` that reaches them: the service treats them
+    as one memory, of which all or none is released.
     """
 
     def enabled(self) -> bool: ...
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]: ...
 
-    def release(
-        self,
-        tags: Sequence[str] | None = None,
-        *,
-        restore: Mapping[str, str] | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
-        log: PhaseLog | None = None,
-    ) -> OperationReport: ...
+    def release(self, options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport: ...
 
-    def resume(self, tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport: ...
+    def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport: ...
 
     def status(self) -> Status: ...
 
     def read_devices(self) -> tuple[DeviceMemory, ...]: ...
 
-    def hibernation_blockers(self) -> list[str]: ...
+    def hibernation_obstacles(self) -> list[str]: ...
 
     def prepare_backup(self) -> None: ...
 
 
+class _LocalMemory:
+    enabled = staticmethod(ms.enabled)
+    check_tags = staticmethod(ms.check_tags)
+    release = staticmethod(ms.release_with)
+    resume = staticmethod(ms.resume_with)
+    status = staticmethod(ms.status)
+    read_devices = staticmethod(ms.read_devices)
+    hibernation_obstacles = staticmethod(ms.hibernation_obstacles)
+    prepare_backup = staticmethod(ms.prepare_backup)
+
+
 #: The memory of this process.
-LOCAL_MEMORY = cast(Memory, memsaver_core)
+LOCAL_MEMORY: Memory = _LocalMemory()
 
 
 def memory_of(engine: object) -> Memory:
-    """What holds the memory of ``engine``."""
+    """Return the memory of ``engine``; without an attribute ``memory`` it is that of this process."""
     return cast(Memory, getattr(engine, "memory", LOCAL_MEMORY))
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """An engine that the service can quiesce. Called from the thread of the operation; each call may block unless it
-    says otherwise, and each may be called from another thread than the last.
+    """An engine that the service can quiesce. Calls may come from different threads, and may block unless they say
+    otherwise.
 
-    Admission is closed and the engine drained before any memory goes; admission opens only when all that the engine
-    needs is back.
+    The service closes admission and drains the engine before it releases memory, and opens admission only when all
+    memory is resident and repaired.
     """
 
     name: str
 
     def is_alive(self) -> bool:
-        """Whether the engine can still serve (its scheduler runs, its device context works). Answers at once."""
+        """Whether the engine can still serve (its scheduler runs, its device context works). Must not block."""
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        """Take no new request into work from now on. Idempotent: the last call's ``reason`` and ``hold`` count.
+        """Start no new request. Idempotent: the last call's ``reason`` and ``hold`` count. Must not block.
 
         Up to ``hold`` new requests wait until admission opens (they are not in flight meanwhile); the others are
-        refused with AdmissionClosedError(reason). Requests that wait already go on waiting. Answers at once.
+        refused with AdmissionClosedError(reason). Requests that wait already continue to wait.
         """
 
     def open_admission(self) -> None:
-        """Take requests again: frozen ones go on, held ones and new ones enter. Idempotent. Answers at once."""
+        """Take requests again: frozen ones continue, held and new ones start. Idempotent. Must not block."""
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
-        """Wait until no request is in flight, in the way that ``mode`` says. Held and frozen requests do not count.
+        """Wait until no request is in flight; held and frozen requests are not.
 
-        After DrainTimeoutError nothing is frozen that was not before.
+        Args:
+            timeout_s: deadline, seconds.
+            mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
+                admission opens.
 
         Raises:
-            DrainTimeoutError: some still were after ``timeout_s`` seconds.
+            DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.
         """
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Touches no device memory: it is called while that may be released."""
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Make the engine whole after ``tags`` were resumed, of which ``lost`` came back without their content.
+        """Repair the engine after ``tags`` were resumed, of which ``lost`` came back without their content.
 
-        Cached prefixes in a lost ``kv_cache`` are forgotten; requests frozen over it are computed again from their
-        tokens. Called before admission opens; called again with the same tags if it raised.
+        Forget prefixes cached in a lost ``kv_cache``, and recompute requests frozen over it from their tokens. Called
+        before admission opens; called again with the same tags if it raised.
         """
 
 
@@ -131,7 +146,7 @@ class GeneratingEngine(Engine, Protocol):
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
-            ValueError: the request cannot be served, and why.
+            ValueError: the request is invalid, and why.
         """
 
 

@@ -1,7 +1,7 @@
-"""A gate: the engine port for a program that has no scheduler of its own to ask.
+"""A gate: the engine interface for a program without a scheduler.
 
-Work that touches device memory runs inside ``with gate.request():``. While memory is away the gate is closed, and a
-release waits until everybody inside has come out.
+Work that touches device memory runs inside ``with gate.request():``. While memory is released the gate is closed; a
+release waits until all requests inside have ended.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-
-if TYPE_CHECKING:
-    from memsaver_server.engine import Engine
+from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError, Engine
 
 
-class Turn:
+class InFlightRequest:
     """One request inside the gate.
 
     Attributes:
-        name: how a drain that takes too long names it.
-        aborted: a release with mode ``abort`` waits for this request: end soon, with what there is.
+        name: its name in the error of a drain that times out.
+        aborted: a release with mode ``abort`` waits for this request; it should end early.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,13 +31,13 @@ class Turn:
 class Gate:
     """Implements ``Engine``. Every method may be called from any thread.
 
-    It cannot stop a request in the middle: mode ``abort`` sets ``Turn.aborted``, mode ``keep`` waits as ``wait`` does.
+    It cannot interrupt a request: mode ``abort`` sets ``InFlightRequest.aborted``, mode ``keep`` is ``wait``.
     """
 
     def __init__(self, name: str = "engine") -> None:
         self.name = name
         self._changed = threading.Condition()
-        self._inside: dict[str, Turn] = {}
+        self._inside: dict[str, InFlightRequest] = {}
         self._closed: str | None = None
         self._hold = 0
         self._held = 0
@@ -53,22 +49,22 @@ class Gate:
         return self._held
 
     @contextmanager
-    def request(self, name: str | None = None) -> Iterator[Turn]:
-        """Be inside the gate for the length of the block. Where the service holds requests, wait until it opens.
+    def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
+        """Run the block inside the gate. Waits for the gate to open if the service holds requests.
 
         Raises:
             AdmissionClosedError: the gate is closed; the message says why.
         """
-        turn = self._enter(name)
+        request = self._enter(name)
         try:
-            yield turn
+            yield request
         finally:
             with self._changed:
-                del self._inside[turn.name]
+                del self._inside[request.name]
                 self._changed.notify_all()
 
     def is_alive(self) -> bool:
-        """A gate does not know: yes."""
+        """Always true: a gate cannot tell."""
         return True
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
@@ -84,18 +80,18 @@ class Gate:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._inside:
-                for turn in self._inside.values():
-                    turn.aborted = turn.aborted or mode == "abort"
+                for request in self._inside.values():
+                    request.aborted = request.aborted or mode == "abort"
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise DrainTimeoutError(timeout_s, list(self._inside))
 
     def flush_cache(self) -> None:
-        """A gate caches nothing."""
+        """Does nothing: a gate has no cache."""
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """A gate keeps nothing in device memory. Override it to rebuild what ``lost`` tags held."""
+        """Does nothing. Override it to rebuild the content of the ``lost`` tags."""
 
-    def _enter(self, name: str | None) -> Turn:
+    def _enter(self, name: str | None) -> InFlightRequest:
         with self._changed:
             if self._closed is not None:
                 if self._held >= self._hold:
@@ -106,10 +102,9 @@ class Gate:
                 finally:
                     self._held -= 1
             number = next(self._numbers)
-            turn = Turn(f"{name} #{number}" if name else f"request {number}")
-            self._inside[turn.name] = turn
-            return turn
+            request = InFlightRequest(f"{name} #{number}" if name else f"request {number}")
+            self._inside[request.name] = request
+            return request
 
 
-if TYPE_CHECKING:
-    _is_an_engine: Engine = Gate()
+_implements: type[Engine] = Gate

@@ -1,4 +1,4 @@
-"""What holds a device's memory: the tags, torch outside of them, the rest of this process, and everybody else."""
+"""Breaks a device's memory in use down by consumer: tags, torch outside regions, this process, other processes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memsaver_core.reports import DeviceMemory
-from memsaver_server.device_monitor import Reading
+from memsaver_server.device_monitor import Sample
 
 Kind = Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
 
 
 @dataclass(frozen=True)
-class Source:
-    """One holder of memory.
+class Consumer:
+    """One consumer of device memory.
 
     Attributes:
-        kind: ``tag``: a region, free ranges inside its chunks included. ``torch``: tensors outside of regions.
-            ``cache``: what torch only caches outside of regions. ``graphs``: what captured CUDA graphs hold beside
-            their tensors. ``process``: what else this process has: its context, modules, libraries. ``others``: other
-            processes. ``unexplained``: what is left where the driver does not tell processes apart.
-        name: the tag's name, or words for the kind.
+        kind: ``tag``: a region, including free ranges inside its chunks. ``torch``: tensors outside regions. ``cache``:
+            torch's cache outside regions. ``graphs``: captured CUDA graphs, besides their tensors. ``process``: the
+            rest of this process: context, modules, libraries. ``others``: other processes. ``unexplained``: the rest,
+            if the driver does not count per process.
+        name: the tag, or a description of the kind.
     """
 
     kind: Kind
@@ -28,65 +28,65 @@ class Source:
     bytes: int
 
 
-def sources(device: DeviceMemory, reading: Reading) -> list[Source]:
-    """Split what is in use on ``device`` by who holds it. The sum is the device's own count, always."""
-    status = reading.status
+def break_down(device: DeviceMemory, sample: Sample) -> list[Consumer]:
+    """Return the consumers of ``device``. Their sum is always ``device.used_bytes``."""
+    status = sample.status
     used = device.used_bytes
     if status is not None and status.driver == "host":
-        # A host device holds regions alone; a process's bytes there are its resident pages, which are not the device's.
-        own = _cut(_regions(device, reading), used)
-        return [*own, Source("others", "other processes", used - _sum(own))]
-    found = [*_regions(device, reading), *_outside(device, reading)]
+        # A host device holds only regions; its process_bytes are the process's resident pages, which it does not hold.
+        own = _cut(_regions(device, sample), used)
+        return [*own, Consumer("others", "other processes", used - _sum(own))]
+    found = [*_regions(device, sample), *_outside_regions(device, sample)]
     rest = "context and modules"
-    rest += ", NCCL" if reading.nccl else ""
-    rest += ", torch outside regions" if device.index not in reading.torch else ""
+    rest += ", NCCL" if sample.nccl else ""
+    rest += ", torch outside regions" if device.index not in sample.torch else ""
     if status is not None and status.hibernated:
-        found = [replace(source, bytes=0) for source in found]
+        found = [replace(consumer, bytes=0) for consumer in found]
         rest = "what the driver keeps of a hibernated process"
     if device.process_bytes is None:
         own = _cut(found, used)
-        return [*own, Source("unexplained", f"{rest}, other processes", used - _sum(own))]
+        return [*own, Consumer("unexplained", f"{rest}, other processes", used - _sum(own))]
     process = min(device.process_bytes, used)
     own = _cut(found, process)
-    own.append(Source("process", rest, process - _sum(own)))
-    return [*own, Source("others", "other processes", used - process)]
+    own.append(Consumer("process", rest, process - _sum(own)))
+    return [*own, Consumer("others", "other processes", used - process)]
 
 
-def _regions(device: DeviceMemory, reading: Reading) -> list[Source]:
-    tags = reading.status.tags if reading.status is not None else ()
-    away = reading.status is not None and reading.status.hibernated
-    return [Source("tag", tag.tag, 0 if away else tag.mapped_by_device.get(device.index, 0)) for tag in tags]
+def _regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
+    tags = sample.status.tags if sample.status is not None else ()
+    hibernated = sample.status is not None and sample.status.hibernated
+    return [Consumer("tag", tag.tag, 0 if hibernated else tag.mapped_by_device.get(device.index, 0)) for tag in tags]
 
 
-def _outside(device: DeviceMemory, reading: Reading) -> list[Source]:
-    """Torch beside the regions, and the graphs."""
-    tags = reading.status.tags if reading.status is not None else ()
-    graphs = Source("graphs", "captured graphs, beside their tensors", reading.graph_bytes.get(device.index, 0))
-    torch = reading.torch.get(device.index)
+def _outside_regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
+    """Return torch's memory outside regions, and the graphs'."""
+    tags = sample.status.tags if sample.status is not None else ()
+    graphs = Consumer("graphs", "captured graphs, beside their tensors", sample.graph_bytes.get(device.index, 0))
+    torch = sample.torch.get(device.index)
     if torch is None:
         return [graphs]
-    # torch counts a region's segments whether they are mapped or not.
+    # torch counts a region's segments even while they are unmapped.
     in_regions = sum(tag.bytes_by_device.get(device.index, 0) for tag in tags)
     outside = max(0, torch.reserved_bytes - in_regions)
     if torch.cached_bytes is None:
-        return [Source("torch", "torch outside regions, and its cache", outside), graphs]
+        return [Consumer("torch", "torch outside regions, and its cache", outside), graphs]
     cached = min(torch.cached_bytes, outside)
     return [
-        Source("torch", "torch outside regions", outside - cached),
-        Source("cache", "torch's cache", cached),
+        Consumer("torch", "torch outside regions", outside - cached),
+        Consumer("cache", "torch's cache", cached),
         graphs,
     ]
 
 
-def _sum(found: list[Source]) -> int:
-    return sum(source.bytes for source in found)
+def _sum(found: list[Consumer]) -> int:
+    return sum(consumer.bytes for consumer in found)
 
 
-def _cut(found: list[Source], limit: int) -> list[Source]:
-    """Give each source at most what is left of ``limit``: the accounts are not taken at the same instant."""
+def _cut(found: list[Consumer], limit: int) -> list[Consumer]:
+    """Limit the sum to ``limit``: the counts were not taken at the same instant."""
     cut = []
-    for source in found:
-        size = max(0, min(source.bytes, limit))
+    for consumer in found:
+        size = max(0, min(consumer.bytes, limit))
         limit -= size
-        cut.append(replace(source, bytes=size))
+        cut.append(replace(consumer, bytes=size))
     return cut

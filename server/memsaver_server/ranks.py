@@ -1,76 +1,71 @@
-"""The memory of an engine whose ranks are processes of their own: one ``Memory`` over all of them, all or none."""
+"""The memory of an engine whose ranks are processes: one ``Memory`` over all of them, released all or none."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Protocol
 
-from memsaver_core import PhaseLog, errors
-from memsaver_core.compat.vllm.board import Boards
+from memsaver_core import PhaseLog
 from memsaver_core.device_memory import read_again
 from memsaver_core.errors import MemsaverError, UnknownTagError
+from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_core.policies import WELL_KNOWN_TAGS, keeps_any
-from memsaver_core.reports import (
-    DeviceDelta,
-    DeviceMemory,
-    HostBackupStatus,
-    OperationReport,
-    PhaseReport,
-    Progress,
-    Status,
-    TagReport,
-    TagStatus,
+from memsaver_core.ranks.progress import GroupProgress
+from memsaver_core.ranks.protocol import (
+    ANSWERS,
+    REQUESTS,
+    Answer,
+    Introduce,
+    Introduction,
+    Plain,
+    Release,
+    Request,
+    Resume,
 )
+from memsaver_core.reports import DeviceMemory, OperationReport, Status
+from memsaver_server.rank_reports import RankDevices, merged_tags
 
 logger = logging.getLogger("memsaver")
 
-Report = TypeVar("Report", TagReport, TagStatus)
 
-Answer = dict[str, Any]
+class Channel(Protocol):
+    """How an engine reaches its ranks."""
 
-#: The worst comes first: the group is in the state of its worst rank.
-_STATES = ("failed", "releasing", "resuming", "released", "resident")
-
-
-class Ranks(Protocol):
-    """How the ranks are reached. Each call blocks until every rank has answered."""
-
-    def ask(self, command: str, *arguments: Any) -> list[Answer]:
-        """Have every rank do ``command``; see ``memsaver_core.compat.vllm.worker.answer``. One answer of each."""
-
-    def sleep(self, level: int) -> None:
-        """Put the engine to sleep in its own way: 1 keeps its weights, 2 gives them up."""
+    def call(self, message: Plain) -> list[Plain]:
+        """Send a message of the rank protocol to every rank; return the answer of each once all have answered."""
 
 
 class RankMemory:
-    """Implements ``Memory``. What ``status`` says is as of the last operation: asking the ranks would disturb them. How
-    far they are with the one in work is read off their boards.
+    """Implements ``Memory``.
+
+    ``status`` is as of the last operation, since asking the ranks would disturb them; how far they are with the
+    operation in progress is read from their shared-memory records.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        introductions = ranks.ask("hello")
-        _raise_first(introductions)
-        #: By rank: the group's number of each of its devices. Ranks may call different devices by one index.
-        self._numbers: list[dict[int, int]] = []
-        self._devices: list[DeviceMemory] = []
-        self._meet(introductions)
-        self._pids = frozenset(answer["pid"] for answer in introductions if "pid" in answer)
-        self._blockers = [blocker for answer in introductions for blocker in answer["blockers"]]
-        self._boards = Boards([answer["board"] for answer in introductions if "board" in answer])
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        answers = [ANSWERS.decode(each) for each in channel.call(REQUESTS.encode(Introduce()))]
+        self._failed_phase = ""
+        self._check(answers)
+        ranks = [answer.introduction or Introduction() for answer in answers]
+        self._several = len(ranks) > 1
+        self._devices = RankDevices(ranks)
+        self._pids = frozenset(rank.pid for rank in ranks if rank.pid is not None)
+        self._obstacles = [obstacle for rank in ranks for obstacle in rank.obstacles]
+        self._progress = GroupProgress(rank.progress for rank in ranks if rank.progress is not None)
         self._operation = ""
         self._began = 0.0
-        self._status = self._merged_status(introductions)
+        self._status = self._devices.merged_status([answer.status for answer in answers])
 
     def enabled(self) -> bool:
         return self._status.enabled
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
-        names = list(dict.fromkeys(tags or ()))
+        names = list(tags_of(tags))
         known = {*WELL_KNOWN_TAGS, *(tag.tag for tag in self._status.tags)}
         unknown = [name for name in names if name not in known]
         if unknown and self.enabled():
@@ -81,238 +76,153 @@ class RankMemory:
         if not self._operation:
             return self._status
         seconds = time.monotonic() - self._began
-        return replace(self._status, progress=self._boards.progress(self._operation, seconds))
+        return replace(self._status, progress=self._progress.progress(self._operation, seconds))
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
-        return tuple(read_again(device, self._pids) for device in self._devices)
+        return tuple(read_again(device, self._pids) for device in self._devices.readings)
 
-    def hibernation_blockers(self) -> list[str]:
-        """As of the start: what stands in the way of a rank is there from then on. Each rank looks again by itself."""
-        return list(self._blockers)
+    def hibernation_obstacles(self) -> list[str]:
+        """Return what the ranks reported at the start; each rank checks again before it hibernates."""
+        return list(self._obstacles)
 
     def prepare_backup(self) -> None:
-        """Each rank does that by itself, once it is loaded."""
+        """Do nothing: each rank prepares its own once it is loaded."""
 
-    def release(
-        self,
-        tags: Sequence[str] | None = None,
-        *,
-        restore: Mapping[str, str] | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
-        log: PhaseLog | None = None,
-    ) -> OperationReport:
-        """As ``memsaver_core.release``, on every rank. Where one of several fails, the others are resumed."""
+    def release(self, options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+        """As ``memsaver_core.release_with``, on every rank. If one of several fails, the others are resumed."""
         log = log or PhaseLog(read=self.read_devices)
-        names = self.check_tags(tags)
-        self.check_tags(list(restore or ()))
-        reports: list[list[Answer]] = []
+        self.check_tags(options.tags)
+        self.check_tags(list(options.restore))
+        reports: list[OperationReport] = []
         if self.enabled():
-            with self._at_work("release", "pause", log):
-                stages = self._stages(names, restore or {})
-                for stage in stages:
-                    plan = {"tags": stage, "restore": dict(restore or {}), "trim": trim}
-                    answers = self._release(plan, hibernate and stage is stages[-1])
-                    if any("error" in answer for answer in answers) and len(answers) > 1:
-                        self._undo_release(names)
-                    _raise_first(answers)
-                    reports.append([answer["report"] for answer in answers])
-                    log.add(self._merged_phases([answer["report"] for answer in answers]))
-                    if "hibernated" in answers[0]:
-                        log.add(self._merged_phases([answer["hibernated"] for answer in answers]))
+            with self._operating("release", "pause", log):
+                for step in self._release_steps(options):
+                    rounds = self._release(step)
+                    if _failed(rounds[-1]) and self._several:
+                        self._undo_release(options)
+                    self._check(rounds[-1])
+                    reports += _reports(rounds[0])
+                    for answers in rounds:
+                        log.add(self._devices.merged_phases(_reports(answers)))
         return self._merged_report("release", reports, log)
 
-    def resume(self, tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.resume``, on every rank. Where one of several fails, the others are released again."""
+    def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+        """As ``memsaver_core.resume_with``, on every rank. If one of several fails, the others are released again."""
         log = log or PhaseLog(read=self.read_devices)
-        names = self.check_tags(tags)
-        reports: list[list[Answer]] = []
+        self.check_tags(options.tags)
+        reports: list[OperationReport] = []
         if self.enabled():
-            with self._at_work("resume", "restore", log):
-                answers = self._ask("resume", names or None)
-                if any("error" in answer for answer in answers) and len(answers) > 1:
+            with self._operating("resume", "restore", log):
+                answers = self.ask(Resume(options))
+                if _failed(answers) and self._several:
                     self._undo_resume(answers)
-                _raise_first(answers)
-                reports.append([answer["report"] for answer in answers])
-                log.add(self._merged_phases(reports[0]))
+                self._check(answers)
+                reports = _reports(answers)
+                log.add(self._devices.merged_phases(reports))
         return self._merged_report("resume", reports, log)
 
-    # -- the ranks -------------------------------------------------------------------------------------------------
+    def ask(self, request: Request) -> list[Answer]:
+        """Send ``request`` to every rank, and take over the status that each answers.
+
+        Raises:
+            MemsaverError: the ranks cannot be reached.
+        """
+        try:
+            told = self._channel.call(REQUESTS.encode(request))
+        except Exception as error:
+            raise MemsaverError(f"the engine's ranks cannot be reached: {error}; restart the engine") from error
+        answers = [ANSWERS.decode(each) for each in told]
+        self._status = self._devices.merged_status([answer.status for answer in answers])
+        return answers
+
+    def release_awake(self, options: ReleaseOptions) -> list[Answer]:
+        """Release on every rank while none is hibernated. An engine with a sleep of its own overrides this.
+
+        Raises:
+            MemsaverError: the engine refused.
+        """
+        return self.ask(Release(options))
+
+    # Steps of an operation. What a step did on some ranks is undone on them if it fails on another.
+
+    def _release_steps(self, options: ReleaseOptions) -> list[ReleaseOptions]:
+        """With several ranks kept content goes first: that step can be undone without loss."""
+        if self._status.hibernated or not self._several:
+            return [options]
+        tags = [tag for tag in self._status.tags if not options.tags or tag.tag in options.tags]
+        kept = tuple(tag.tag for tag in tags if keeps_any(options.restore.get(tag.tag, tag.restore)))
+        lost = tuple(tag.tag for tag in tags if tag.tag not in kept)
+        names = [step for step in (kept, lost) if step] or [options.tags]
+        steps = [replace(options, tags=step, hibernate=False) for step in names]
+        return [*steps[:-1], replace(steps[-1], hibernate=options.hibernate)]
+
+    def _release(self, step: ReleaseOptions) -> list[list[Answer]]:
+        """Return the answers to the release and, if it succeeded and was asked for, to the hibernation."""
+        awake = replace(step, hibernate=False)
+        if self._status.hibernated:  # the engine's own sleep would wait for the device
+            return [self.ask(Release(awake))]
+        answers = self.release_awake(awake)
+        if not step.hibernate or _failed(answers):
+            return [answers]
+        return [answers, self.ask(Release(ReleaseOptions(step.tags, hibernate=True)))]
+
+    def _undo_release(self, options: ReleaseOptions) -> None:
+        for answer in self.ask(Resume(ResumeOptions(options.tags))):
+            if answer.failure is not None:
+                logger.error("a rank failed to release, and then to resume: %s", answer.failure.message)
+
+    def _undo_resume(self, answers: Sequence[Answer]) -> None:
+        """Release what some ranks resumed; with its content, of which the engine may have restored parts."""
+        reports = [answer.report for answer in answers if answer.report is not None]
+        resumed = {tag.tag for report in reports for tag in report.tags if tag.resumed_bytes}
+        if not resumed:
+            return
+        for answer in self.ask(Release(ReleaseOptions(tuple(sorted(resumed))))):
+            if answer.failure is not None:
+                logger.error("a rank failed to resume, and another to release again: %s", answer.failure.message)
 
     @contextmanager
-    def _at_work(self, operation: str, phase: str, log: PhaseLog) -> Iterator[None]:
-        """The ranks do ``operation`` inside; ``phase`` is where they are while none of them shows more."""
-        self._boards.begin()
-        self._operation, self._began = operation, time.monotonic()
+    def _operating(self, operation: str, phase: str, log: PhaseLog) -> Iterator[None]:
+        """The ranks do ``operation`` inside; ``phase`` is the current one while no rank reports any."""
+        self._progress.begin()
+        self._operation, self._began, self._failed_phase = operation, time.monotonic(), ""
         try:
-            with log.elsewhere(lambda: self._boards.phase or phase):
+            with log.elsewhere(lambda: self._progress.phase or phase):
                 yield
-        except MemsaverError as error:
-            if phase_of_rank := vars(error).pop("phase", ""):
-                log.add_failure(phase_of_rank)
+        except MemsaverError:
+            if self._failed_phase:
+                log.add_failure(self._failed_phase)
             raise
         finally:
             self._operation = ""
 
-    def _ask(self, command: str, *arguments: Any) -> list[Answer]:
-        try:
-            answers = self._ranks.ask(command, *arguments)
-        except Exception as error:
-            raise MemsaverError(f"the engine's ranks cannot be reached: {error}; restart the engine") from error
-        self._status = self._merged_status(answers)
-        return answers
+    def _check(self, answers: Sequence[Answer]) -> None:
+        """Raise the first rank's error, as the type that it was.
 
-    def _stages(self, names: list[str], restore: Mapping[str, str]) -> list[list[str]]:
-        """What is released one after the other: with several ranks what is kept comes first, as it can be undone."""
-        if self._status.hibernated or len(self._numbers) == 1:
-            return [names]
-        tags = [tag for tag in self._status.tags if not names or tag.tag in names]
-        kept = [tag.tag for tag in tags if keeps_any(restore.get(tag.tag, tag.restore))]
-        lost = [tag.tag for tag in tags if tag.tag not in kept]
-        return [stage for stage in (kept, lost) if stage] or [names]
+        Raises:
+            MemsaverError: a rank failed.
+        """
+        for rank, answer in enumerate(answers):
+            if answer.failure is not None:
+                self._failed_phase = answer.failure.phase
+                raise answer.failure.to_error(f"rank {rank}: " if len(answers) > 1 else "")
 
-    def _release(self, plan: dict[str, Any], hibernate: bool) -> list[Answer]:
-        if self._status.hibernated:  # the engine's own sleep would wait for the device
-            return self._ask("release", plan)
-        _raise_first(self._ask("expect_release", plan))
-        gives_up = plan["restore"].get("weights") == "discard" and (not plan["tags"] or "weights" in plan["tags"])
-        level = 2 if gives_up else 1
-        try:
-            self._ranks.sleep(level)
-        except Exception as error:
-            self._ask("outcome")  # nobody expects it any more
-            raise MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
-        answers = self._ask("outcome")
-        if all("report" not in answer and "error" not in answer for answer in answers):
-            # The engine takes itself to be asleep, and has not asked its ranks: part of its memory was released before.
-            answers = self._ask("sleep", plan, level)
-        if hibernate and not any("error" in answer for answer in answers):
-            for answer, hibernated in zip(answers, self._ask("hibernate", plan["tags"]), strict=True):
-                answer.update({name: hibernated[name] for name in ("hibernated", "error") if name in hibernated})
-        return answers
-
-    def _undo_release(self, names: list[str]) -> None:
-        answers = self._ask("resume", names or None)
-        for error in (answer["error"] for answer in answers if "error" in answer):
-            logger.error("a rank failed to release, and to resume then: %s", error["message"])
-
-    def _undo_resume(self, answers: list[Answer]) -> None:
-        """Release what some ranks have resumed; with their content, of which vLLM has restored parts by itself."""
-        resumed = {
-            tag["tag"] for answer in answers for tag in answer.get("report", {}).get("tags", ()) if tag["resumed_bytes"]
-        }
-        if not resumed:
-            return
-        for error in (answer["error"] for answer in self._release_again(sorted(resumed)) if "error" in answer):
-            logger.error("a rank failed to resume, and another to release again then: %s", error["message"])
-
-    def _release_again(self, tags: list[str]) -> list[Answer]:
-        return self._ask("release", {"tags": tags, "restore": {}, "trim": False})
-
-    # -- many into one ---------------------------------------------------------------------------------------------
-
-    def _meet(self, introductions: Iterable[Answer]) -> None:
-        by_uuid: dict[str, int] = {}
-        for answer in introductions:
-            numbers = {}
-            for given in answer["devices"]:
-                number = by_uuid.setdefault(given["uuid"], len(by_uuid))
-                if number == len(self._devices):
-                    self._devices.append(DeviceMemory(**{**given, "index": number}))
-                numbers[given["index"]] = number
-            self._numbers.append(numbers)
-
-    def _merged_status(self, answers: Sequence[Answer]) -> Status:
-        told = [(rank, answer["status"]) for rank, answer in enumerate(answers) if answer.get("status") is not None]
-        if not told:
-            return Status(False, "none", "resident", "", (), HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0))
-        tags: dict[str, TagStatus] = {}
-        for rank, status in told:
-            for given in status["tags"]:
-                mapped = {self._numbers[rank].get(int(at), 0): size for at, size in given["mapped_by_device"].items()}
-                tag = TagStatus(**{**given, "mapped_by_device": mapped})
-                tags[tag.tag] = _added(tags[tag.tag], tag) if tag.tag in tags else tag
-        backups = [status["host_backup"] for _, status in told]
-        return Status(
-            enabled=True,
-            driver=told[0][1]["driver"],
-            state=_worst(status["state"] for _, status in told),
-            failure="; ".join(f"rank {rank}: {status['failure']}" for rank, status in told if status["failure"]),
-            tags=tuple(tags.values()),
-            host_backup=HostBackupStatus(
-                **{
-                    each.name: all(backup[each.name] for backup in backups)
-                    if each.name == "prepared"
-                    else sum(backup[each.name] for backup in backups)
-                    for each in fields(HostBackupStatus)
-                }
-            ),
-            progress=Progress("", 0, 0, 0, 0.0),
-            hibernated=any(status["hibernated"] for _, status in told),
-        )
-
-    def _merged_phases(self, reports: Sequence[Answer]) -> list[PhaseReport]:
-        """The phases of ranks that did the same at the same time: each takes as long as its slowest rank."""
-        merged = []
-        for phases in zip(*(report["phases"] for report in reports), strict=False):
-            devices: dict[int, DeviceDelta] = {}
-            for rank, phase in enumerate(phases):
-                for given in phase["devices"]:
-                    number = self._numbers[rank].get(given["index"], given["index"])
-                    devices[number] = DeviceDelta(**{**given, "index": number})
-            details: dict[str, float] = {}
-            for phase in phases:
-                for name, value in phase["details"].items():
-                    joined: Callable[..., float] = max if "second" in name else lambda one, other: one + other
-                    details[name] = joined(details[name], value) if name in details else value
-            seconds = max(phase["seconds"] for phase in phases)
-            merged.append(PhaseReport(phases[0]["name"], seconds, tuple(devices.values()), details))
-        return merged
-
-    def _merged_report(self, operation: str, reports: Sequence[Sequence[Answer]], log: PhaseLog) -> OperationReport:
-        tags: dict[str, TagReport] = {}
-        for stage in reports:
-            for report in stage:
-                for given in report["tags"]:
-                    tag = TagReport(**given)
-                    tags[tag.tag] = _added(tags[tag.tag], tag) if tag.tag in tags else tag
-        return OperationReport(operation, self.enabled(), log.seconds, tuple(tags.values()), log.phases, log.devices())
+    def _merged_report(self, operation: str, reports: Sequence[OperationReport], log: PhaseLog) -> OperationReport:
+        tags = merged_tags(tag for report in reports for tag in report.tags)
+        return OperationReport(operation, self.enabled(), log.seconds, tags, log.phases, log.devices())
 
 
-def _added(one: Report, other: Report) -> Report:
-    """Two ranks' accounts of one tag as one."""
-    changes: dict[str, Any] = {}
-    for each in fields(one):
-        mine, theirs = getattr(one, each.name), getattr(other, each.name)
-        if isinstance(mine, bool):
-            changes[each.name] = mine and theirs
-        elif isinstance(mine, int):
-            changes[each.name] = mine + theirs
-        elif isinstance(mine, Mapping):
-            changes[each.name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
-    changes["state"] = _worst((one.state, other.state))
-    changes["restore"] = one.restore if one.restore == other.restore else "mixed"
-    return replace(one, **changes)
+def _failed(answers: Sequence[Answer]) -> bool:
+    return any(answer.failure is not None for answer in answers)
 
 
-def _worst(states: Iterable[str]) -> str:
-    return min(states, key=_STATES.index)
-
-
-def _raise_first(answers: Sequence[Answer]) -> None:
-    """Raise the first rank's error, as the type that it was.
+def _reports(answers: Sequence[Answer]) -> list[OperationReport]:
+    """Return each rank's report.
 
     Raises:
-        MemsaverError: a rank failed.
+        MemsaverError: a rank sent none.
     """
-    for rank, answer in enumerate(answers):
-        if "error" not in answer:
-            continue
-        given = answer["error"]
-        where = f"rank {rank}: " if len(answers) > 1 else ""
-        kind = getattr(errors, given["type"], MemsaverError)
-        error: MemsaverError = kind.__new__(kind)
-        RuntimeError.__init__(error, f"{where}{given['message']}")
-        for name, value in given["attributes"].items():
-            setattr(error, name, value)
-        raise error
+    reports = [answer.report for answer in answers if answer.report is not None]
+    if len(reports) < len(answers):
+        raise MemsaverError("a rank sent no report: the engine's own call did not reach its memory; repeat the call")
+    return reports

@@ -1,61 +1,94 @@
-"""The JSON of the service: what it accepts and what it answers. All sizes are bytes, all times seconds."""
+"""The JSON that the service accepts and answers. All sizes are bytes, all times seconds."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from memsaver_server.engine import DrainMode
+#: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
+#: ``keep`` (freeze) them until admission opens.
+DrainMode = Literal["wait", "abort", "keep"]
 
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
 class Fields(BaseModel):
-    """Base of what is accepted: a field that is null counts as absent, an unknown one is ignored."""
+    """Base of requests: a field that is null counts as absent, an unknown one is ignored."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
 
 class ReleaseFields(Fields):
-    """What a release takes, all of it optional."""
+    """The fields of a release, all optional."""
 
-    tags: Tags | None = Field(default=None, description="Tags to release; none or an empty list means all.")
-    timeout_s: Seconds | None = Field(default=None, description="How long requests in flight may take to end.")
-    mode: DrainMode = Field(default="wait", description="What happens to requests in flight.")
+    tags: Tags | None = Field(default=None, description="Tags to release; absent or empty means all.")
+    timeout_s: Seconds | None = Field(default=None, description="Deadline of the drain.")
+    mode: DrainMode = Field(default="wait", description="What the drain does to requests in flight.")
     restore: dict[str, Literal["discard", "zero", "host", "file"]] = Field(
-        default_factory=dict, description="Restore policies per tag, for this release alone."
+        default_factory=dict, description="Restore policies by tag, for this release only."
     )
     at_least_bytes: Annotated[int, Field(ge=1, lt=1 << 63)] | None = Field(
-        default=None, description="Release only as many tags as give this back, the cheapest first."
+        default=None, description="Release only as many tags as free this much, cheapest first."
     )
     trim: bool | None = Field(
-        default=None, description="Also give back what libraries keep for speed; by default before hibernating."
+        default=None, description="Also release what libraries cache; by default only when hibernating."
     )
-    hibernate: bool = Field(default=False, description="Last of all, give back the CUDA context; any resume wakes it.")
-    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of refusing.")
-    run_async: bool = Field(default=False, alias="async", description="Answer 202 with the operation's address.")
+    hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
+    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
+    run_async: bool = Field(
+        default=False, alias="async", description="Answer 202 with the operation's address at once."
+    )
+
+    def core_options(self) -> dict[str, Any]:
+        """Return the options of the core's release. This is the one place where null and ``[]`` become "all"."""
+        return {**_tags(self.tags), **self.model_dump(include={"restore", "trim", "hibernate"})}
 
 
 class ResumeFields(Fields):
-    """What a resume takes, all of it optional."""
+    """The fields of a resume, all optional."""
 
-    tags: Tags | None = Field(default=None, description="Tags to resume; none means all that is released.")
-    wait_for_memory_s: Seconds = Field(default=0.0, description="How long to wait for others to free device memory.")
-    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of refusing.")
-    run_async: bool = Field(default=False, alias="async", description="Answer 202 with the operation's address.")
+    tags: Tags | None = Field(default=None, description="Tags to resume; absent or empty means all that are released.")
+    wait_for_memory_s: Seconds = Field(
+        default=0.0, description="How long to wait until other processes free device memory."
+    )
+    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
+    run_async: bool = Field(
+        default=False, alias="async", description="Answer 202 with the operation's address at once."
+    )
+
+    def core_options(self) -> dict[str, Any]:
+        """Return the options of the core's resume."""
+        return _tags(self.tags)
+
+
+def _tags(tags: list[str] | None) -> dict[str, tuple[str, ...]]:
+    return {"tags": tuple(sorted(set(tags or ())))}  # sorted: requests that differ in order are equal
+
+
+class ReleaseArguments(TypedDict, total=False):
+    """The keyword arguments of the clients' ``release``; each is the field of that name in ``ReleaseFields``."""
+
+    timeout_s: float | None
+    mode: str | None
+    restore: Mapping[str, str] | None
+    at_least_bytes: int | None
+    trim: bool | None
+    hibernate: bool
+    wait: bool
 
 
 class PauseFields(Fields):
-    """What a pause takes. ``retract`` and ``in_place`` are SGLang's words for ``keep``."""
+    """The fields of a pause. ``retract`` and ``in_place`` are SGLang's names for ``keep``."""
 
     mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
     timeout_s: Seconds | None = None
 
 
 class NoFields(Fields):
-    """A body whose fields are all ignored, but which must be JSON where there is one."""
+    """A body whose fields are ignored. If present it must be JSON."""
 
 
 class UpdateFromDiskFields(Fields):
@@ -69,7 +102,7 @@ class UpdateFromDiskFields(Fields):
 
 
 class UpdateFromTensorFields(Fields):
-    """SGLang's weight update from tensors: one payload for each rank."""
+    """SGLang's weight update from tensors: one payload per rank."""
 
     serialized_named_tensors: list[str]
     load_format: str | None = None
@@ -78,8 +111,8 @@ class UpdateFromTensorFields(Fields):
 
 
 class SleepFields(Fields):
-    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3 is
-    ours: as 1, and the process hibernates."""
+    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3, an
+    extension, is 1 with hibernation."""
 
     level: Annotated[int, Field(ge=0, le=3)] = 1
     mode: DrainMode = "abort"
@@ -89,7 +122,7 @@ class SleepFields(Fields):
 
 
 class WakeFields(Fields):
-    """vLLM's wake-up. The tag ``scheduling`` alone undoes a sleep of level 0."""
+    """vLLM's wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
 
     tags: Tags | None = None
     wait_for_memory_s: Seconds = 0.0
@@ -97,7 +130,7 @@ class WakeFields(Fields):
 
 
 class DeviceAnswer(BaseModel):
-    """A device before and after."""
+    """A device before and after a phase or an operation."""
 
     index: int
     uuid: str
@@ -153,7 +186,7 @@ class OperationAnswer(BaseModel):
 
 
 class AcceptedAnswer(BaseModel):
-    """An operation that goes on by itself: ``location`` tells what becomes of it."""
+    """An operation that continues in the background; its status is at ``location``."""
 
     success: bool
     message: str
@@ -168,11 +201,11 @@ class ErrorDetails(BaseModel):
 
     type: str
     message: str
-    phase: str | None = Field(default=None, description="The phase of an operation that failed or is stuck.")
+    phase: str | None = Field(default=None, description="The phase of an operation that failed or stalls.")
 
 
 class ErrorAnswer(BaseModel):
-    """What went wrong, to what, and what to do."""
+    """What failed, on what, and what to do."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -182,7 +215,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ProgressAnswer(BaseModel):
-    """How far the content of an operation is. ``seconds_left`` is null where nothing can be said yet."""
+    """The progress of an operation's copies. ``seconds_left`` is null while it cannot be estimated."""
 
     done_bytes: int
     total_bytes: int
@@ -192,14 +225,14 @@ class ProgressAnswer(BaseModel):
 
 
 class StallAnswer(BaseModel):
-    """A phase that has made no progress for longer than MEMSAVER_PHASE_TIMEOUT_S. The operation goes on."""
+    """A phase without progress for longer than MEMSAVER_PHASE_TIMEOUT_S. The operation continues."""
 
     phase: str
     seconds: float
 
 
 class OperationStatusAnswer(BaseModel):
-    """An operation, whether it waits, runs or is done. ``answer`` is what its caller got, once it is done."""
+    """An operation in any status. ``answer`` is its caller's answer once it has ended."""
 
     operation_id: str
     operation: Literal["release", "resume"]
@@ -222,7 +255,7 @@ class OperationsAnswer(BaseModel):
 
 
 class SourceAnswer(BaseModel):
-    """Who holds how much of a device. ``kind`` says what the name is: a tag may have any."""
+    """One consumer of device memory. ``kind`` tells tags, which may have any name, from other consumers."""
 
     kind: Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
     name: str
@@ -230,7 +263,7 @@ class SourceAnswer(BaseModel):
 
 
 class OccupiedDeviceAnswer(BaseModel):
-    """A device now. ``sources`` says what holds its memory: their sum is ``used_bytes``."""
+    """A device now. ``sources`` are the consumers of its memory; their sum is ``used_bytes``."""
 
     index: int
     uuid: str
@@ -266,14 +299,14 @@ class HostBackupAnswer(BaseModel):
 
 
 class AdmissionAnswer(BaseModel):
-    """Whether requests are taken now, and why not."""
+    """Whether requests are accepted now, and if not why."""
 
     open: bool
     reason: str
 
 
 class OccupationAnswer(BaseModel):
-    """What the process holds of its devices now."""
+    """What the process holds on its devices now."""
 
     enabled: bool
     driver: str

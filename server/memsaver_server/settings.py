@@ -1,4 +1,4 @@
-"""What an operator can set. Each field is read from the environment as ``MEMSAVER_`` and its name in capitals."""
+"""Settings of the service, each read from the environment variable ``MEMSAVER_`` plus its name in capitals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from memsaver_server.api_key import key_of
+from memsaver_server.api_key import parse_api_key
 
 
 class Settings(BaseSettings):
@@ -35,7 +35,7 @@ class Settings(BaseSettings):
 
     @field_validator("api_key")
     @classmethod
-    def _as_a_header_carries_it(cls, key: SecretStr | None) -> SecretStr | None:
-        """An empty key is none."""
-        text = key_of(key.get_secret_value()) if key is not None else ""
+    def _validate_api_key(cls, key: SecretStr | None) -> SecretStr | None:
+        """Treat an empty key as no key."""
+        text = parse_api_key(key.get_secret_value()) if key is not None else ""
         return SecretStr(text) if text else None

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, one for each operation and phase, where the ``otel`` extra is installed and an SDK is set up."""
+"""OpenTelemetry spans per operation and phase, if the ``otel`` extra is installed and an SDK is configured."""
 
 from __future__ import annotations
 
-from memsaver_server.operation_queue import Operation
+from memsaver_server.operation import Operation
 
 try:
     from opentelemetry import trace
@@ -11,7 +11,7 @@ except ImportError:  # the extra is not installed
 
 
 def record(operation: Operation, outcome: str) -> None:
-    """Write the spans of ``operation``, which is done. They carry the times that it had, not those of this call."""
+    """Write the spans of an operation that has ended, with its own start and end times."""
     if trace is None or operation.started_at is None or operation.finished_at is None:
         return
     tracer = trace.get_tracer("memsaver")
@@ -22,7 +22,7 @@ def record(operation: Operation, outcome: str) -> None:
         start_time=_nanoseconds(operation.started_at),
         attributes={
             "memsaver.operation_id": operation.id,
-            "memsaver.tags": list(operation.request.tags or ()),
+            "memsaver.tags": list(operation.request.tags),
             "memsaver.outcome": outcome,
             "memsaver.released_bytes": report.released_bytes if report else 0,
             "memsaver.resumed_bytes": report.resumed_bytes if report else 0,

@@ -241,10 +241,10 @@ def test_managed_memory_is_seen_and_refused() -> None:
         """
         import ctypes
         cuda = ctypes.CDLL("libcuda.so.1")
-        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        assert ms.hibernation_obstacles() == [], ms.hibernation_obstacles()
         address = ctypes.c_uint64()
         assert cuda.cuMemAllocManaged(ctypes.byref(address), ctypes.c_size_t(8 << 20), 1) == 0
-        [reason] = ms.hibernation_blockers()
+        [reason] = ms.hibernation_obstacles()
         assert "managed memory" in reason, reason
         try:
             ms.release(hibernate=True)
@@ -269,7 +269,7 @@ def test_nccl_of_one_process_sleeps_along() -> None:
             dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
             ones = torch.ones(1000, device="cuda")
             dist.all_reduce(ones)
-            assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+            assert ms.hibernation_obstacles() == [], ms.hibernation_obstacles()
             ms.release(hibernate=True)
             assert used() - empty <= 16, used() - empty
             ms.resume()
@@ -286,13 +286,13 @@ def test_shared_tensors_are_seen_and_refused() -> None:
     told = run(
         """
         import torch.multiprocessing as mp
-        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        assert ms.hibernation_obstacles() == [], ms.hibernation_obstacles()
         shared = torch.ones(1000, device="cuda")
         queue = mp.get_context("spawn").SimpleQueue()
         queue.put(shared)
-        assert "CUDA IPC" in ms.hibernation_blockers()[0]
+        assert "CUDA IPC" in ms.hibernation_obstacles()[0]
         del shared
-        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        assert ms.hibernation_obstacles() == [], ms.hibernation_obstacles()
         print("fine", flush=True)
         os._exit(0)  # nobody takes from the queue
         """
@@ -318,7 +318,7 @@ def test_nccl_of_two_processes_is_seen_and_refused() -> None:
             other = subprocess.Popen([sys.executable, "-c", "\\n".join(map(str.strip, OTHER.splitlines())), meet])
             dist.init_process_group("nccl", init_method=meet, rank=0, world_size=2)
             dist.all_reduce(torch.ones(1, device="cuda"))
-            [reason] = ms.hibernation_blockers()
+            [reason] = ms.hibernation_obstacles()
             assert "NCCL" in reason, reason
             try:
                 ms.release(hibernate=True)
@@ -328,7 +328,7 @@ def test_nccl_of_two_processes_is_seen_and_refused() -> None:
             dist.barrier(device_ids=[0])
             dist.destroy_process_group()
             assert other.wait() == 0
-        assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
+        assert ms.hibernation_obstacles() == [], ms.hibernation_obstacles()
         print("fine")
         """
     )
@@ -341,11 +341,11 @@ def test_devices_that_reach_each_other_are_seen_and_refused() -> None:
     told = run(
         """
         other = torch.ones(1000, device="cuda:1")
-        [reason] = ms.hibernation_blockers()
+        [reason] = ms.hibernation_obstacles()
         assert "reach each other's memory" in reason, reason
         other.to("cuda:0")
         torch.cuda.synchronize()
-        assert ms.hibernation_blockers() == [reason], ms.hibernation_blockers()
+        assert ms.hibernation_obstacles() == [reason], ms.hibernation_obstacles()
         print("fine")
         """
     )
@@ -384,8 +384,8 @@ def test_what_remains_is_explained() -> None:
     """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
     told = run(
         """
-        from memsaver_server.device_monitor import Reading
-        from memsaver_server.memory_breakdown import sources
+        from memsaver_server.device_monitor import Sample
+        from memsaver_server.memory_breakdown import break_down
         graphs = []
         for size in range(8):
             graphs.append(torch.cuda.CUDAGraph())
@@ -395,10 +395,10 @@ def test_what_remains_is_explained() -> None:
 
         def explain(when):
             [device] = ms.read_devices()
-            reading = Reading(
+            sample = Sample(
                 0.0, (device,), ms.status(), {0: ms.read_torch_memory(0)}, {0: ms.graph_memory_bytes(0)}
             )
-            found = sources(device, reading)
+            found = break_down(device, sample)
             assert sum(each.bytes for each in found) == device.used_bytes
             print(when, {each.name: round(each.bytes / 2**20, 1) for each in found}, flush=True)
             return {each.kind: each.bytes for each in found if each.kind != "tag"}

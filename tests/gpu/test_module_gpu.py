@@ -14,7 +14,7 @@ import memsaver_core as ms
 from memsaver_core import process
 from memsaver_server import attach
 from memsaver_server.client import Client
-from memsaver_server.integrations.module.engine import ModuleEngine
+from memsaver_server.integrations.module import ModuleEngine
 from tests.gpu.children import two_devices
 from tests.programs import run_python
 from tests.service import module_examples
@@ -111,7 +111,8 @@ def test_tables_in_host_memory_stay_there() -> None:
 
 
 def test_device_memory_is_refused_where_the_host_is_managed() -> None:
-    program = "from memsaver_server.integrations.module.engine import *\nModuleEngine(torch.nn.Linear(4, 4).cuda())"
+    imports = "import torch\nfrom memsaver_server.integrations.module import ModuleEngine\n"
+    program = imports + "ModuleEngine(torch.nn.Linear(4, 4).cuda())"
     ran = run_python(program, MEMSAVER_DRIVER="host")
     assert "weight, bias are on cuda:0, but memsaver's host driver manages cpu memory" in ran.stderr
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Introduce
 
 MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
@@ -298,8 +299,10 @@ def generated(llm: Any, number: int = 1) -> list[int]:
 def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
     """R4: ``LLM.sleep`` and ``LLM.wake_up``, in part and as a whole, each of them twice."""
     before, loaded = generated(llm), used()
-    [told] = llm.collective_rpc("memsaver", args=("hello",))
-    size = sum(tag["bytes"] for tag in told["status"]["tags"])
+    [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
+    status = ANSWERS.decode(answer).status
+    assert status is not None
+    size = sum(tag.bytes for tag in status.tags)
     for tags in (None, ["weights", "kv_cache"]):
         llm.sleep(level=1)
         llm.sleep(level=1)
@@ -314,7 +317,7 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
 def test_the_service_beside_an_llm(llm: Any) -> None:
     """R12: a call of ``generate`` is a request: a release waits for it, and it is refused while memory is away."""
     from memsaver_server.engine import AdmissionClosedError
-    from memsaver_server.integrations.vllm.engine import attach_to
+    from memsaver_server.integrations.vllm.plugin import attach_to
 
     before = generated(llm)
     with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:

@@ -20,7 +20,7 @@ from memsaver_server import Settings, create_app, schemas
 from memsaver_server.http import requests
 from memsaver_server.http.errors import BadRequestError
 from memsaver_server.reference.engine import TransformersEngine
-from memsaver_server.reference.requests import _NEUTRAL, Sampling
+from memsaver_server.reference.sampling import NEUTRAL, Sampling
 from tests.reliability.fuzz_inputs import (
     NUMBERS,
     answered,
@@ -35,7 +35,7 @@ from tests.reliability.fuzz_inputs import (
 SHARE = 0.2
 LIMIT = 1 << 16
 TENSOR = "model.norm.weight"
-SAMPLING = [*Sampling.__dataclass_fields__, *_NEUTRAL, "sampling_seed"]
+SAMPLING = [*Sampling.__dataclass_fields__, *NEUTRAL, "sampling_seed"]
 #: Element types of safetensors and their bits, and one that there is not.
 KINDS = {"F32": 32, "BF16": 16, "F64": 64, "I64": 64, "U16": 16, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "?": 8} | {
     "F4": 4,

@@ -33,9 +33,9 @@ def count(what: str) -> None:
 
 def answered(error: Exception) -> None:
     """What the caller gets can be sent, and blames the caller."""
-    problem = errors.problem_of(error)
-    assert 400 <= problem.status < 500
-    JSONResponse(problem.body(), problem.status, headers=problem.headers)
+    response = errors.error_response(error)
+    assert 400 <= response.status < 500
+    JSONResponse(response.body(), response.status, headers=response.headers)
 
 
 def at_once(work: Coroutine[Any, Any, Any]) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import atheris
 
 from memsaver_server import Settings, create_app
-from memsaver_server.http.request_signing import SeenNonces
+from memsaver_server.http.request_signing import NonceCache
 from memsaver_server.routes import tensorrt_llm
 from tests.reliability.fuzz_inputs import (
     KEY,
@@ -110,7 +110,7 @@ class Target:
         right = given.get(header) == arrived.signature(dated=dated)
         if dated:
             right = right and header == SIGNATURES[0] and is_fresh(arrived)
-        self.app.state.memsaver.nonces = SeenNonces()
+        self.app.state.memsaver.nonces = NonceCache()
         for expected in (right, right and not dated):  # the older kind can be repeated
             request = request_of(self.app, headers, sent.body, method=sent.method, path=sent.path)
             try:

@@ -18,8 +18,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from memsaver_server import Settings, create_app
-from memsaver_server.http.connection_limits import BoundedProtocol
-from memsaver_server.operation_queue import ResumeRequest
+from memsaver_server.http.connection_limits import LimitedProtocol
+from memsaver_server.operation import ResumeRequest
 from tests.reliability.fuzz_inputs import KEY, count, headers_on_the_wire, parts_of
 from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine
@@ -103,7 +103,7 @@ class Served:
     def __init__(self, engine: TensorEngine, key: str | None) -> None:
         self.app = create_app(engine, Settings(api_key=key, max_body_bytes=2048))
         self.service = self.app.state.memsaver
-        self.config = uvicorn.Config(self.app, http=BoundedProtocol, ws="none", log_config=None, access_log=False)
+        self.config = uvicorn.Config(self.app, http=LimitedProtocol, ws="none", log_config=None, access_log=False)
         self.config.load()
         self.state = ServerState()
 
@@ -114,7 +114,7 @@ class Served:
     async def hear(self, pieces: list[bytes]) -> Line:
         """Serve one connection from its first byte to its end."""
         line = Line()
-        protocol = BoundedProtocol(self.config, self.state, {})
+        protocol = LimitedProtocol(self.config, self.state, {})
         line.set_protocol(protocol)
         protocol.connection_made(line)
         tasks = self.state.tasks
@@ -132,9 +132,9 @@ class Served:
 
     async def reopen(self) -> None:
         """Let everybody go who is held, and have all memory back: no request outlasts that."""
-        self.service.occupation.continue_generation()
-        if self.service.occupation.operations.running is not None or self.service.occupation.state != "resident":
-            self.service.occupation.resume(ResumeRequest(tags=None), wait=True).done.result()
+        self.service.lifecycle.continue_generation()
+        if self.service.lifecycle.operations.running is not None or self.service.lifecycle.state != "resident":
+            self.service.lifecycle.resume(ResumeRequest(), wait=True).done.result()
         if self.state.tasks:
             await asyncio.wait(self.state.tasks)
         assert not self.state.connections
@@ -207,7 +207,7 @@ class Target:
 
     def _seen(self, served: Served) -> object:
         """What no caller without the key may change."""
-        newest = [operation.id for operation in served.service.occupation.operations.recent()[:1]]
+        newest = [operation.id for operation in served.service.lifecycle.operations.recent()[:1]]
         return newest, self.engine.is_closed, self.engine.tokens_computed, self.engine.weights._version
 
     def _note(self, _loop: asyncio.AbstractEventLoop, problem: dict[str, Any]) -> None:

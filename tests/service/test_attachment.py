@@ -53,7 +53,9 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
         gc.collect()
 
 
-def test_a_caller_hears_that_the_server_ends(engine: TensorEngine, driver: Driver) -> None:
+def test_a_caller_hears_that_the_server_ends(
+    engine: TensorEngine, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     """S3: with an operation that does not end in time, its caller is told; the operation goes on."""
     driver.delay("unmap", 3600)
     with ThreadPoolExecutor(1) as pool, attach(engine) as server:
@@ -63,6 +65,7 @@ def test_a_caller_hears_that_the_server_ends(engine: TensorEngine, driver: Drive
         server.close()
         assert answer.result().status_code == 503
         assert answer.result().json()["error"]["type"] == "server_ends"
+    assert not [record for record in caplog.records if record.exc_info], "an answer that was expected is no failure"
     driver.heal()
     with attach(engine) as server:
         httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()

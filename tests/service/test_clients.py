@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 
 import memsaver_core as ms
-from memsaver_server.reference.checkpoint import small_checkpoint
+from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.engine import TransformersEngine
 
 from .tensor_engine import ALL_TAGS, Memory, TensorEngine

@@ -43,7 +43,7 @@ def test_every_file_is_served_and_no_other(http: httpx.Client) -> None:
 
 def test_the_page_takes_nothing_from_elsewhere(http: httpx.Client) -> None:
     """It works where there is no network, and its policy forbids scripts that are not this server's files."""
-    for name in ("index.html", "style.css", "page.js", "chart.js", "feed.js", "format.js", "operations.js"):
+    for name in FILES:
         text = http.get(f"/dashboard/{name}").text
         for in_page, in_script in LINK.findall(text):
             assert in_page.removeprefix("dashboard/") in FILES or in_script in FILES

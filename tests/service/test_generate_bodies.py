@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from memsaver_server.reference.checkpoint import small_checkpoint
+from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.engine import TransformersEngine
 
 PROMPT = "a prompt; "

@@ -10,7 +10,7 @@ from tests.programs import output_of
 PROGRAM = """
 import json, threading
 from contextlib import nullcontext
-from memsaver_server.heap_reserve import HEADROOM_BYTES, headroom
+from memsaver_server.heap_reserve import RESERVE_BYTES, reserved_heap
 
 def mapped():
     with open("/proc/self/maps") as maps:
@@ -19,12 +19,12 @@ def mapped():
 def answer(name, room):
     with room:
         before = mapped()
-        held = [bytearray(10_000) for _ in range(HEADROOM_BYTES // 20_000)]
+        held = [bytearray(10_000) for _ in range(RESERVE_BYTES // 20_000)]
         changed[name] = mapped() != before
         del held
 
 changed = {}
-for name, room in (("without", nullcontext()), ("with", headroom())):
+for name, room in (("without", nullcontext()), ("with", reserved_heap())):
     thread = threading.Thread(target=answer, args=(name, room))
     thread.start()
     thread.join()

@@ -9,6 +9,7 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core import hibernation
+from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.preconditions import Facts
 
 from .tensor_engine import MIB
@@ -71,7 +72,7 @@ def test_what_stands_in_the_way_is_told_and_nothing_is_done(
     http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object], facts: Facts, reason: str
 ) -> None:
     """What was found is put in place, the machine that it is found on being another one; all the rest is real."""
-    monkeypatch.setattr(hibernation, "observe", lambda: facts)
+    monkeypatch.setattr(preconditions, "observe", lambda: facts)
     before = tokens(http)
     response = http.post(path, json=body)
     assert response.status_code == 409
@@ -84,7 +85,7 @@ def test_what_stands_in_the_way_is_told_and_nothing_is_done(
 
 
 def test_the_rest_of_a_release_needs_no_checkpoint(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hibernation, "observe", lambda: Facts(can_checkpoint=False))
+    monkeypatch.setattr(preconditions, "observe", lambda: Facts(can_checkpoint=False))
     http.post("/release_memory_occupation", json={"trim": True}).raise_for_status()
     http.post("/resume_memory_occupation").raise_for_status()
 

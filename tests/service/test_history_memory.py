@@ -6,12 +6,14 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 import memsaver_core as ms
 from memsaver_core.reports import OperationReport
-from memsaver_server.operation_queue import Operation, Operations, ReleaseRequest
+from memsaver_server.operation import Operation, ReleaseRequest
+from memsaver_server.operation_queue import OperationQueue
 
 
 @pytest.fixture(autouse=True)
@@ -21,24 +23,23 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def work(operation: Operation) -> OperationReport:
-    assert operation.log is not None
-    with operation.log.phase("drain"):
+def work(fails: bool, log: ms.PhaseLog) -> OperationReport:
+    with log.phase("drain"):
         pass
-    if operation.request.timeout_s:
+    if fails:
         raise RuntimeError("the engine failed")
-    return ms.resume(log=operation.log)
+    return ms.resume(log=log)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forgotten_operation_is_gone(fails: bool) -> None:
     """S4: with all its phases and figures, whether somebody waited for it and however it ended."""
-    operations = Operations(1, lambda _operation: None)
-    request = ReleaseRequest(tags=("nothing",), timeout_s=float(fails))
+    operations = OperationQueue(1, lambda _operation: None)
+    request = ReleaseRequest(ms.ReleaseOptions(tags=("nothing",)))
 
     async def run() -> weakref.ref[Operation]:
-        operation = operations.submit(request, work, wait=False, key="one", client="test")
-        await asyncio.wait({operation.ending(), operation.ending()})
+        operation = operations.submit(request, partial(work, fails), wait=False, key="one", client="test")
+        await asyncio.wait({operation.ended(), operation.ended()})
         assert (operation.status, [phase.name for phase in operation.phases][:1]) == (
             "failed" if fails else "succeeded",
             ["drain"],
@@ -47,5 +48,5 @@ def test_a_forgotten_operation_is_gone(fails: bool) -> None:
 
     first = asyncio.run(run())
     assert first() is not None
-    operations.submit(request, work, wait=False, key="two", client="test").done.result()
+    operations.submit(request, partial(work, fails), wait=False, key="two", client="test").done.result()
     assert first() is None

@@ -13,7 +13,7 @@ from torch import nn
 
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client, DrainDeadlineError
-from memsaver_server.integrations.module.engine import ModuleEngine
+from memsaver_server.integrations.module import ModuleEngine
 
 from . import module_examples
 from .module_examples import Example, check_occupation, example

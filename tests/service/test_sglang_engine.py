@@ -19,7 +19,8 @@ from memsaver_core.compat import torch_memory_saver
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
-from memsaver_server.integrations.sglang import engine
+from memsaver_server.integrations.sglang import plugin
+from memsaver_server.integrations.sglang.engine import SglangEngine
 
 from . import sglang_standin as standin
 
@@ -31,7 +32,7 @@ class Serving:
 
     def __init__(self, scheduler: standin.Scheduler, **settings: Any) -> None:
         self.scheduler = scheduler
-        self.attachment = engine.attach(scheduler, settings=Settings(**settings))
+        self.attachment = plugin.attach(scheduler, settings=Settings(**settings))
         self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
         self.loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
         self.loop.start()
@@ -94,7 +95,7 @@ def waiting(serving: Serving, count: int) -> None:
 
 
 def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
-    assert isinstance(engine.SglangEngine(make()), Engine)
+    assert isinstance(SglangEngine(make()), Engine)
 
 
 def test_release_and_resume(serve: Callable[..., Serving]) -> None:
@@ -226,7 +227,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     serving.scheduler.gracefully_exit = True
     serving.loop.join(30)
     assert serving.http.get("/livez").status_code == 503
-    assert "does not run any more" in serving.call("/release_memory_occupation", 500)["message"]
+    assert "has stopped" in serving.call("/release_memory_occupation", 500)["message"]
 
 
 @pytest.mark.parametrize(
@@ -239,30 +240,30 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        engine.attach(make(**wrong))
+        plugin.attach(make(**wrong))
 
 
 def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make()
     scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
     with pytest.raises(ConfigurationError, match="prefill side"):
-        engine.attach(scheduler)
+        plugin.attach(scheduler)
     scheduler = make()
     scheduler.rust_server = object()  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="Rust server"):
-        engine.attach(scheduler)
+        plugin.attach(scheduler)
     standin.install(monkeypatch, uuid)  # some other module under that name
     with pytest.raises(ConfigurationError, match="another torch_memory_saver"):
-        engine.attach(scheduler)
+        plugin.attach(scheduler)
 
 
 def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = make.run_event_loop
-    engine.register()
+    plugin.register()
     assert make.run_event_loop is original
     path = tmp_path / "engine.sock"
     monkeypatch.setenv("MEMSAVER_SGLANG", str(path))
-    engine.register()
+    plugin.register()
     scheduler = make()
     loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
     loop.start()
@@ -279,8 +280,8 @@ def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pyte
 
 
 def test_addresses() -> None:
-    assert engine._address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
-    assert engine._address("[::1]:1") == {"host": "::1", "port": 1}
-    assert engine._address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
+    assert plugin.address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
+    assert plugin.address("[::1]:1") == {"host": "::1", "port": 1}
+    assert plugin.address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        engine._address("1")
+        plugin.address("1")

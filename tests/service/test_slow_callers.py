@@ -195,7 +195,7 @@ def test_slow_bodies_without_the_key_keep_nobody_out(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
 ) -> None:
     """They take all connections that there may be, and lose them."""
-    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     http.close()
@@ -244,34 +244,34 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> set[connection_limits.BoundedProtocol]:
+def full(monkeypatch: pytest.MonkeyPatch) -> set[connection_limits.LimitedProtocol]:
     """The connections that can take nothing more until their reader reads. They have little room, to be so soon."""
-    found: set[connection_limits.BoundedProtocol] = set()
-    made, pause = connection_limits.BoundedProtocol.connection_made, connection_limits.BoundedProtocol.pause_writing
+    found: set[connection_limits.LimitedProtocol] = set()
+    made, pause = connection_limits.LimitedProtocol.connection_made, connection_limits.LimitedProtocol.pause_writing
 
-    def connection_made(self: connection_limits.BoundedProtocol, transport: asyncio.Transport) -> None:
+    def connection_made(self: connection_limits.LimitedProtocol, transport: asyncio.Transport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(self, transport)
 
-    def pause_writing(self: connection_limits.BoundedProtocol) -> None:
+    def pause_writing(self: connection_limits.LimitedProtocol) -> None:
         pause(self)
         found.add(self)
 
-    monkeypatch.setattr(connection_limits.BoundedProtocol, "connection_made", connection_made)
-    monkeypatch.setattr(connection_limits.BoundedProtocol, "pause_writing", pause_writing)
+    monkeypatch.setattr(connection_limits.LimitedProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(connection_limits.LimitedProtocol, "pause_writing", pause_writing)
     return found
 
 
 def test_readers_that_never_read_hinder_nobody(
-    full: set[connection_limits.BoundedProtocol],
+    full: set[connection_limits.LimitedProtocol],
     http: httpx.Client,
     connect: Connect,
     engine: TensorEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Streams of an operation that runs, the dashboard's feed and metrics: their writers wait, and nobody else."""
-    monkeypatch.setattr(dashboard, "BEAT_S", 0.0)
-    monkeypatch.setattr(dashboard, "RUNNING_BEAT_S", 0.0)
+    monkeypatch.setattr(dashboard, "IDLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(dashboard, "RUNNING_INTERVAL_S", 0.0)
     monkeypatch.setattr(dashboard, "TICK_S", 0.0)
     engine.block()
     busy = connect()
@@ -299,7 +299,7 @@ def test_readers_that_never_read_hinder_nobody(
 
 def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.get("/livez").status_code == 200  # this connection is one of them
-    monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     before = len(os.listdir("/proc/self/fd"))
     held = [connect() for _ in range(9)]
     assert all(was_dropped(connect()) for _ in range(50))
@@ -319,4 +319,4 @@ def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypat
 def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 512), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _what, soft=soft: (soft, soft))
-        assert connection_limits.most_connections() == most
+        assert connection_limits.max_connections() == most

@@ -8,8 +8,8 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core.reports import DeviceMemory, Status, TagStatus, TorchMemory
-from memsaver_server.device_monitor import Reading
-from memsaver_server.memory_breakdown import Source, sources
+from memsaver_server.device_monitor import Sample
+from memsaver_server.memory_breakdown import Consumer, break_down
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -36,8 +36,8 @@ def status() -> Status:
 
 
 def held(*devices: DeviceMemory, **read: object) -> list[dict[tuple[str, str], int]]:
-    reading = Reading(1.0, devices, **read)  # type: ignore[arg-type]
-    found = [sources(each, reading) for each in devices]
+    sample = Sample(1.0, devices, **read)  # type: ignore[arg-type]
+    found = [break_down(each, sample) for each in devices]
     for each, parts in zip(devices, found, strict=True):
         assert sum(part.bytes for part in parts) == each.used_bytes
         assert all(part.bytes >= 0 for part in parts)
@@ -102,5 +102,5 @@ def test_a_count_that_lags_behind_is_never_exceeded(status: Status) -> None:
 
 
 def test_without_a_core_all_of_it_is_unexplained() -> None:
-    [part] = [part for part in sources(device(GIB, None), Reading(1.0, (device(GIB, None),))) if part.bytes]
-    assert part == Source("unexplained", "context and modules, torch outside regions, other processes", GIB)
+    [part] = [part for part in break_down(device(GIB, None), Sample(1.0, (device(GIB, None),))) if part.bytes]
+    assert part == Consumer("unexplained", "context and modules, torch outside regions, other processes", GIB)

@@ -7,12 +7,12 @@ from collections import Counter
 
 from starlette.types import Receive, Scope, Send
 
-from memsaver_server.http.fairness import TURNS, TakeTurns, Turns
+from memsaver_server.http.fairness import REQUESTS_PER_ITERATION, FairnessMiddleware, FairQueue
 
 
 def test_a_few_go_on_in_each_pass_in_their_order() -> None:
     async def crowd() -> None:
-        turns, passes, order = Turns(), 0, []
+        queue, passes, order = FairQueue(), 0, []
         went: Counter[int] = Counter()
 
         def next_pass() -> None:
@@ -21,15 +21,15 @@ def test_a_few_go_on_in_each_pass_in_their_order() -> None:
             asyncio.get_running_loop().call_soon(next_pass)
 
         async def one(number: int) -> None:
-            await turns.wait()
+            await queue.wait()
             went[passes] += 1
             order.append(number)
 
         next_pass()
         for _ in range(2):  # the second crowd finds it as the first did
-            await asyncio.gather(*(one(number) for number in range(5 * TURNS)))
-        assert order == [*range(5 * TURNS)] * 2
-        assert max(went.values()) <= TURNS
+            await asyncio.gather(*(one(number) for number in range(5 * REQUESTS_PER_ITERATION)))
+        assert order == [*range(5 * REQUESTS_PER_ITERATION)] * 2
+        assert max(went.values()) <= REQUESTS_PER_ITERATION
         assert len(went) >= 10
 
     asyncio.run(crowd())
@@ -37,8 +37,8 @@ def test_a_few_go_on_in_each_pass_in_their_order() -> None:
 
 def test_one_that_is_alone_waits_for_nobody() -> None:
     async def alone() -> None:
-        turns = Turns()
-        going = turns.wait()
+        queue = FairQueue()
+        going = queue.wait()
         try:
             going.send(None)
         except StopIteration:
@@ -50,13 +50,13 @@ def test_one_that_is_alone_waits_for_nobody() -> None:
 
 def test_one_that_went_away_takes_no_turn() -> None:
     async def crowd() -> None:
-        turns = Turns()
-        tasks = [asyncio.ensure_future(turns.wait()) for _ in range(4 * TURNS)]
+        queue = FairQueue()
+        tasks = [asyncio.ensure_future(queue.wait()) for _ in range(4 * REQUESTS_PER_ITERATION)]
         await asyncio.sleep(0)
-        for task in tasks[TURNS : 3 * TURNS]:
+        for task in tasks[REQUESTS_PER_ITERATION : 3 * REQUESTS_PER_ITERATION]:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(each, asyncio.CancelledError) for each in ended) == 2 * TURNS
+        assert sum(isinstance(each, asyncio.CancelledError) for each in ended) == 2 * REQUESTS_PER_ITERATION
 
     asyncio.run(crowd())
 
@@ -68,13 +68,13 @@ def test_who_only_looks_goes_past() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["method"])
 
-        asgi = TakeTurns(app, Turns())
+        asgi = FairnessMiddleware(app, FairQueue())
 
         async def ask(method: str) -> None:
             await asgi({"type": "http", "method": method}, None, None)  # type: ignore[arg-type]
 
-        await asyncio.gather(*(ask("POST") for _ in range(10 * TURNS)), ask("GET"))
-        assert served.index("GET") == TURNS
-        assert served.count("POST") == 10 * TURNS
+        await asyncio.gather(*(ask("POST") for _ in range(10 * REQUESTS_PER_ITERATION)), ask("GET"))
+        assert served.index("GET") == REQUESTS_PER_ITERATION
+        assert served.count("POST") == 10 * REQUESTS_PER_ITERATION
 
     asyncio.run(requests())

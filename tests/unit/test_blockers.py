@@ -13,8 +13,9 @@ import torch.distributed
 import torch.multiprocessing
 
 import memsaver_core as ms
+from memsaver_core import communicators
 from memsaver_core.hibernation import helper, preconditions
-from memsaver_core.hibernation.preconditions import Facts, reasons
+from memsaver_core.hibernation.preconditions import Facts, obstacles
 
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's answer")
 
@@ -29,31 +30,31 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host drive
         (Facts(peers=((0, 1), (1, 0))), "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
         (Facts(managed_bytes=1 << 30), "1073741824 bytes of managed memory", "free it"),
         (Facts(helper=False), "memsaver-hibernate is missing", "install memsaver again"),
-        (Facts(driver="none"), "memsaver is disabled", "MEMSAVER_ENABLED"),
+        (Facts(enabled=False), "memsaver is disabled", "MEMSAVER_ENABLED"),
     ],
 )
 def test_each_has_a_reason_that_says_what_to_do(facts: Facts, reason: str, remedy: str) -> None:
-    [told] = reasons(facts)
+    [told] = obstacles(facts)
     assert reason in told
     assert remedy in told
 
 
 def test_all_of_them_are_told_at_once() -> None:
-    assert len(reasons(Facts(can_checkpoint=False, mps="here", ipc_tensors=1, nccl_groups=("a",)))) == 4
+    assert len(obstacles(Facts(can_checkpoint=False, mps="here", ipc_tensors=1, nccl_groups=("a",)))) == 4
 
 
 def test_nothing_stands_in_the_way_of_a_plain_process() -> None:
-    assert reasons(Facts()) == []
+    assert obstacles(Facts()) == []
 
 
 def test_what_hinders_the_cuda_driver_does_not_hinder_the_host_s() -> None:
-    assert reasons(Facts(driver="host", mps="here", can_checkpoint=False)) == []
+    assert obstacles(Facts(has_context=False, mps="here", can_checkpoint=False)) == []
 
 
 @NEEDS_CPU
 def test_a_helper_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(helper, "PATH", tmp_path / "memsaver-hibernate")
-    assert "is missing" in ms.hibernation_blockers()[0]
+    assert "is missing" in ms.hibernation_obstacles()[0]
 
 
 def test_mps_is_seen_where_its_daemon_has_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,6 +86,6 @@ def test_a_process_group_without_nccl_is_none_of_ours(tmp_path: Path) -> None:
     )
     try:
         assert torch.distributed.is_initialized()
-        assert preconditions.nccl_groups() == ()
+        assert communicators.nccl_groups() == ()
     finally:
         torch.distributed.destroy_process_group()

@@ -437,7 +437,7 @@ def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, enviro
     """T3: like all that ends the process in torch_memory_saver, it is an error that names the variable, no more."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(state, "_initialized", False)
+    monkeypatch.setattr(state.this_process, "_initialized", False)
     with pytest.raises(ms.ConfigurationError, match=next(iter(environment))):
         TorchMemorySaver().pause()
 

@@ -161,7 +161,7 @@ assert saver.enabled
 import memsaver_core.compat
 memsaver_core.compat.install()
 """,
-        PYTHONPATH=str(ROOT / "deploy/torch-memory-saver"),
+        PYTHONPATH=str(ROOT / "deploy" / "torch-memory-saver"),
     )
 
 

@@ -1,4 +1,4 @@
-"""The documents say what the code does."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)]*)?\)")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def test_what_is_generated_is_current() -> None:
@@ -25,9 +35,13 @@ def test_what_is_generated_is_current() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    for target, _ in LINK.findall(path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+    for target, anchor in LINK.findall(CODE.sub("", path.read_text())):
+        if "://" in target:
+            continue
+        linked = path.parent / target if target else path
+        assert linked.exists(), f"{path.name} links to {target}"
+        if anchor and linked.suffix == ".md":
+            assert anchor.removeprefix("#") in anchors_of(linked), f"{path.name} links to {target}{anchor}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -42,3 +56,44 @@ def test_exit_codes_are_documented() -> None:
     operator = (ROOT / "docs/operator.md").read_text()
     for code in ExitCode:
         assert re.search(rf"^\| {int(code)} \|", operator, re.MULTILINE), code
+
+
+def test_each_endpoint_is_in_the_reference() -> None:
+    """The reference page names every path of the generated API reference."""
+    paths = set(re.findall(r"^### [A-Z]+ (/\S*)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    assert len(paths) > 20
+    endpoints = (ROOT / "docs/reference.md").read_text().split("## Endpoints")[1].split("\n## ")[0]
+    named = set(re.findall(r"/[\w/{}.]*", endpoints))
+    # The description spells parameters out; the page says {id}.
+    missing = {path for path in paths if re.sub(r"\{\w+\}", "{id}", path) not in named}
+    assert not missing
+
+
+def test_default_policies_are_in_the_reference() -> None:
+    from memsaver_core.policies import DEFAULT_POLICIES, RestorePolicy
+
+    page = (ROOT / "docs/reference.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*)\|$", page.split("## Restore policies")[1], re.MULTILINE))
+    for policy in RestorePolicy:
+        defaults = {tag for tag, of_tag in DEFAULT_POLICIES.items() if of_tag is policy}
+        assert set(re.findall(r"`(\w+)`", rows[policy.value])) == defaults, policy
+
+
+def _pages(navigation: Any) -> Iterator[str]:
+    if isinstance(navigation, str):
+        yield navigation
+    else:
+        for each in navigation.values() if isinstance(navigation, dict) else navigation:
+            yield from _pages(each)
+
+
+def test_each_page_is_in_the_site_s_navigation() -> None:
+    class Loader(yaml.SafeLoader):
+        """Passes over the names of Python objects, which MkDocs loads."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    site = yaml.load((ROOT / "docs/site/mkdocs.yml").read_text(), Loader)
+    listed = set(_pages(site["nav"]))
+    assert listed >= {path.name for path in ROOT.glob("docs/*.md")}
+    outside = {"readme.md", "contributing.md", "security.md", "deploy.md"}
+    assert listed - outside == {path.name for path in ROOT.glob("docs/*.md")}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver_server.reference.requests import Request, Sampler, Sampling
+from memsaver_server.reference.requests import Request
+from memsaver_server.reference.sampling import Sampler, Sampling
 from memsaver_server.reference.slots import SlotTable
 
 

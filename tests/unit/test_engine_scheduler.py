@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
-from memsaver_server.reference.requests import Request, Sampler, Sampling
+from memsaver_server.reference.requests import Request
+from memsaver_server.reference.sampling import Sampler, Sampling
 from memsaver_server.reference.scheduler import Row, Scheduler
 
 VOCABULARY = 1009

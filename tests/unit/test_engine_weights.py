@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
 from memsaver_server.reference import checkpoint
+from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.engine import TransformersEngine
 
 REQUEST = {
@@ -37,7 +38,7 @@ def engine() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module")
 def original() -> Path:
-    return checkpoint.small_checkpoint()
+    return small_checkpoint()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def trained(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained
     """Another checkpoint of the same shape: its folder, its tensors, and what it answers to REQUEST."""
     folder = tmp_path_factory.mktemp("trained")
     model: Any = AutoModelForCausalLM.from_pretrained(original)
-    checkpoint._fill_random(model, 99)
+    checkpoint.fill_random(model, 99)
     model.save_pretrained(folder)
     prompt = torch.tensor([list(str(REQUEST["text"]).encode())])
     answer = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
@@ -169,7 +170,7 @@ def test_a_damaged_folder_is_refused(engine: TransformersEngine, trained: Traine
 
 def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_path: Path) -> None:
     before = answer_of(engine)
-    config = AutoConfig.from_pretrained(checkpoint.small_checkpoint())
+    config = AutoConfig.from_pretrained(small_checkpoint())
     config.vocab_size = 300
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="nothing was written"):

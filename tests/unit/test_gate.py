@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine
-from memsaver_server.gate import Gate, Turn
+from memsaver_server.gate import Gate, InFlightRequest
 
 
 def in_thread(work: Callable[[], object]) -> Future[object]:
@@ -31,7 +31,7 @@ class Inside:
 
     def __init__(self, gate: Gate, name: str | None = None) -> None:
         self.leave = threading.Event()
-        self.turn: Future[Turn] = Future()
+        self.turn: Future[InFlightRequest] = Future()
         self.done = in_thread(lambda: self._run(gate, name))
 
     def _run(self, gate: Gate, name: str | None) -> str:

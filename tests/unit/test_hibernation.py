@@ -228,7 +228,7 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
             except ms.ContextLostError as error:
                 print(error)
         print(ms.status().state, ms.status().failure)
-        print(ms.hibernation_blockers())
+        print(ms.hibernation_obstacles())
         os._exit(0)
         """
     ).splitlines()

@@ -22,8 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import memsaver_core as ms
 from memsaver_core import process
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
-from memsaver_server.integrations.module import held_tensors
-from memsaver_server.integrations.module.engine import ModuleEngine
+from memsaver_server.integrations.module import ModuleEngine, adoption
+from memsaver_server.integrations.module.module_tensors import tensors_of
 from tests.programs import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on the host driver")
@@ -71,14 +71,14 @@ class Assorted(nn.Module):
 
 def test_every_tensor_stays_the_object_that_it_was_and_moves_once(engine_of: Callable[..., ModuleEngine]) -> None:
     module = Assorted()
-    held = {each.name: each.tensor for each in held_tensors.held_by([module])}
+    held = {each.name: each.tensor for each in tensors_of([module])}
     assert {"tied.weight", "statistics", "cached.pages.0", "cached.pages.1.0"} <= set(held)
     content = {name: tensor.clone() for name, tensor in held.items()}
     layout = {name: (tensor.stride(), tensor.storage_offset()) for name, tensor in held.items()}
     x = torch.randn(2, 16)
     expected = module(x)
     engine_of(module, workspaces=["scratch", "cached.*"])
-    assert {each.name: each.tensor for each in held_tensors.held_by([module])}.items() == held.items()
+    assert {each.name: each.tensor for each in tensors_of([module])}.items() == held.items()
     for name, tensor in held.items():
         assert owned(tensor), name
         assert torch.equal(tensor, content[name]), name
@@ -154,7 +154,7 @@ def test_what_is_in_a_region_already_stays_there(engine_of: Callable[..., Module
 
 
 def test_much_moves_in_batches(engine_of: Callable[..., ModuleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_tensors, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(adoption, "BATCH_BYTES", 3000)
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
     x = torch.randn(2, 16)
     expected = module(x)
@@ -551,7 +551,7 @@ def test_a_closed_engine_gates_nothing(engine_of: Callable[..., ModuleEngine]) -
 def test_disabled_it_moves_nothing_and_serves() -> None:
     program = (
         "import torch, memsaver_core as ms\n"
-        "from memsaver_server.integrations.module.engine import ModuleEngine\n"
+        "from memsaver_server.integrations.module import ModuleEngine\n"
         "module = torch.nn.Linear(4, 4)\n"
         "where = module.weight.data_ptr()\n"
         "engine = ModuleEngine(module)\n"

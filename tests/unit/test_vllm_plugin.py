@@ -5,6 +5,7 @@ tests/gpu/test_vllm_gpu.py runs the same against vLLM itself.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import sys
@@ -17,10 +18,23 @@ from typing import Any
 
 import pytest
 
-from memsaver_core import PhaseLog
-from memsaver_core.compat.vllm import worker
+from memsaver_core import PhaseLog, ReleaseOptions, ResumeOptions
+from memsaver_core.compat.vllm import config
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
-from memsaver_server.ranks import RankMemory
+from memsaver_core.ranks.protocol import (
+    ANSWERS,
+    REQUESTS,
+    VERSION,
+    Answer,
+    ExpectRelease,
+    Failure,
+    Introduce,
+    Plain,
+    Request,
+    Resume,
+    TakeOutcome,
+)
+from memsaver_server.integrations.vllm.memory import VllmMemory
 from tests.programs import output_of
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
@@ -96,8 +110,8 @@ class Model:
 
         process.saver().delay(call, seconds)
 
-    def answer(self, command: str, *arguments: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self.worker.memsaver(command, *arguments)
+    def answer(self, message: Plain) -> Plain:
+        answer: Plain = self.worker.memsaver(message)
         return answer
 
     def sleep(self, level: int) -> None:
@@ -159,8 +173,8 @@ class Executor:
         self.ranks = ranks
         self.is_sleeping = False
 
-    def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
-        return [rank.answer(command, *arguments) for rank in self.ranks]
+    def call(self, message: Plain) -> list[Plain]:
+        return [rank.answer(message) for rank in self.ranks]
 
     def sleep(self, level: int) -> None:
         if not self.is_sleeping:
@@ -188,6 +202,10 @@ def group(workers: list[Rank]) -> list[Rank]:
 @pytest.fixture
 def rank(group: list[Rank]) -> Rank:
     return group[0]
+
+
+def ask(rank: Rank, request: Request) -> Answer:
+    return ANSWERS.decode(rank.answer(REQUESTS.encode(request)))
 
 
 def released(rank: Rank) -> set[str]:
@@ -232,8 +250,8 @@ def test_only_an_engine_that_was_told_so_sleeps_by_memsaver(
     monkeypatch: pytest.MonkeyPatch, switch: str, sleeping: bool, backend: str, ours: bool
 ) -> None:
     monkeypatch.setenv("MEMSAVER_VLLM", switch)
-    config = SimpleNamespace(enable_sleep_mode=sleeping, sleep_mode_backend=backend)
-    assert worker.is_wanted(config) is ours
+    model_config = SimpleNamespace(enable_sleep_mode=sleeping, sleep_mode_backend=backend)
+    assert config.is_wanted(model_config) is ours
 
 
 @pytest.mark.parametrize(
@@ -257,15 +275,15 @@ def test_a_backend_of_that_name_exists_without_the_switch() -> None:
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMSAVER_VLLM", "yes")
     with pytest.raises(ConfigurationError, match="MEMSAVER_VLLM"):
-        worker.asked_for()
+        config.switch()
 
 
 def test_a_change_that_fails_leaves_the_module_as_it_is() -> None:
     code = """
 from memsaver_core.compat.vllm.import_hooks import when_imported
-def change(module):
+def patch(module):
     raise RuntimeError("no such thing")
-when_imported("vllm.plugins", change)
+when_imported("vllm.plugins", patch)
 import vllm.plugins
 print(vllm.plugins.load_endpoint_plugins(), type(vllm.plugins.__spec__.loader).__name__)
 """
@@ -287,7 +305,7 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
     """vLLM makes groups on NCCL for a single worker, too."""
     import torch.distributed.distributed_c10d as c10d
 
-    from memsaver_core.hibernation.preconditions import nccl_groups
+    from memsaver_core.communicators import nccl_groups
 
     class Group:
         def __init__(self, size: int) -> None:
@@ -374,107 +392,144 @@ def test_the_backend_refuses_levels_that_a_worker_cannot_return_from(rank: Rank)
 
 
 def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
-    rank.answer("expect_release", {"tags": ["kv_cache"], "restore": {}, "trim": None})
+    ask(rank, ExpectRelease(ReleaseOptions(("kv_cache",))))
     rank.sleep(1)
     assert released(rank) == {"kv_cache"}
-    answer = rank.answer("outcome")
-    assert [tag["tag"] for tag in answer["report"]["tags"]] == ["kv_cache"]
-    assert "report" not in rank.answer("outcome")
-    assert rank.answer("resume", ["kv_cache"])["status"]["state"] == "resident"
+    report = ask(rank, TakeOutcome()).report
+    assert report is not None
+    assert [tag.tag for tag in report.tags] == ["kv_cache"]
+    assert ask(rank, TakeOutcome()).report is None
+    status = ask(rank, Resume(ResumeOptions(("kv_cache",)))).status
+    assert status is not None
+    assert status.state == "resident"
 
 
 def test_errors_are_answers(rank: Rank) -> None:
     """S2: a rank that raised would leave vLLM's executor waiting for the answers of the others."""
-    assert rank.answer("resume", ["nothing"])["error"]["type"] == "UnknownTagError"
-    assert rank.answer("dance")["error"]["type"] == "ConfigurationError"
+    for message, error in (
+        (REQUESTS.encode(Resume(ResumeOptions(("nothing",)))), "UnknownTagError"),
+        ({"version": VERSION, "type": "Dance", "fields": {}}, "ConfigurationError"),
+    ):
+        failure = ANSWERS.decode(rank.answer(message)).failure
+        assert failure is not None
+        assert failure.error == error
+
+
+def test_another_version_of_the_protocol_is_refused(rank: Rank) -> None:
+    """By the rank in an answer, and by the service when it reads one: the message says what to install."""
+    failure = ANSWERS.decode(rank.answer({**REQUESTS.encode(Introduce()), "version": VERSION + 1})).failure
+    assert failure is not None
+    assert f"rank protocol {VERSION + 1}" in failure.message
+    assert "install the same version" in failure.message
+    for strange in (
+        {},
+        {"version": 0},
+        {"version": VERSION},
+        {"version": VERSION, "type": "Answer", "fields": {"a": 1}},
+    ):
+        with pytest.raises(ConfigurationError, match="rank protocol"):
+            ANSWERS.decode(strange)
+
+
+def test_errors_of_a_rank_are_the_errors_that_they_were() -> None:
+    """Class, message and attributes cross as plain data; what is not memsaver's names its class."""
+    error = Failure.of(OutOfDeviceMemoryError("too little", 5, 3, 1), "restore")
+    answer = ANSWERS.decode(json.loads(json.dumps(ANSWERS.encode(Answer(status=None, failure=error)))))
+    assert answer.failure == error
+    again = error.to_error("rank 1: ")
+    assert (type(again), str(again)) == (OutOfDeviceMemoryError, "rank 1: too little")
+    assert vars(again) == {"needed_bytes": 5, "free_bytes": 3, "device": 1}
+    assert str(Failure.of(ValueError("odd")).to_error()) == "ValueError: odd"
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def test_ranks_are_one_memory(group: list[Rank]) -> None:
-    memory = RankMemory(Executor(group))
+    memory = VllmMemory(Executor(group))
     assert memory.enabled()
     assert {tag.tag for tag in memory.status().tags} == ALL
     assert [device.index for device in memory.read_devices()] == [0, 1]
-    one = sum(tag["bytes"] for tag in group[0].answer("hello")["status"]["tags"])
-    report = memory.release()
+    status = ask(group[0], Introduce()).status
+    assert status is not None
+    one = sum(tag.bytes for tag in status.tags)
+    report = memory.release(ReleaseOptions())
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
     assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
-    memory.resume()
+    memory.resume(ResumeOptions())
     assert memory.status().state == "resident"
     assert all(rank.content()["weights"] and rank.content()["runtime"] for rank in group)
 
 
 def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
-    memory = RankMemory(Executor(group))
+    memory = VllmMemory(Executor(group))
     with pytest.raises(UnknownTagError):
-        memory.release(["nothing"])
-    assert memory.release(["cuda_graph"]).released_bytes == 0
+        memory.release(ReleaseOptions(("nothing",)))
+    assert memory.release(ReleaseOptions(("cuda_graph",))).released_bytes == 0
 
 
 def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None:
     """S2: the ranks that had released are resumed, with their content."""
-    memory = RankMemory(Executor(group))
+    memory = VllmMemory(Executor(group))
     group[1].fail("unmap", "invalid_value", 1)
     with pytest.raises(MemsaverError, match="rank 1") as failed:
-        memory.release()
+        memory.release(ReleaseOptions())
     assert isinstance(failed.value, DriverError)
     assert [released(rank) for rank in group] == [set(), set()]
     assert all(content["weights"] and content["kv_cache"] for content in (rank.content() for rank in group))
-    assert memory.release().released_bytes > 0  # a repeat works
-    memory.resume()
+    assert memory.release(ReleaseOptions()).released_bytes > 0  # a repeat works
+    memory.resume(ResumeOptions())
 
 
 def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
     """S2, R3: the ranks that had resumed release again; the repeat brings everything back."""
-    memory = RankMemory(Executor(group))
-    memory.release()
+    memory = VllmMemory(Executor(group))
+    memory.release(ReleaseOptions())
     group[0].fail("create", "out_of_memory", 1)
     with pytest.raises(OutOfDeviceMemoryError, match="rank 0"):
-        memory.resume()
+        memory.resume(ResumeOptions())
     assert [released(rank) for rank in group] == [ALL, ALL]
-    memory.resume()
+    memory.resume(ResumeOptions())
     assert [released(rank) for rank in group] == [set(), set()]
     assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
 
 
 def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
     """R5: vLLM takes itself to be asleep after the first part, and does not ask its workers again."""
-    memory = RankMemory(Executor(group))
-    memory.release(["kv_cache"])
+    memory = VllmMemory(Executor(group))
+    memory.release(ReleaseOptions(("kv_cache",)))
     assert released(group[0]) == {"kv_cache"}
-    memory.release()
+    memory.release(ReleaseOptions())
     assert [released(rank) for rank in group] == [ALL, ALL]
-    memory.resume(["weights"])
+    memory.resume(ResumeOptions(("weights",)))
     assert memory.status().state == "released"
-    memory.resume()
+    memory.resume(ResumeOptions())
     assert all(rank.content()["weights"] for rank in group)
 
 
 def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
     executor = Executor(group)
-    memory = RankMemory(executor)
+    memory = VllmMemory(executor)
     executor.ranks = []  # asks nobody, and cannot say what became of them
 
-    def ask(command: str, *arguments: Any) -> list[dict[str, Any]]:
+    def call(message: Plain) -> list[Plain]:
         raise RuntimeError("worker 1 died")
 
-    executor.ask = ask  # type: ignore[method-assign]
+    executor.call = call  # type: ignore[method-assign]
     with pytest.raises(MemsaverError, match="cannot be reached: worker 1 died"):
-        memory.release()
+        memory.release(ReleaseOptions())
 
 
 def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
     """S3: a worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
-    memory = RankMemory(Executor(group))
+    memory = VllmMemory(Executor(group))
     for rank in group:
         rank.delay("unmap", 0.5)
     log = PhaseLog(memory.read_devices)
     with ThreadPoolExecutor(1) as pool:
-        release = pool.submit(memory.release, log=log)
+        release = pool.submit(memory.release, ReleaseOptions(), log=log)
         while not memory.status().progress.done_bytes:
             assert not release.done()
         assert log.now == "pause"
@@ -484,37 +539,37 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
     assert memory.status().progress.operation == ""
     assert [phase.name for phase in log.phases][:2] == ["synchronize", "pause"]
     assert len(log.starts) == len(log.phases)
-    memory.resume()
+    memory.resume(ResumeOptions())
 
 
 def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: list[Rank]) -> None:
     """S3: as one on another host, where its numbers may be those of something else."""
 
     class Far(Executor):
-        def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
-            answers = super().ask(command, *arguments)
-            for answer, place in zip(answers, ({"mark": 0}, {"file": 9999}), strict=True):
-                if command == "hello":
-                    answer["board"].update(place)
-                elif command == "resume":
+        def call(self, message: Plain) -> list[Plain]:
+            answers = super().call(message)
+            for answer, location in zip(answers, ({"mark": 0}, {"fd": 9999}), strict=True):
+                if message["type"] == "Introduce":
+                    answer["fields"]["introduction"]["progress"].update(location)
+                elif message["type"] == "Resume":
                     told.append((log.now, memory.status().progress.operation))
             return answers
 
     told: list[tuple[str, str]] = []
-    memory = RankMemory(Far(group))
-    memory.release()
+    memory = VllmMemory(Far(group))
+    memory.release(ReleaseOptions())
     log = PhaseLog(memory.read_devices)
-    memory.resume(log=log)
+    memory.resume(ResumeOptions(), log=log)
     assert told == [("restore", "")] * 2
     assert all(rank.content()["weights"] for rank in group)
 
 
 def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
     """S3, S2: whatever the ranks did after that to undo it."""
-    memory = RankMemory(Executor(group))
+    memory = VllmMemory(Executor(group))
     for call, phase in (("synchronize", "synchronize"), ("unmap", "pause")):
         group[1].fail(call, "invalid_value", 1)
         log = PhaseLog(memory.read_devices)
         with pytest.raises(DriverError, match="rank 1"):
-            memory.release(log=log)
+            memory.release(ReleaseOptions(), log=log)
         assert log.failed == phase

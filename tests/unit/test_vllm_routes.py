@@ -20,8 +20,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from memsaver_core.errors import UnsupportedError
+from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
-from memsaver_server.integrations.vllm.engine import RoutesPlugin, attach_to
+from memsaver_server.integrations.vllm.plugin import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
 
 __all__ = ["group", "workers"]
@@ -41,7 +42,7 @@ class EngineClient:
         self.errored = False
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return await asyncio.to_thread(self.executor.ask, *args)
+        return await asyncio.to_thread(self.executor.call, *args)
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.paused.set()
@@ -247,7 +248,7 @@ class Offline:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         with self._alone():
-            return self.executor.ask(*args)
+            return self.executor.call(*args)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         with self._alone():
@@ -307,6 +308,6 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
 
 def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:
     llm = Offline(group)
-    llm.collective_rpc = lambda method, args=(): [{"devices": [], "blockers": [], "status": None}]  # type: ignore[method-assign]
+    llm.collective_rpc = lambda method, args=(): [ANSWERS.encode(Answer(None, Introduction()))]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="MEMSAVER_VLLM=1"):
         attach_to(llm)

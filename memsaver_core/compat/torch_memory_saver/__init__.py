@@ -11,6 +11,6 @@ from memsaver_core.compat.torch_memory_saver.hooks.mode_preload import configure
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
-state.attach_library()
+state.this_process.attach_library()
 
 torch_memory_saver = TorchMemorySaver()

@@ -1,4 +1,4 @@
-"""What torch_memory_saver's native library offers, as Python functions: the state of the calling thread's region."""
+"""The functions of torch_memory_saver's native library, in Python: they get and set the calling thread's region."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from memsaver_core import process
 from memsaver_core.compat.torch_memory_saver import state
-from memsaver_core.compat.torch_memory_saver.outside_regions import outside
 from memsaver_core.errors import ConfigurationError
 
-#: What the preload library holds of a tag, its final zero included.
+#: Room for a tag in the preload library, terminating zero included.
 _TAG_BYTES = 512
 
 _FIELDS: dict[str, Any] = {
@@ -27,7 +26,7 @@ _FIELDS: dict[str, Any] = {
 
 
 class _ThreadState(threading.local):
-    """A thread's region where no preload library holds it. Each thread begins with what the environment says."""
+    """A thread's region if there is no preload library. Each thread starts with the environment's values."""
 
     def __init__(self) -> None:
         self.interesting_region = state.flag("TMS_INIT_ENABLE")
@@ -38,7 +37,7 @@ class _ThreadState(threading.local):
 
 
 class _LibraryState:
-    """A thread's region as the preload library holds it, which asks it at every allocation."""
+    """A thread's region as the preload library holds it: it needs it at every allocation."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
@@ -59,7 +58,7 @@ class _LibraryState:
 
 
 class _Suspension(threading.local):
-    """How a thread left its region by ``tms_set_interesting_region(False)``."""
+    """Whether a thread has left its region by ``tms_set_interesting_region(False)``."""
 
     def __init__(self) -> None:
         self.stack: ExitStack | None = None
@@ -72,111 +71,111 @@ _states: dict[str, Any] = {}
 class NativeFunctions:
     """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
 
-    All act on the calling thread, but for those of the whole process: pause, resume, the margin, retention and the
-    folder. Errors are ``MemsaverError``.
+    All act on the calling thread, except for pause, resume, the margin, retention and the folder, which are of the
+    whole process. Errors are ``MemsaverError``.
     """
 
     def __init__(self, path: str) -> None:
         self._state = _states.setdefault(path, _LibraryState(path) if path else _ThreadState())
 
     def tms_get_interesting_region(self) -> bool:
-        """Whether allocations are pausable now."""
+        """Return whether allocations can be paused now."""
         return bool(self._state.interesting_region)
 
     def tms_set_interesting_region(self, value: bool) -> None:
-        """False leaves the region, with its tag kept for the return by True."""
+        """Leave the region if False, keeping its tag; enter it again if True."""
         if not value and self._state.interesting_region and _suspension.stack is None:
             _suspension.stack = ExitStack()
-            _suspension.stack.enter_context(outside())
+            _suspension.stack.enter_context(process.backend().outside_regions())
         elif value and _suspension.stack is not None:
             stack, _suspension.stack = _suspension.stack, None
             stack.close()
         self._state.interesting_region = bool(value)
 
     @contextmanager
-    def region_of_its_own(self) -> Iterator[None]:
-        """Inside, the thread's state can be set as need be; afterwards it is what it was before."""
+    def own_region(self) -> Iterator[None]:
+        """Restore the thread's state after the block."""
         before = {name: getattr(self._state, name) for name in _FIELDS}
         left_before, _suspension.stack = _suspension.stack, None
         try:
             yield
         finally:
-            self.tms_set_interesting_region(True)  # a region that was left is entered again before it ends
+            self.tms_set_interesting_region(True)  # end a suspension that began inside
             _suspension.stack = left_before
             for name, value in before.items():
                 setattr(self._state, name, value)
 
     @contextmanager
     def region_left(self) -> Iterator[None]:
-        """Inside, the thread is in no region; torch's memory comes from a pool that ends with this."""
+        """Suspend the thread's region; torch's memory comes from a pool that ends with the block."""
         self._state.interesting_region = False
         try:
-            with outside(own_pool=True):
+            with process.backend().outside_regions(own_pool=True):
                 yield
         finally:
             self._state.interesting_region = True
 
     def tms_get_current_tag(self) -> bytes:
-        """The tag of what is allocated now."""
+        """Return the tag of allocations."""
         return bytes(self._state.current_tag)
 
     def tms_set_current_tag(self, tag: bytes) -> None:
-        """Of raw allocations; a torch allocation takes the tag of its region."""
+        """Set the tag of raw allocations; those of torch take the tag of their region."""
         if not tag or len(tag) >= _TAG_BYTES:
             raise ConfigurationError(f"a tag is a name of 1 to {_TAG_BYTES - 1} bytes, not {tag!r}")
         self._state.current_tag = tag
 
     def tms_get_enable_cpu_backup(self) -> bool:
-        """Whether what is allocated now keeps its content in host memory."""
+        """Return whether allocations keep their content in host memory."""
         return bool(self._state.enable_cpu_backup)
 
     def tms_set_enable_cpu_backup(self, value: bool) -> None:
-        """Of raw allocations; see ``tms_set_current_tag``."""
+        """Set it for raw allocations; those of torch take it from their region."""
         self._state.enable_cpu_backup = bool(value)
 
     def tms_get_enable_disk_backup(self) -> bool:
-        """Whether what is allocated now keeps its content on disk."""
+        """Return whether allocations keep their content on disk."""
         return bool(self._state.enable_disk_backup)
 
     def tms_set_enable_disk_backup(self, value: bool) -> None:
-        """Of raw allocations; see ``tms_set_current_tag``."""
+        """Set it for raw allocations; those of torch take it from their region."""
         self._state.enable_disk_backup = bool(value)
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """What was asked for: ``pinned``, ``mmap``, or nothing."""
+        """Return what was set: ``pinned``, ``mmap``, or nothing."""
         return bytes(self._state.cpu_backup_backend)
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
-        """Both kinds are one here: pinned memory that is unmapped when it is given back."""
+        """Set ``pinned`` or ``mmap``: both are pinned memory that is unmapped when it is given back."""
         self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
 
     def tms_pause(self, tag: bytes | None) -> int:
         """Pause a tag, or all. Returns 0."""
-        state.pause(tag.decode() if tag else None)
+        state.this_process.pause(tag.decode() if tag else None)
         return 0
 
     def tms_resume(self, tag: bytes | None) -> int:
         """Resume a tag, or all. Returns 0."""
-        state.resume(tag.decode() if tag else None)
+        state.this_process.resume(tag.decode() if tag else None)
         return 0
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        """An allocation in a region that would leave less than this free on the device is out of memory."""
+        """Set what an allocation in a region must leave free on the device, else it is out of memory."""
         if value < 0:
             raise ConfigurationError(f"a memory margin is a number of bytes, not {value}")
         if process.enabled():
             process.saver().set_memory_margin(value)
 
     def tms_get_retain_cpu_backup(self) -> bool:
-        """Whether a resume leaves backups in host memory."""
-        return state.retaining()
+        """Return whether a resume leaves backups in host memory."""
+        return state.this_process.retaining
 
     def tms_set_retain_cpu_backup(self, value: bool) -> None:
-        """From the next resume on."""
-        state.set_retaining(bool(value))
+        """Set whether a resume leaves backups in host memory, from the next one on."""
+        state.this_process.retaining = bool(value)
 
     def tms_set_disk_backup_dir(self, folder: bytes) -> None:
-        """Of the whole process."""
+        """Set the folder of backups on disk."""
         state.set_disk_folder(folder.decode())
 
 
@@ -195,7 +194,7 @@ class BinaryWrapper:
         cpu_backup_backend: str | None = None,
         enable_disk_backup: bool = False,
     ) -> None:
-        """Set the region of the calling thread as a whole."""
+        """Set all of the calling thread's region."""
         self.cdll.tms_set_current_tag(tag.encode())
         self.cdll.tms_set_interesting_region(interesting_region)
         self.cdll.tms_set_enable_cpu_backup(enable_cpu_backup)

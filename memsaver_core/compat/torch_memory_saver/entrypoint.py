@@ -24,12 +24,12 @@ CpuBackupBackend = Literal["mmap", "pinned"]
 
 _TAG_DEFAULT = "default"
 
-# By torch's name of the pool that the caller gave, and the tag: graphs that were to share memory do.
+# By torch's id of the pool that the caller gave, and the tag: graphs given the same pool share memory.
 _graph_pools: weakref.WeakValueDictionary[tuple[Any, str], ms.GraphPool] = weakref.WeakValueDictionary()
 
 
 class TorchMemorySaver:
-    """Memory that can be paused and resumed, by tag. Several of them share the one saver of the process."""
+    """Pauses and resumes memory by tag. All instances share the one saver of the process."""
 
     def __init__(self) -> None:
         self._hook_mode: HookMode = "preload"
@@ -44,12 +44,12 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """What is allocated inside can be paused under ``tag``. Regions nest.
+        """Make what is allocated inside pausable under ``tag``. Regions nest.
 
         Args:
             tag: any name.
-            enable_cpu_backup: keep the content in host memory while paused. Without a backup it is undefined after a
-                resume (under the tags ``kv_cache`` and ``workspace``: zeros).
+            enable_cpu_backup: keep the content in host memory while paused. Without a backup, content is undefined
+                after a resume (under the tags ``kv_cache`` and ``workspace``: zeros).
             enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
             cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory that is unmapped when it is given back.
 
@@ -59,12 +59,7 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
-        with self._ensure_initialized().region(
-            tag=tag,
-            enable_cpu_backup=enable_cpu_backup,
-            enable_disk_backup=enable_disk_backup,
-            cpu_backup_backend=cpu_backup_backend,
-        ):
+        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
             yield
 
     @contextmanager
@@ -78,26 +73,20 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Capture into ``cuda_graph``, as ``torch.cuda.graph``; the graph's own memory can be paused under ``tag``.
+        """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
 
-        Its content is kept, with ``enable_cpu_backup`` or without: it holds state that is written at capture and never
-        again. Graphs that are given the same ``pool`` and tag share memory.
+        Content is kept, with ``enable_cpu_backup`` or without: it is state that is written only at capture. Graphs with
+        the same ``pool`` and tag share memory.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         with self._ensure_initialized().cuda_graph(
-            cuda_graph=cuda_graph,
-            pool=pool,
-            stream=stream,
-            capture_error_mode=capture_error_mode,
-            tag=tag,
-            enable_cpu_backup=enable_cpu_backup,
-            cpu_backup_backend=cpu_backup_backend,
+            cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend
         ):
             yield
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Inside a region: what is allocated inside this is ordinary memory, given back when it ends.
+        """Suspend the region: what is allocated inside is ordinary memory, given back at the end of the block.
 
         Raises:
             ConfigurationError: the thread is in no region.
@@ -106,7 +95,7 @@ class TorchMemorySaver:
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Give the memory of a tag, or all, back to the driver. What is paused already or unknown is passed over.
+        """Give the memory of a tag, or all, back to the driver. A tag that is paused already or unknown is ignored.
 
         Raises:
             OutOfHostMemoryError: the backups would not fit; nothing was paused.
@@ -115,10 +104,10 @@ class TorchMemorySaver:
         self._ensure_initialized().pause(tag=tag)
 
     def resume(self, tag: str | None = None) -> None:
-        """Bring the memory of a tag, or all, back at the same addresses. What is resident or unknown is passed over.
+        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored.
 
         Raises:
-            OutOfDeviceMemoryError: the device has too little free memory; all is paused as before, with its backup.
+            OutOfDeviceMemoryError: the device has too little free memory; all is still paused, with its backup.
             MemsaverError: a driver call failed; all is as before.
         """
         self._ensure_initialized().resume(tag=tag)
@@ -130,7 +119,7 @@ class TorchMemorySaver:
 
     @property
     def hook_mode(self) -> HookMode:
-        """Can only be set, before the first use: ``preload`` (the default) or ``torch``."""
+        """Write-only, before the first use: ``preload`` (the default) or ``torch``."""
         raise AttributeError("hook_mode can be set and not read")
 
     @hook_mode.setter
@@ -144,7 +133,7 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Can only be set: an allocation in a region that would leave less free on the device is out of memory."""
+        """Write-only: an allocation in a region that would leave less free on the device is out of memory."""
         raise NotImplementedError("memory_margin_bytes can be set and not read")
 
     @memory_margin_bytes.setter
@@ -153,7 +142,7 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups stay in host memory after a resume: the next pause is faster, the memory stays taken."""
+        """Whether backups stay in host memory after a resume, which makes the next pause faster."""
         return self._ensure_initialized()._binary_wrapper.cdll.tms_get_retain_cpu_backup()
 
     @retain_cpu_backup.setter
@@ -161,15 +150,15 @@ class TorchMemorySaver:
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(value)
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        """The kept content of a tensor that is paused, or resumed with its backup retained; else None.
+        """Return the kept content of a tensor that is paused, or resumed with its backup retained.
 
         Args:
             x: contiguous, in memory of a region.
-            zero_copy: the backup itself where it lies in one piece (one that spans 32 MiB blocks may not), valid until
-                the next pause or non-retaining resume, and to be read only.
+            zero_copy: return the backup itself if it is contiguous (one that spans 32 MiB blocks may not be). It is
+                valid until the next pause or non-retaining resume, and must not be written.
 
         Returns:
-            A tensor in host memory; None where ``x`` is resident without a retained backup, or backed up on disk.
+            A tensor in host memory; None if ``x`` is resident without a retained backup, or backed up on disk.
 
         Raises:
             ConfigurationError: ``x`` is in no region's memory, not contiguous, or paused without a backup.
@@ -177,10 +166,10 @@ class TorchMemorySaver:
         return self._ensure_initialized().get_cpu_backup(x, zero_copy=zero_copy)
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Backups on disk go to this folder from now on, for the whole process; it is made where it is missing.
+        """Put backups on disk into this folder from now on, for the whole process; creates it if it is missing.
 
         Raises:
-            ConfigurationError: what is paused has its backup in the present folder.
+            ConfigurationError: paused memory has its backup in the present folder.
         """
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(str(path).encode())
 
@@ -196,10 +185,10 @@ class _TorchMemorySaverImpl:
         self._is_xpu = False
         self._hook_mode = hook_mode
         self._hook_util = HookUtilBase.create(hook_mode)
-        # The preload library, where there is one, goes by its own account of the region, whatever the mode.
-        self._binary_wrapper = BinaryWrapper(state.attach_library())
+        # The preload library, if loaded, goes by its own state of the region, in either mode.
+        self._binary_wrapper = BinaryWrapper(state.this_process.attach_library())
         self._mem_pools = MemPools()
-        state.initialize()
+        state.this_process.initialize()
 
     @contextmanager
     def region(
@@ -210,15 +199,8 @@ class _TorchMemorySaverImpl:
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
-        with (
-            ms.region(tag, restore=restore),
-            self._with_region_config(
-                tag=tag,
-                enable_cpu_backup=enable_cpu_backup,
-                enable_disk_backup=enable_disk_backup,
-                cpu_backup_backend=cpu_backup_backend,
-            ),
-        ):
+        config = self._with_region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        with ms.region(tag, restore=restore), config:
             yield
 
     @contextmanager
@@ -233,40 +215,25 @@ class _TorchMemorySaverImpl:
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
         capture: AbstractContextManager[Any]
+        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
         if process.enabled():
-            capture = ms.graph(
-                cuda_graph,
-                tag=tag,
-                restore="host",
-                pool=_graph_pool(pool, tag),
-                stream=stream,
-                capture_error_mode=capture_error_mode,
-            )
+            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
         else:
-            capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
-        with (
-            capture,
-            self._with_region_config(
-                tag=tag, enable_cpu_backup=enable_cpu_backup, cpu_backup_backend=cpu_backup_backend
-            ),
-        ):
+            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
+        with capture, self._with_region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
             yield
 
     @contextmanager
     def _with_region_config(
-        self,
-        tag: str,
-        enable_cpu_backup: bool,
-        enable_disk_backup: bool = False,
-        cpu_backup_backend: CpuBackupBackend | None = None,
+        self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
     ) -> Iterator[None]:
-        with self._binary_wrapper.cdll.region_of_its_own():
+        with self._binary_wrapper.cdll.own_region():
             self._binary_wrapper.set_config(
                 tag=tag,
                 interesting_region=True,
-                enable_cpu_backup=enable_cpu_backup,
-                cpu_backup_backend=cpu_backup_backend,
-                enable_disk_backup=enable_disk_backup,
+                enable_cpu_backup=cpu_backup,
+                cpu_backup_backend=backend,
+                enable_disk_backup=disk_backup,
             )
             yield
 
@@ -298,7 +265,7 @@ class _TorchMemorySaverImpl:
         if view["on_disk"]:
             return None
         if not view["released"]:
-            if not (view["in_host_memory"] and state.is_retained(view["tag"])):
+            if not (view["in_host_memory"] and state.this_process.is_retained(view["tag"])):
                 return None
         elif not view["in_host_memory"]:
             raise MisuseError(
@@ -315,12 +282,11 @@ class _TorchMemorySaverImpl:
 
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
-    """Which kinds there are is checked where the thread's state is set."""
     if backend is not None and not enable_cpu_backup:
         raise MisuseError("cpu_backup_backend is for enable_cpu_backup=True")
 
 
-def _graph_pool(pool: Any, tag: str) -> ms.GraphPool | None:
+def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)

@@ -5,40 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from memsaver_core import _native, process
-from memsaver_core.backends.cuda_region import forget_pools
 
 _MISSING = object()
 
 
 class MemPools:
-    """The pools of regions, of which torch keeps what is freed in them until they go.
+    """The pools of regions. torch keeps what is freed in a pool until the pool is dropped.
 
-    Let go of one, and ``torch.cuda.empty_cache()`` gives back what is free in it; tensors in it live on, under their
-    tag. On the host driver there are none.
+    After a drop, ``torch.cuda.empty_cache()`` gives back its free memory; its tensors live on, under their tag. The
+    host driver has no pools.
     """
 
     def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
-        """Let go of the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
+        """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
 
         Returns:
-            None, or ``default`` where there are none.
+            None, or ``default`` if there are none.
 
         Raises:
             KeyError: there are none, and no default was given.
         """
         disk_backup = len(key) > 2 and key[2] is True
         restore = _native.restore_for(key[0], bool(key[1]), disk_backup)
-        if _has_pools() and forget_pools(key[0], restore):
+        if process.backend().forget_pools(key[0], restore):
             return None
         if default is _MISSING:
             raise KeyError(key)
         return default
 
     def clear(self) -> None:
-        """Let go of all."""
-        if _has_pools():
-            forget_pools()
-
-
-def _has_pools() -> bool:
-    return process.enabled() and process.driver_name() == "cuda"
+        """Drop all."""
+        process.backend().forget_pools()

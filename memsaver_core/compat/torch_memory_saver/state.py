@@ -1,4 +1,4 @@
-"""What the compatibility API holds for the whole process, made at its first use."""
+"""The state of the compatibility API in this process: the preload library, the environment variables, retention."""
 
 from __future__ import annotations
 
@@ -12,32 +12,24 @@ from typing import Any
 import memsaver_core as ms
 from memsaver_core import _native, process
 from memsaver_core.errors import ConfigurationError, UnknownTagError
+from memsaver_core.policies import ZEROED_TAGS
 
 logger = logging.getLogger(__name__)
 
 
 class MisuseError(ConfigurationError, AssertionError):
-    """A call that torch_memory_saver answers with a failed assertion; the message says what to do."""
+    """A call that fails an assertion in torch_memory_saver; the message says what to do."""
 
 
 _TRUE = ("1", "true", "TRUE", "yes", "YES")
 _FALSE = ("0", "false", "FALSE", "no", "NO")
 
-_lock = threading.Lock()
-_library: str | None = (
-    None  # the preload library of this process; "" where there is none, None before it was looked for
-)
-_callbacks: list[Any] = []  # the library calls them for as long as the process lives
-_initialized = False
-_retaining = False
-_retained_tags: set[str] = set()  # resumed last with their backup retained
-
 
 def flag(name: str) -> bool:
-    """An environment variable that is 1 or 0 (true, yes, false, no); 0 where it is not set.
+    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
 
     Raises:
-        ConfigurationError: it is anything else.
+        ConfigurationError: it has another value.
     """
     value = os.environ.get(name)
     if value is None or value in _FALSE:
@@ -48,7 +40,7 @@ def flag(name: str) -> bool:
 
 
 def check_backend(value: str, name: str = "a CPU backup backend") -> str:
-    """Return ``value``, a kind of backup memory; an empty string is the default's. ``name`` is what errors call it.
+    """Return ``value`` if it is a kind of backup memory, or empty for the default one. ``name`` is for the message.
 
     Raises:
         ConfigurationError: there is no such kind.
@@ -58,135 +50,133 @@ def check_backend(value: str, name: str = "a CPU backup backend") -> str:
     return value
 
 
-def attach_library() -> str:
-    """Connect the preload library, if this process was started with it, to the saver; returns its path or ``""``.
+class State:
+    """The state of the compatibility API; one in a process."""
 
-    It leaves ``LD_PRELOAD`` then, so that what this process starts does not inherit it, unless
-    ``MEMSAVER_PRELOAD_INHERIT=1``. Where ``TMS_INIT_ENABLE=1`` the saver is made at once: allocations come any time.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: str | None = None  # path of the preload library, "" if not loaded, None before the first look
+        self._callbacks: list[Any] = []  # the library calls them for as long as the process lives
+        self._initialized = False
+        self.retaining = False  # whether a resume leaves backups in host memory
+        self._retained_tags: set[str] = set()  # their last resume did
 
-    Raises:
-        ConfigurationError: the library is another version's, or an environment variable cannot be used.
-    """
-    global _library
-    with _lock:
-        if _library is not None:
-            return _library
-        _library = _native.attach_preload_library() if process.enabled() else ""
-    if _library:
-        _register_operations(_library)
-        if not flag("MEMSAVER_PRELOAD_INHERIT"):
-            _leave_ld_preload(_library)
-        if flag("TMS_INIT_ENABLE"):
-            initialize()
-    return _library
+    def attach_library(self) -> str:
+        """Connect the preload library, if this process was started with it, to the saver.
 
+        Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
+        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time.
 
-def initialize() -> None:
-    """Make the saver and apply the environment variables. Does nothing from the second time on.
+        Returns:
+            The library's path, or an empty string.
 
-    Raises:
-        ConfigurationError: one of them cannot be used.
-    """
-    global _initialized, _retaining
-    with _lock:
-        if _initialized:
-            return
-        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-            if "expandable_segments:True" in os.environ.get(name, ""):
+        Raises:
+            ConfigurationError: the library is another version's, or an environment variable cannot be used.
+        """
+        with self._lock:
+            if self._library is not None:
+                return self._library
+            self._library = _native.attach_preload_library(ZEROED_TAGS) if process.enabled() else ""
+        if self._library:
+            self._register_operations(self._library)
+            if not flag("MEMSAVER_PRELOAD_INHERIT"):
+                _leave_ld_preload(self._library)
+            if flag("TMS_INIT_ENABLE"):
+                self.initialize()
+        return self._library
+
+    def initialize(self) -> None:
+        """Make the saver and apply the environment variables. Does nothing from the second time on.
+
+        Raises:
+            ConfigurationError: an environment variable cannot be used.
+        """
+        with self._lock:
+            if self._initialized:
+                return
+            for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+                if "expandable_segments:True" in os.environ.get(name, ""):
+                    raise ConfigurationError(
+                        f"{name}: expandable_segments is not supported, because torch maps such memory past every "
+                        "hook; remove it"
+                    )
+            check_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", ""), "TMS_INIT_CPU_BACKUP_BACKEND")
+            if flag("TMS_INIT_ENABLE_CPU_BACKUP") and flag("TMS_INIT_ENABLE_DISK_BACKUP"):
                 raise ConfigurationError(
-                    f"{name}: expandable_segments is not supported, torch takes such memory past every hook; remove it"
+                    "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
                 )
-        check_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", ""), "TMS_INIT_CPU_BACKUP_BACKEND")
-        if flag("TMS_INIT_ENABLE_CPU_BACKUP") and flag("TMS_INIT_ENABLE_DISK_BACKUP"):
-            raise ConfigurationError("TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other")
-        _retaining = flag("TMS_RETAIN_CPU_BACKUP")
-        folder = os.environ.get("TMS_DISK_BACKUP_DIR")
-        if folder and process.enabled():
-            set_disk_folder(folder)
-        if process.enabled():
-            process.saver()
-        _initialized = True
+            self.retaining = flag("TMS_RETAIN_CPU_BACKUP")
+            folder = os.environ.get("TMS_DISK_BACKUP_DIR")
+            if process.enabled():
+                if folder:
+                    set_disk_folder(folder)
+                process.saver()
+            self._initialized = True
+
+    def pause(self, tag: str | None) -> None:
+        """Release a tag, or all if it is None or empty. An unknown tag is ignored."""
+        names = [tag] if tag else []
+        try:
+            ms.release(names)
+        except UnknownTagError:
+            return
+        self._forget(names)
+
+    def resume(self, tag: str | None) -> None:
+        """Resume a tag, or all; their backups are dropped unless retained. An unknown tag is ignored."""
+        names = [tag] if tag else []
+        try:
+            ms.resume(names)
+        except UnknownTagError:
+            return
+        saver = process.existing_saver()
+        if saver is None:
+            return
+        if self.retaining:
+            self._retained_tags.update(names or saver.known_tags())
+        else:
+            self._forget(names)
+            saver.drop_backups(names)
+
+    def is_retained(self, tag: str) -> bool:
+        """Return whether the last resume of ``tag`` left its backup in place."""
+        return tag in self._retained_tags
+
+    def _forget(self, names: list[str]) -> None:
+        if names:
+            self._retained_tags.difference_update(names)
+        else:
+            self._retained_tags.clear()
+
+    def _register_operations(self, path: str) -> None:
+        """Let C code in this process pause and resume: ``tms_pause`` and ``tms_resume`` of the preload library."""
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
+
+        def from_c(operation: Callable[[str | None], None]) -> Any:
+            def run(tag: bytes | None) -> int:
+                try:
+                    self.initialize()
+                    operation(tag.decode() if tag else None)
+                except Exception:
+                    logger.exception("tms_%s(%r) failed", operation.__name__, tag)
+                    return 1
+                return 0
+
+            return kind(run)
+
+        self._callbacks.extend([from_c(self.pause), from_c(self.resume)])
+        ctypes.CDLL(path).memsaver_preload_set_operations(*self._callbacks)
 
 
 def set_disk_folder(folder: str) -> None:
-    """Backups on disk go to ``folder`` from now on; it is made where it is missing.
+    """Put backups on disk into ``folder`` from now on; creates it if it is missing.
 
     Raises:
-        ConfigurationError: what is paused has its backup in the present one.
+        ConfigurationError: paused memory has its backup in the present folder.
     """
     os.makedirs(folder, exist_ok=True)
     if process.enabled():
         process.saver().set_file_folder(folder)
-
-
-def pause(tag: str | None) -> None:
-    """Release a tag, or all where it is None or empty. A tag that nothing is under is passed over."""
-    names = [tag] if tag else []
-    try:
-        ms.release(names)
-    except UnknownTagError:
-        return
-    _forget(names)
-
-
-def resume(tag: str | None) -> None:
-    """Resume a tag, or all; backups then go, unless they are retained. A tag that nothing is under is passed over."""
-    names = [tag] if tag else []
-    try:
-        ms.resume(names)
-    except UnknownTagError:
-        return
-    saver = process.existing_saver()
-    if saver is None:
-        return
-    if _retaining:
-        _retained_tags.update(names or saver.known_tags())
-    else:
-        _forget(names)
-        saver.drop_backups(names)
-
-
-def retaining() -> bool:
-    """Whether a resume leaves backups in host memory."""
-    return _retaining
-
-
-def set_retaining(value: bool) -> None:
-    """Decide what the next resume does with backups."""
-    global _retaining
-    _retaining = value
-
-
-def is_retained(tag: str) -> bool:
-    """Whether the last resume of ``tag`` left its backup in place."""
-    return tag in _retained_tags
-
-
-def _forget(names: list[str]) -> None:
-    if names:
-        _retained_tags.difference_update(names)
-    else:
-        _retained_tags.clear()
-
-
-def _register_operations(path: str) -> None:
-    """Let C code in this process pause and resume: ``tms_pause`` and ``tms_resume`` of the preload library."""
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
-
-    def from_c(operation: Callable[[str | None], None]) -> Any:
-        def run(tag: bytes | None) -> int:
-            try:
-                initialize()
-                operation(tag.decode() if tag else None)
-            except Exception:
-                logger.exception("tms_%s(%r) failed", operation.__name__, tag)
-                return 1
-            return 0
-
-        return kind(run)
-
-    _callbacks.extend([from_c(pause), from_c(resume)])
-    ctypes.CDLL(path).memsaver_preload_set_operations(*_callbacks)
 
 
 def _leave_ld_preload(path: str) -> None:
@@ -196,3 +186,6 @@ def _leave_ld_preload(path: str) -> None:
         os.environ["LD_PRELOAD"] = ":".join(others)
     else:
         os.environ.pop("LD_PRELOAD", None)
+
+
+this_process = State()

@@ -1,4 +1,4 @@
-"""What tests written for torch_memory_saver import."""
+"""Helpers that tests written for torch_memory_saver import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import memsaver_core as ms
 
 
 def get_device() -> str:
-    """The kind of device whose memory is saved."""
+    """Return the type of torch device whose memory is saved."""
     return ms.torch_device().type
 
 
@@ -19,7 +19,7 @@ def empty_cache() -> None:
 
 
 def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
-    """Bytes in use on a device, of all processes; prints them with ``message``."""
+    """Return the bytes in use on a device by all processes; prints them with ``message``."""
     used = next(device.used_bytes for device in ms.read_devices() if device.index == gpu_id)
     print(f"GPU {gpu_id} memory: {used / 1024**3:.2f} GB ({message})")
     return used

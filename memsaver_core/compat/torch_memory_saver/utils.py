@@ -1,4 +1,4 @@
-"""Small tools that users of torch_memory_saver import."""
+"""Helpers that users of torch_memory_saver import."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TORCH = "torch_memory_saver_hook_mode_torch"
 
 
 def is_xpu() -> bool:
-    """Whether torch runs on an Intel GPU, which memsaver does not serve."""
+    """Return whether torch runs on an Intel GPU, which memsaver does not support."""
     return False
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """The library for ``stem``: ``torch_memory_saver_hook_mode_preload`` or ``torch_memory_saver_hook_mode_torch``.
+    """Return the path of ``torch_memory_saver_hook_mode_preload`` or ``torch_memory_saver_hook_mode_torch``.
 
     Raises:
-        ConfigurationError: there is none of that name, or it is missing from this installation.
+        ConfigurationError: ``stem`` is neither, or the library is missing from this installation.
     """
     native = Path(_native.__file__)
     if stem == _TORCH:
@@ -43,7 +43,7 @@ def get_binary_path_from_package(stem: str) -> Path:
 
 @contextmanager
 def change_env(key: str, value: str) -> Iterator[None]:
-    """An environment variable has ``value`` inside, and what it had before afterwards."""
+    """Set an environment variable inside the block."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:

@@ -6,40 +6,33 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm.tags import (
-    CUDA_GRAPH,
-    DEFERRABLE,
-    KEPT,
-    WORKSPACE,
-    policy_at_sleep,
-    policy_of,
-)
+from memsaver_core.compat.vllm.tags import CUDA_GRAPH, DEFERRABLE, KEPT, WORKSPACE, policy_at_sleep, policy_of
 
 
 class MemsaverAllocator:
-    """What vLLM calls its memory allocator, one in a process; made by ``CuMemAllocator.get_instance()``.
+    """Stands in for vLLM's memory allocator, one in a process; made by ``CuMemAllocator.get_instance()``.
 
-    Memory that is allocated inside ``use_memory_pool(tag)`` goes at ``sleep`` and comes back at the same addresses at
-    ``wake_up``. Unlike vLLM's own, each call may be repeated, and in any order.
+    Memory allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by
+    ``wake_up``. Unlike with vLLM's own, each call may be repeated, and in any order.
     """
 
     default_tag = "default"
 
     def __init__(self) -> None:
         self._graphs: ms.GraphPool | None = None
-        #: What the next sleep or wake-up does in the place of what vLLM tells it; used up by it.
-        self.instead: Callable[[], None] | None = None
+        #: Called once, in place of what the next ``sleep`` or ``wake_up`` does.
+        self.override: Callable[[], object] | None = None
 
     @contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Put what torch allocates inside under ``tag``; pools nest."""
-        with _without_expandable_segments(), tagged(tag or self.default_tag):
+        tag = tag or self.default_tag
+        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag)):
             yield
 
     @contextmanager
@@ -48,37 +41,37 @@ class MemsaverAllocator:
         yield self.graph_pool()
 
     def graph_pool(self) -> tuple[int, int]:
-        """torch's name of the one pool for CUDA graphs, under the tag ``cuda_graph``."""
+        """Return torch's id of the one pool for CUDA graphs, under the tag ``cuda_graph``."""
         if self._graphs is None:
             self._graphs = ms.GraphPool(CUDA_GRAPH)
         pool: tuple[int, int] = self._graphs.id
         return pool
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release every tag: the content of ``offload_tags`` is kept, and that of tags that vLLM cannot write again.
+        """Release every tag; content is kept of ``offload_tags``, and of tags that vLLM cannot write again.
 
         Raises:
             As ``memsaver_core.release``.
         """
-        if self._do_instead():
+        if self._overridden():
             return
         given = (self.default_tag,) if offload_tags is None else offload_tags
         kept = frozenset((given,) if isinstance(given, str) else given)
         ms.release(restore={tag: policy_at_sleep(tag, kept) for tag in known_tags()})
 
     def discard(self, tags: Sequence[str] | str) -> None:
-        """Release ``tags`` without their content. Nothing is asleep under a tag that does not exist."""
+        """Release ``tags`` without their content; tags that do not exist are ignored."""
         names = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag in known_tags()]
         if names:
             ms.release(names, restore={tag: policy_at_sleep(tag, frozenset()) for tag in names})
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume ``tags`` and all that need not wait for a tag of its own; everything where it is None.
+        """Resume ``tags`` and every tag that is not deferrable; all tags if None.
 
         Raises:
             As ``memsaver_core.resume``.
         """
-        if self._do_instead():
+        if self._overridden():
             return
         if tags is None:
             ms.resume()
@@ -87,44 +80,42 @@ class MemsaverAllocator:
         if names:
             ms.resume(names)
 
-    def _do_instead(self) -> bool:
-        instead, self.instead = self.instead, None
-        if instead is not None:
-            instead()
-        return instead is not None
+    def _overridden(self) -> bool:
+        override, self.override = self.override, None
+        if override is not None:
+            override()
+        return override is not None
 
     def get_current_usage(self) -> int:
-        """Bytes that vLLM itself put under tags; it asks to learn whether another engine lives in this process."""
+        """Return the bytes that vLLM put under tags: it asks whether another engine is in this process."""
         ours = KEPT | {WORKSPACE}
         return sum(tag.bytes for tag in ms.status().tags if tag.tag not in ours)
 
     def release_pools(self) -> None:
-        """Give up the pools: what no tensor uses goes back to the driver. The engine that used them has ended."""
+        """Drop the pools of an engine that has ended: what no tensor uses goes back to the driver."""
         self._graphs = None
-        if ms.enabled() and ms.driver_name() == "cuda":
-            from memsaver_core.backends.cuda_region import forget_pools
+        process.backend().forget_pools()
 
-            forget_pools()
-
-    def close(self) -> None:
-        """The same."""
-        self.release_pools()
+    close = release_pools
 
 
-def tagged(tag: str) -> Any:
-    """A region of one of vLLM's tags."""
-    return ms.region(tag, restore=policy_of(tag))
+def vllm_allocator() -> MemsaverAllocator:
+    """Return the allocator of this process's worker."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocator: MemsaverAllocator = CuMemAllocator.get_instance()
+    return allocator
 
 
 def known_tags() -> list[str]:
-    """The tags with memory under them."""
+    """Return the tags with memory under them."""
     saver = process.existing_saver()
     return saver.known_tags() if saver is not None else []
 
 
 @contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Switch expandable segments off for a while: torch takes such memory past every pool."""
+    """Switch expandable segments off inside: torch allocates them outside of every pool."""
     before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not re.search(r"expandable_segments\s*:\s*(True|1)", before, re.IGNORECASE) or not torch.cuda.is_available():
         yield

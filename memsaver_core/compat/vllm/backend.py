@@ -1,26 +1,23 @@
-"""The sleep-mode backend ``memsaver``. Imported by vLLM's factory when a worker goes to sleep for the first time."""
+"""vLLM's sleep-mode backend ``memsaver``, which vLLM's factory imports when a worker first goes to sleep."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
-from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
+from memsaver_core import process
+from memsaver_core.compat.vllm.allocator import vllm_allocator
 from memsaver_core.compat.vllm.tags import WEIGHTS
 from memsaver_core.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from memsaver_core.compat.vllm.allocator import MemsaverAllocator
 
-
-class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # its types are not seen here
-    """Sleep and wake-up by memsaver's allocator, which holds the memory whatever the backend."""
+class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Sleeps and wakes by memsaver's allocator, which holds the memory whatever the backend is."""
 
     def suspend(self, level: int = 1) -> None:
-        """Level 1 keeps the weights in host memory, level 2 gives them up. CUDA graphs and buffers are kept by both.
+        """Release all: level 1 keeps the weights in host memory, level 2 discards them. Both keep graphs and buffers.
 
         Raises:
             UnsupportedError: another level; nothing was changed.
@@ -28,49 +25,44 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # its types are 
         """
         if level not in (1, 2):
             raise UnsupportedError(
-                f"sleep level {level} is not one that vLLM's workers can return from; hibernate by the service's "
-                "POST /sleep?level=3, which reaches them after vLLM's own work"
+                f"sleep level {level}: vLLM's workers cannot wake from it; to hibernate, use the service's "
+                "POST /sleep?level=3, which reaches the workers after vLLM's own part"
             )
-        _allocator().sleep((WEIGHTS,) if level == 1 else ())
+        vllm_allocator().sleep((WEIGHTS,) if level == 1 else ())
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Bring ``tags`` back, everything where it is None; what is not weights or KV cache comes with any of them."""
+        """Resume ``tags``, all if None. What is neither weights nor KV cache comes back with either."""
         self._state = "RESUMING"
         try:
-            _allocator().wake_up(tags)
+            vllm_allocator().wake_up(tags)
         finally:
             self._state = "SUSPENDED" if any(tag.released_bytes for tag in ms.status().tags) else "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release ``tags`` without their content."""
-        _allocator().discard(tags)
+        vllm_allocator().discard(tags)
         self._state = "SUSPENDED"
 
     @classmethod
     def is_supported(cls) -> bool:
-        return ms.enabled() and ms.driver_name() == "cuda"
+        return process.backend().has_memory_pools
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        """NCCL's memory is not ours, and stays."""
+        """NCCL's memory stays resident."""
         return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Addresses do not change, and modules stay loaded."""
+        """Addresses do not change and modules stay loaded."""
         return True
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """Only where NCCL has not registered the buffers of captured graphs: their replay hangs after a remap."""
+        """Only if NCCL registers no buffers of captured graphs: their replay hangs after a remap."""
         return os.environ.get("NCCL_GRAPH_REGISTER") == "0"
 
     @classmethod
     def supports_durable_storage(cls) -> bool:
         return False
-
-
-def _allocator() -> MemsaverAllocator:
-    allocator: MemsaverAllocator = get_mem_allocator_instance()
-    return allocator

@@ -1,4 +1,4 @@
-"""Changing a module at the moment when somebody imports it, so that a plugin imports nothing of its own accord."""
+"""Patching a module right after its import, so that a plugin need not import it."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-Change = Callable[[ModuleType], None]
+Patch = Callable[[ModuleType], None]
 
 _lock = threading.Lock()
-_changes: dict[str, list[Change]] = {}
+_patches: dict[str, list[Patch]] = {}
 
 
-def when_imported(name: str, change: Change) -> None:
-    """Call ``change`` with the module ``name``: now where it is imported already, else right after its import.
+def when_imported(name: str, patch: Patch) -> None:
+    """Call ``patch`` with the module ``name``: now if it is imported already, else right after its import.
 
-    A change that fails is logged, and the import goes on: the module is as its authors made it then.
+    A patch that fails is logged, and the import goes on.
     """
     with _lock:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
         module = sys.modules.get(name)
-        # A module that is being imported right now has its spec, and not yet its content.
+        # A module that is being imported right now has its spec, but not yet its content.
         if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
-            _changes.setdefault(name, []).append(change)
+            _patches.setdefault(name, []).append(patch)
             return
-    _apply(module, change)
+    _apply(module, patch)
 
 
-def _apply(module: ModuleType, change: Change) -> None:
+def _apply(module: ModuleType, patch: Patch) -> None:
     try:
-        change(module)
+        patch(module)
     except Exception:
-        logger.exception("memsaver cannot change %s; it stays as it is", module.__name__)
+        logger.exception("memsaver cannot patch %s; it stays unpatched", module.__name__)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what somebody waits for by way of the finders after it, and wraps the loader."""
+    """Delegates watched modules to the remaining finders and wraps their loader."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _changes:
+        if name not in _patches:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -62,7 +62,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, and after it what waits for the module."""
+    """Loads a module by its own loader, then applies its patches."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
@@ -71,15 +71,15 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module is its own loader's, which knows where its source and its data lie.
+        # The module sees its own loader, which knows where its source and data are.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         with _lock:
-            changes = _changes.pop(module.__name__, [])
-        for change in changes:
-            _apply(module, change)
+            patches = _patches.pop(module.__name__, [])
+        for patch in patches:
+            _apply(module, patch)
 
 
 _finder = _Finder()

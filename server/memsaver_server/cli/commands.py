@@ -1,4 +1,4 @@
-"""The table of commands."""
+"""The commands of ``memsaver``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import typer
 from memsaver_server.cli import demo, doctor, live, memory, serve
 
 _EPILOG = (
-    "Exit codes: 0 success; 1 the operation failed; 2 wrong argument, or refused as invalid (unknown tag); "
+    "Exit codes: 0 success; 1 the operation failed; 2 invalid argument or request (unknown tag); "
     "3 no answer from the service; 4 key missing or wrong; 5 a conflicting operation is in progress; "
     "6 too little device or host memory; 7 a deadline passed (drain, or a phase without progress); "
-    "8 not now (the service is busy, or memory is released)."
+    "8 try again later (the service is busy, or memory is released)."
 )
 
 app = typer.Typer(

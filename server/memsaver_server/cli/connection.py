@@ -1,4 +1,4 @@
-"""The options that every command has which speaks to a service, and how its failures end the command."""
+"""The options of commands that connect to a service, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
 from memsaver_server.cli.tables import make_console
+from memsaver_server.cli.units import parse_size
 from memsaver_server.client import DEFAULT_URL, AnswerError, Client, ClientError, UnreachableError
 
 Url = Annotated[
@@ -19,24 +20,21 @@ Url = Annotated[
         "--url", envvar="MEMSAVER_URL", help="Address of the service: http://host:port or unix:///path.", metavar="URL"
     ),
 ]
-Uds = Annotated[
-    str | None,
-    typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH"),
-]
+Uds = Annotated[str | None, typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH")]
 ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", envvar="MEMSAVER_API_KEY", help="Key of the service.", metavar="KEY", show_envvar=True),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON instead of tables.")]
 Tags = Annotated[
-    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. None: all of them.", show_default=False)
+    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. Default: all.", show_default=False)
 ]
 URL_DEFAULT = DEFAULT_URL
 
 
 @contextmanager
 def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
-    """Give a client; a ClientError inside ends the command with its message on stderr and its exit code."""
+    """Yield a client. A ClientError inside ends the command with its message on stderr and its exit code."""
     try:
         connection = Client(url, uds=uds or None, api_key=api_key or None)
     except ValueError as error:
@@ -49,7 +47,7 @@ def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool =
 
 
 def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
-    """Say what went wrong and return the exit that stands for it."""
+    """Print ``error`` and return the exit with its code."""
     code = exit_code_for(error)
     if as_json:
         body = dict(error.body) if isinstance(error, AnswerError) else {}
@@ -64,8 +62,16 @@ def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
     return typer.Exit(int(code))
 
 
+def size_of(text: str | None) -> int | None:
+    """Return the bytes of an option's value."""
+    try:
+        return parse_size(text) if text else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def escape(text: str) -> str:
-    """Keep rich from reading brackets in a message as markup."""
+    """Escape brackets, which rich reads as markup."""
     return text.replace("[", "\\[")
 
 

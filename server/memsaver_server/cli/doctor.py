@@ -23,12 +23,10 @@ _MARKS = {
 }
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Examine driver, devices, torch and environment: what is fine, what is not, what to do.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check driver, devices, torch and environment, and say what to do.
 
-    Exits with 1 where something keeps memsaver from working.
+    Exits with 1 if something prevents memsaver from working.
     """
     findings = examine()
     blocked = [finding for finding in findings if finding.level is Level.BLOCKED]
@@ -39,9 +37,9 @@ def doctor(
         console.print(_table(findings))
         warnings = sum(finding.level is Level.WARNING for finding in findings)
         if blocked:
-            console.print(f"[bold red]{len(blocked)} blocked[/], {warnings} to look at")
+            console.print(f"[bold red]{len(blocked)} blocked[/], {warnings} to review")
         else:
-            console.print("[green]nothing blocks[/]" + (f", {warnings} to look at" if warnings else ""))
+            console.print("[green]nothing blocks[/]" + (f", {warnings} to review" if warnings else ""))
     raise typer.Exit(int(ExitCode.FAILED if blocked else ExitCode.OK))
 
 

@@ -1,25 +1,14 @@
-"""Exit codes of the command line, so that a script can tell what to do next."""
+"""Exit codes of the command line, for scripts."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-from memsaver_server.client import (
-    ClientError,
-    ConflictError,
-    DeviceMemoryError,
-    DrainDeadlineError,
-    HostMemoryError,
-    InvalidRequestError,
-    PhaseDeadlineError,
-    UnauthorizedError,
-    UnavailableError,
-    UnreachableError,
-)
+from memsaver_server.client import ClientError, errors
 
 
 class ExitCode(IntEnum):
-    """What each exit code means; 2 is also what a wrong option or argument gives."""
+    """The exit codes; 2 is also that of a wrong option or argument."""
 
     OK = 0
     FAILED = 1
@@ -32,19 +21,19 @@ class ExitCode(IntEnum):
     NOT_NOW = 8
 
 
-_BY_ERROR: tuple[tuple[type[ClientError], ExitCode], ...] = (
-    (UnreachableError, ExitCode.UNREACHABLE),
-    (InvalidRequestError, ExitCode.INVALID),
-    (UnauthorizedError, ExitCode.UNAUTHORIZED),
-    (ConflictError, ExitCode.CONFLICT),
-    (DeviceMemoryError, ExitCode.OUT_OF_MEMORY),
-    (HostMemoryError, ExitCode.OUT_OF_MEMORY),
-    (DrainDeadlineError, ExitCode.DEADLINE),
-    (PhaseDeadlineError, ExitCode.DEADLINE),
-    (UnavailableError, ExitCode.NOT_NOW),
-)
+_BY_ERROR: dict[type[ClientError], ExitCode] = {
+    errors.UnreachableError: ExitCode.UNREACHABLE,
+    errors.InvalidRequestError: ExitCode.INVALID,
+    errors.UnauthorizedError: ExitCode.UNAUTHORIZED,
+    errors.ConflictError: ExitCode.CONFLICT,
+    errors.DeviceMemoryError: ExitCode.OUT_OF_MEMORY,  # before its base, UnavailableError
+    errors.HostMemoryError: ExitCode.OUT_OF_MEMORY,
+    errors.DrainDeadlineError: ExitCode.DEADLINE,
+    errors.PhaseDeadlineError: ExitCode.DEADLINE,
+    errors.UnavailableError: ExitCode.NOT_NOW,
+}
 
 
 def exit_code_for(error: ClientError) -> ExitCode:
-    """Return the exit code that ``error`` ends the command with."""
-    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), ExitCode.FAILED)
+    """Return the exit code of a command that ``error`` ends."""
+    return next((code for kind, code in _BY_ERROR.items() if isinstance(error, kind)), ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""``memsaver watch`` and ``memsaver top``: what goes on now."""
+"""``memsaver watch`` and ``memsaver top``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Uds, Url, connected
-from memsaver_server.cli.tables import make_console, state_text, status_view
+from memsaver_server.cli.tables import make_console, progress_line, state_text, status_view
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client import Client, OperationStatusAnswer
 from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
@@ -24,53 +24,48 @@ from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
 _POLL_S = 0.25
 _STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim"}
 
-Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.", metavar="SECONDS")]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.", metavar="SECONDS")]
 
 
 def watch(
     operation_id: Annotated[
-        str | None, typer.Argument(help="One operation; without it, all that come.", show_default=False)
+        str | None, typer.Argument(help="One operation. Default: all new ones.", show_default=False)
     ] = None,
     url: Url = URL_DEFAULT,
     uds: Uds = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Follow operations as they run, phase by phase; ends with the operation, or by Ctrl-C.
+    """Follow operations phase by phase; ends with the operation, or with Ctrl-C.
 
     With --json each event is a line of JSON.
     """
     console = make_console()
     with connected(url, uds, api_key, as_json=as_json) as client:
         try:
-            for operation in [operation_id] if operation_id else _operations_as_they_come(client):
+            for operation in [operation_id] if operation_id else _new_operations(client):
                 _follow(client, operation, console, as_json)
         except KeyboardInterrupt:
             raise typer.Exit from None
 
 
-def top(
-    url: Url = URL_DEFAULT,
-    uds: Uds = None,
-    api_key: ApiKey = None,
-    interval: Interval = 1.0,
-) -> None:
-    """Show devices, tags and the latest operations, anew each second; Ctrl-C ends it. Into a pipe: one picture."""
+def top(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, interval: Interval = 1.0) -> None:
+    """Show devices, tags and the latest operations, updated each second until Ctrl-C; once if piped."""
     console = make_console()
     with connected(url, uds, api_key) as client:
         if not console.is_terminal:
-            console.print(_picture(client))
+            console.print(_overview(client))
             return
         try:
-            with Live(_picture(client), console=console, screen=True, auto_refresh=False) as live:
+            with Live(_overview(client), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(_picture(client), refresh=True)
+                    live.update(_overview(client), refresh=True)
         except KeyboardInterrupt:
             raise typer.Exit from None
 
 
-def _operations_as_they_come(client: Client) -> Iterator[str]:
+def _new_operations(client: Client) -> Iterator[str]:
     seen = {one.operation_id for one in client.operations() if one.status in ("succeeded", "failed")}
     while True:
         new = [one.operation_id for one in reversed(client.operations()) if one.operation_id not in seen]
@@ -94,19 +89,13 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
             if event.name == "phase":
                 spinner.update(f"{event.data['name']} ...")
             elif event.name == "progress":
-                spinner.update(_progress_line(ProgressAnswer.model_validate(event.data)))
+                spinner.update(progress_line(ProgressAnswer.model_validate(event.data)))
             elif event.name == "stalled":
                 stall = StallAnswer.model_validate(event.data)
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
                 console.print(_phase_line(PhaseAnswer.model_validate(event.data)))
     console.print(_outcome(client.operation(operation_id)))
-
-
-def _progress_line(progress: ProgressAnswer) -> str:
-    left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left is not None else ""
-    done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
-    return f"{done} of {total}, {progress.gb_per_s:.1f} GB/s{left}"
 
 
 def _phase_line(phase: PhaseAnswer) -> Text:
@@ -122,7 +111,7 @@ def _outcome(operation: OperationStatusAnswer) -> Text:
     return Text.assemble(("  ✓ " if good else "  ✗ ", _STATUS_STYLES.get(operation.status, "")), message)
 
 
-def _picture(client: Client) -> RenderableType:
+def _overview(client: Client) -> RenderableType:
     occupation = client.occupation()
     operations = client.operations()
     parts: list[RenderableType] = [
@@ -151,7 +140,7 @@ def _running_line(operation: OperationStatusAnswer) -> RenderableType:
     cells.append(Text(operation.phase, style="bold"))
     if progress and progress.total_bytes:
         cells.append(ProgressBar(progress.total_bytes, progress.done_bytes, width=40))
-        cells.append(_progress_line(progress))
+        cells.append(progress_line(progress))
     line.add_row(*cells)
     return line
 

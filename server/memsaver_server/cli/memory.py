@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 
-from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected
+from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected, size_of
 from memsaver_server.cli.progress import while_running
 from memsaver_server.cli.tables import make_console, operation_view, status_view
-from memsaver_server.cli.units import parse_size
-from memsaver_server.schemas import AcceptedAnswer, OperationAnswer
-
-
-class ReleaseOptions(TypedDict):
-    """What ``release`` asks beside the tags."""
-
-    timeout_s: float | None
-    mode: str | None
-    restore: dict[str, str] | None
-    at_least_bytes: int | None
-    trim: bool | None
-    hibernate: bool
-    wait: bool
-
-
-def _size(text: str | None) -> int | None:
-    try:
-        return parse_size(text) if text else None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
 
 
 def _policies(pairs: list[str] | None) -> dict[str, str] | None:
@@ -51,7 +31,7 @@ def _show(answer: OperationAnswer | AcceptedAnswer, as_json: bool) -> None:
     else:
         console = make_console()
         console.print(answer.message, markup=False)
-        console.print(f"memsaver watch {answer.operation_id}  follows it", style="dim", markup=False)
+        console.print(f"follow it with: memsaver watch {answer.operation_id}", style="dim", markup=False)
 
 
 def release(
@@ -61,45 +41,39 @@ def release(
     api_key: ApiKey = None,
     as_json: Json = False,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", help="Seconds that requests in flight may take to end.", metavar="SECONDS"),
+        float | None, typer.Option("--timeout", help="Deadline of the drain, in seconds.", metavar="SECONDS")
     ] = None,
     mode: Annotated[
-        str | None,
-        typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them."),
+        str | None, typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them.")
     ] = None,
     restore: Annotated[
         list[str] | None,
         typer.Option(
-            "--restore", help="Restore policy for this call, e.g. weights=discard. Repeatable.", metavar="TAG=POLICY"
+            "--restore", help="Restore policy for this release, e.g. weights=discard. Repeatable.", metavar="TAG=POLICY"
         ),
     ] = None,
     at_least: Annotated[
         str | None,
-        typer.Option(
-            "--at-least", help="Release only as much as gives back that much, cheapest tags first.", metavar="SIZE"
-        ),
+        typer.Option("--at-least", help="Release only as many tags as free this much, cheapest first.", metavar="SIZE"),
     ] = None,
     trim: Annotated[
         bool | None,
         typer.Option(
-            "--trim/--no-trim",
-            help="Give back what libraries keep for speed, too [before hibernating].",
-            show_default=False,
+            "--trim/--no-trim", help="Also release what libraries cache [only when hibernating].", show_default=False
         ),
     ] = None,
     hibernate: Annotated[
-        bool, typer.Option("--hibernate", help="Last of all, give back the CUDA context; any resume wakes it.")
+        bool, typer.Option("--hibernate", help="Release the CUDA context last; any resume restores it.")
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Give the device memory of TAGS (of everything, where none is named) back to the driver."""
-    options = ReleaseOptions(
+    """Release the device memory of TAGS (default: all) to the driver."""
+    options = ReleaseArguments(
         timeout_s=timeout,
         mode=mode,
         restore=_policies(restore),
-        at_least_bytes=_size(at_least),
+        at_least_bytes=size_of(at_least),
         trim=trim,
         hibernate=hibernate,
         wait=wait,
@@ -121,14 +95,14 @@ def resume(
         float | None,
         typer.Option(
             "--wait-for-memory",
-            help="Seconds to try while another process still holds the device's memory.",
+            help="Seconds to retry while other processes hold the device's memory.",
             metavar="SECONDS",
         ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Bring the device memory of TAGS (of all that is released, where none is named) back at the same addresses."""
+    """Bring back the device memory of TAGS (default: all that are released), at the same addresses."""
     with connected(url, uds, api_key, as_json=as_json) as client:
         if background:
             _show(client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait), as_json)
@@ -138,7 +112,7 @@ def resume(
 
 
 def status(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """Show what the engine holds of its devices: each tag's state and size, each device, the host backup."""
+    """Show what the engine holds: each tag's state and size, each device, the host backup."""
     with connected(url, uds, api_key, as_json=as_json) as client:
         occupation = client.occupation()
     if as_json:

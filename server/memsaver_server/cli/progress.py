@@ -1,4 +1,4 @@
-"""A progress bar beside a call that takes long, drawn on stderr and only on a terminal."""
+"""A progress bar for a long call, on stderr and only on a terminal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from memsaver_server.cli.tables import make_console
-from memsaver_server.cli.units import format_bytes
+from memsaver_server.cli.tables import make_console, progress_line
 from memsaver_server.client import Client, ClientError, OperationStatusAnswer
 
 ResultT = TypeVar("ResultT")
 
-#: Most operations are over before a bar could be read.
-_QUIET_S = 0.4
+#: Delay before the bar is drawn, seconds. Most operations end earlier.
+_DELAY_S = 0.4
 _REFRESH_S = 0.15
 
 
 def while_running(client: Client, verb: str, call: Callable[[], ResultT]) -> ResultT:
-    """Return what ``call`` returns, showing the service's own progress figures while it takes."""
+    """Return what ``call`` returns; show the service's progress figures meanwhile."""
     console = make_console(stderr=True)
     if not console.is_terminal:
         return call()
     future: Future[ResultT] = Future()
-    # A daemon: Ctrl-C ends the command at once. The operation itself goes on in the service.
+    # A daemon, so that Ctrl-C ends the command at once; the operation continues in the service.
     threading.Thread(target=_settle, args=(future, call), name=f"memsaver-{verb}", daemon=True).start()
-    if not _done_within(future, _QUIET_S):
+    if not _done_within(future, _DELAY_S):
         _draw_until_done(client, verb, future, console)
     return future.result()
 
@@ -59,16 +58,12 @@ def _draw_until_done(client: Client, verb: str, future: Future[ResultT], console
             if running is None:
                 continue
             progress = running.progress
-            note = ""
-            if progress and progress.total_bytes:
-                note = f"{format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)}"
-                note += f"  {progress.gb_per_s:.1f} GB/s"
             bar.update(
                 task,
                 description=f"{verb}: {running.phase}" if running.phase else verb,
                 total=progress.total_bytes if progress and progress.total_bytes else None,
                 completed=progress.done_bytes if progress else 0,
-                note=note,
+                note=progress_line(progress) if progress and progress.total_bytes else "",
             )
 
 
@@ -76,5 +71,5 @@ def _running(client: Client, verb: str) -> OperationStatusAnswer | None:
     try:
         operations = client.operations()
     except ClientError:
-        return None  # the operation's own answer will say what is wrong
+        return None  # the operation's own answer will tell
     return next((one for one in operations if one.operation == verb and one.status == "running"), None)

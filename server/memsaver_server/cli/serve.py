@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import escape
+from memsaver_server.cli.connection import escape, size_of
 from memsaver_server.cli.exit_codes import ExitCode
 from memsaver_server.cli.tables import make_console
-from memsaver_server.cli.units import format_seconds, parse_size
+from memsaver_server.cli.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -30,35 +30,25 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers; write for example 1,2,4") from None
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def serve(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint folder: config.json and safetensors. Without it, a small built-in Qwen2.",
-            show_default=False,
+            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.", show_default=False
         ),
     ] = None,
     random_weights: Annotated[
         Path | None,
         typer.Option(
-            help="Serve the shape of this config.json with random weights.", metavar="CONFIG.json", show_default=False
+            help="Serve a model of this config.json with random weights.", metavar="CONFIG.json", show_default=False
         ),
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")] = False,
     kv_cache_bytes: Annotated[
-        str | None,
-        typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE"),
+        str | None, typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE")
     ] = None,
     max_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2),
+        int | None, typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2)
     ] = None,
     batch_sizes: Annotated[
         str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
@@ -68,25 +58,25 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to serve on; beyond loopback MEMSAVER_API_KEY must be set.")
+        str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
     ] = DEFAULT_HOST,
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)] = DEFAULT_PORT,
     uds: Annotated[
         Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
     ] = None,
     while_released: Annotated[
         str | None,
-        typer.Option(help="Requests that come while memory is released: refuse or queue [refuse].", metavar="WHAT"),
+        typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
     ] = None,
 ) -> None:
     """Serve a causal language model with POST /generate, and release and resume its memory on request.
 
-    Settings of the service come from MEMSAVER_* variables as well. SIGTERM and SIGINT end it with exit code 0.
+    MEMSAVER_* variables set the other settings of the service. SIGTERM and SIGINT end it with exit code 0.
     """
     console = make_console(stderr=True)
     _end_on_signals()
     sizes = _numbers(batch_sizes)
-    cache = _size(kv_cache_bytes) if kv_cache_bytes else None
+    cache = size_of(kv_cache_bytes)
     began = time.monotonic()
     try:
         from memsaver_server import Settings, attach, audit
@@ -104,7 +94,7 @@ def serve(
             seed=seed,
         )
         attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
         console.print(f"[bold red]memsaver:[/] cannot start: {escape(str(error))}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
     except _Ended:
@@ -112,7 +102,7 @@ def serve(
     audit.to_stderr()
     _freeze_heap()
     try:
-        # One line on stdout: with --port 0 it is how a caller learns the address.
+        # One line on stdout, from which a caller learns the address if the port is 0.
         typer.echo(f"serving {engine.model_name} on {attachment.url}")
         about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
         console.print(f"ready after {format_seconds(time.monotonic() - began)}: {escape(about)}", style="dim")
@@ -126,21 +116,21 @@ def serve(
 
 
 def _freeze_heap() -> None:
-    """Leave what is loaded out of Python's full garbage collections, one of which would hold up every answer.
+    """Exclude loaded objects from garbage collection.
 
-    With torch and transformers loaded there are some 350,000 objects, and a walk through them takes 0.2 s.
+    With torch and transformers there are about 350,000, and a full collection would block all requests for 0.2 s.
     """
     gc.collect()
     gc.freeze()
 
 
 class _Ended(BaseException):
-    """SIGTERM or SIGINT came."""
+    """SIGTERM or SIGINT was received."""
 
 
 def _end_on_signals() -> None:
     def end(number: int, _frame: FrameType | None) -> None:
-        # A second signal ends the process at once, should the orderly end hang.
+        # A second signal ends the process at once.
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, signal.SIG_DFL)
         raise _Ended
@@ -156,5 +146,5 @@ def _dtype(name: str | None) -> torch.dtype | None:
         return None
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"{name!r} is no element type of torch; write for example bfloat16")
+        raise typer.BadParameter(f"{name!r} is not an element type of torch; write for example bfloat16")
     return dtype

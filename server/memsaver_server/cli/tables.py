@@ -17,6 +17,7 @@ from memsaver_server.schemas import (
     OccupiedDeviceAnswer,
     OperationAnswer,
     PhaseAnswer,
+    ProgressAnswer,
     TagAnswer,
     TagStatusAnswer,
 )
@@ -31,14 +32,20 @@ _STATE_STYLES = {
     "failed": "bold red",
 }
 
-#: A pipe has no width of its own; rows must not be folded there.
+#: Width if the output is a pipe, in which rows must not be folded.
 _PIPE_WIDTH = 160
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that has colours on a terminal only (and NO_COLOR is respected)."""
+    """Return a console with colours only on a terminal; respects NO_COLOR."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def progress_line(progress: ProgressAnswer) -> str:
+    left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left is not None else ""
+    done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
+    return f"{done} of {total}, {progress.gb_per_s:.1f} GB/s{left}"
 
 
 def state_text(state: str) -> Text:
@@ -61,7 +68,7 @@ def _table(columns: Sequence[str], *, right_from: int) -> Table:
 
 
 def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
-    """One row per tag: what the release or resume did to it."""
+    """Return one row per tag: what the release or resume did to it."""
     released = operation == "release"
     did = ["released", "backed up", "unchanged"] if released else ["resumed"]
     table = _table(["tag", "state", "restore", "size", *did], right_from=3)
@@ -73,7 +80,7 @@ def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
 
 
 def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceAnswer], seconds: float) -> Table:
-    """One row per phase with each device's memory: before, after and delta for one device, deltas for several."""
+    """Return one row per phase with device memory: before, after and delta for one device, deltas for several."""
     one = len(devices) == 1
     names = ["before", "after", "delta"] if one else [f"device {device.index}" for device in devices]
     copies = ["copied"] if any(phase.details.get("copied_bytes") for phase in phases) else []
@@ -113,7 +120,7 @@ def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDev
 
 
 def operation_view(result: OperationAnswer) -> RenderableType:
-    """The whole answer of a release or a resume."""
+    """Return the whole answer of a release or a resume."""
     mark = Text("✓ " if result.success else "✗ ", style="green" if result.success else "red")
     parts: list[RenderableType] = [Text.assemble(mark, result.message)]
     if result.tags:
@@ -130,7 +137,7 @@ def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
 
 
 def status_view(occupation: OccupationAnswer) -> RenderableType:
-    """What the engine holds now."""
+    """Return what the engine holds now."""
     admission = occupation.admission
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
@@ -157,33 +164,22 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
 def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
     table = _table(["tag", "state", "restore", "size", "on device", "released", "backed up"], right_from=3)
     for tag in tags:
-        sizes = (tag.bytes, tag.resident_bytes, tag.released_bytes, tag.backed_up_bytes)
-        table.add_row(tag.tag, state_text(tag.state), tag.restore, *map(_size_text, sizes))
+        table.add_row(tag.tag, state_text(tag.state), tag.restore, *map(_size_text, _tag_sizes(tag)))
     if len(tags) > 1:
         table.add_section()
-        table.add_row(
-            "in all",
-            "",
-            "",
-            format_bytes(sum(tag.bytes for tag in tags)),
-            format_bytes(sum(tag.resident_bytes for tag in tags)),
-            format_bytes(sum(tag.released_bytes for tag in tags)),
-            format_bytes(sum(tag.backed_up_bytes for tag in tags)),
-            style="bold",
-        )
+        totals = (sum(sizes) for sizes in zip(*map(_tag_sizes, tags), strict=True))
+        table.add_row("in all", "", "", *map(format_bytes, totals), style="bold")
     return table
+
+
+def _tag_sizes(tag: TagStatusAnswer) -> tuple[int, ...]:
+    return tag.bytes, tag.resident_bytes, tag.released_bytes, tag.backed_up_bytes
 
 
 def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
     table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
     for device in devices:
+        total, used, free = map(format_bytes, (device.total_bytes, device.used_bytes, device.free_bytes))
         own = "not told" if device.process_bytes is None else format_bytes(device.process_bytes)
-        table.add_row(
-            str(device.index),
-            device.name,
-            format_bytes(device.total_bytes),
-            format_bytes(device.used_bytes),
-            own,
-            format_bytes(device.free_bytes),
-        )
+        table.add_row(str(device.index), device.name, total, used, own, free)
     return table

@@ -1,4 +1,4 @@
-"""Sizes, times and rates as people read them."""
+"""Sizes and times as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(count: int) -> str:
-    """Three digits are enough to compare two sizes: ``0``, ``512 B``, ``2.94 GiB``, ``39.8 GiB``, ``512 MiB``."""
+    """Return a size with three digits: ``0``, ``512 B``, ``2.94 GiB``, ``39.8 GiB``, ``512 MiB``."""
     if count == 0:
         return "0"
     value, unit = float(abs(count)), 0
@@ -21,7 +21,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_delta(count: int) -> str:
-    """As ``format_bytes``, with a plus sign on growth."""
+    """As ``format_bytes``, with a sign."""
     return f"+{format_bytes(count)}" if count > 0 else format_bytes(count)
 
 
@@ -36,12 +36,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that ``text`` means: ``8GiB``, ``500MB``, ``4096``; read as the settings read theirs.
+    """Return ``text`` in bytes: ``8GiB``, ``500MB``, ``4096``. The settings use the same notation.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is not a size.
     """
     try:
         return int(_SIZE.validate_python(text))
     except ValueError:
-        raise ValueError(f"{text!r} is no size; write for example 8GiB, 500MB or a number of bytes") from None
+        raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB or a number of bytes") from None

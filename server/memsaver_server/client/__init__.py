@@ -1,9 +1,7 @@
 """Typed clients of the service, sync and async: ``Client`` and ``AsyncClient``.
 
-They need neither torch nor a GPU. Every memory call may be sent twice without harm (the service is idempotent, and a
-repeat joins the operation in flight), so a lost connection or a lost answer is repeated here, with the same
-``Idempotency-Key``. Answers are the service's own types; errors
-are one class for each thing that a caller does differently.
+They need httpx and pydantic, but neither torch nor FastAPI. Memory calls are idempotent (a repeat joins the operation
+in flight), so the clients repeat them after a lost connection or answer, with the same ``Idempotency-Key``.
 """
 
 from memsaver_server.client.aio import AsyncClient
@@ -23,12 +21,7 @@ from memsaver_server.client.errors import (
 from memsaver_server.client.events import Event
 from memsaver_server.client.requests import DEFAULT_URL
 from memsaver_server.client.sync import Client
-from memsaver_server.schemas import (
-    AcceptedAnswer,
-    OccupationAnswer,
-    OperationAnswer,
-    OperationStatusAnswer,
-)
+from memsaver_server.schemas import AcceptedAnswer, OccupationAnswer, OperationAnswer, OperationStatusAnswer
 
 __all__ = [
     "DEFAULT_URL",

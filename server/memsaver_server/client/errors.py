@@ -1,4 +1,4 @@
-"""What a call can end in, other than success. Each class is one thing that a caller does differently."""
+"""The errors of the clients: one class per way in which a caller reacts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class ClientError(Exception):
 
 
 class UnreachableError(ClientError):
-    """No answer came: nothing listens there, or the connection broke on every attempt.
+    """No answer: nothing listens there, or the connection broke on every attempt.
 
     Attributes:
-        address: where the client looked.
+        address: the service's address.
     """
 
     def __init__(self, address: str, reason: str, attempts: int) -> None:
@@ -23,12 +23,12 @@ class UnreachableError(ClientError):
 
 
 class AnswerError(ClientError):
-    """The service answered, and not with success.
+    """The service answered with an error.
 
     Attributes:
         status: the HTTP status.
-        kind: what it is in one word, e.g. ``unknown_tag``; empty where the service did not say.
-        body: the JSON object of the answer, empty where it was none.
+        kind: the error in one word, e.g. ``unknown_tag``; empty if the service sent none.
+        body: the JSON object of the answer, or an empty one.
     """
 
     def __init__(self, status: int, message: str, body: dict[str, Any] | None = None) -> None:
@@ -39,12 +39,12 @@ class AnswerError(ClientError):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the operation needs, where memory was short, else 0."""
+        """Bytes that the operation needs if memory was short, else 0."""
         return int(self._details.get("needed_bytes") or 0)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that were free, where memory was short, else 0."""
+        """Bytes that were free if memory was short, else 0."""
         return int(self._details.get("free_bytes") or 0)
 
     @property
@@ -54,7 +54,7 @@ class AnswerError(ClientError):
 
 
 class InvalidRequestError(AnswerError):
-    """The request cannot be served as it is: an unknown tag, a malformed body. Everything is as it was."""
+    """The request is invalid: an unknown tag, a malformed body. Nothing was changed."""
 
 
 class UnauthorizedError(AnswerError):
@@ -66,17 +66,17 @@ class ConflictError(AnswerError):
 
 
 class UnavailableError(AnswerError):
-    """Not now: admission is closed because memory is released, or too many operations wait.
+    """Admission is closed because memory is released, or too many operations wait. Retry later.
 
     Attributes:
-        retry_after_s: when the service suggests to come back, or None.
+        retry_after_s: when the service suggests to retry, or None.
     """
 
     retry_after_s: float | None = None
 
 
 class DeviceMemoryError(UnavailableError):
-    """The device has too little free memory to resume. All of it is still released, and the call can be repeated."""
+    """The device has too little free memory to resume. All is still released, and the call can be repeated."""
 
 
 class HostMemoryError(AnswerError):
@@ -84,20 +84,19 @@ class HostMemoryError(AnswerError):
 
 
 class DrainDeadlineError(AnswerError):
-    """Requests in flight did not end in time. Nothing was released and the engine serves on."""
+    """Requests in flight did not end in time. Nothing was released and the engine continues to serve."""
 
 
 class PhaseDeadlineError(AnswerError):
-    """A phase made no progress for too long. The operation goes on; the message says where to ask for its end."""
+    """A phase made no progress for too long. The operation continues; the message names its address."""
 
 
-_BY_KIND: dict[str, type[AnswerError]] = {
+#: By the kind of the error; by status if the kind has no entry or the answer, e.g. of a proxy, has no kind.
+_CLASSES: dict[str | int, type[AnswerError]] = {
     "out_of_device_memory": DeviceMemoryError,
     "out_of_host_memory": HostMemoryError,
     "drain_timeout": DrainDeadlineError,
     "phase_timeout": PhaseDeadlineError,
-}
-_BY_STATUS: dict[int, type[AnswerError]] = {
     401: UnauthorizedError,
     403: UnauthorizedError,
     409: ConflictError,
@@ -107,13 +106,12 @@ _BY_STATUS: dict[int, type[AnswerError]] = {
 
 
 def error_for(status: int, body: object, text: str, retry_after: str | None) -> AnswerError:
-    """Return the error that an answer stands for."""
+    """Return the error of an answer."""
     fields = body if isinstance(body, dict) else {}
     message = str(fields.get("message") or fields.get("detail") or text.strip()[:300] or f"HTTP {status}")
-    details = fields.get("error")
-    kind = str(details.get("type") or "") if isinstance(details, dict) else ""
+    error = AnswerError(status, message, fields)
     fallback = InvalidRequestError if 400 <= status < 500 else AnswerError
-    error = _BY_KIND.get(kind, _BY_STATUS.get(status, fallback))(status, message, fields)
+    error = _CLASSES.get(error.kind, _CLASSES.get(status, fallback))(status, message, fields)
     if isinstance(error, UnavailableError) and retry_after and retry_after.isdigit():
         error.retry_after_s = float(retry_after)
     return error

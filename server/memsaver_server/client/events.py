@@ -1,4 +1,4 @@
-"""Server-sent events, as much of them as the service sends."""
+"""Server-sent events, as far as the service uses them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """One event: its name, and the JSON that came with it."""
+    """One event: its name and its JSON."""
 
     name: str
     data: Any
 
 
 class EventParser:
-    """Turns lines into events. Comments (keep-alives) give none."""
+    """Parses lines into events; ignores comments (keep-alives)."""
 
     def __init__(self) -> None:
         self._name = "message"
         self._data: list[str] = []
 
     def feed(self, line: str) -> Event | None:
-        """Take one line without its end; return the event that it completes, if it does."""
+        """Take one line without its line break; return the event that it completes, if any."""
         if not line:
             return self._complete()
         field, _, value = line.partition(":")

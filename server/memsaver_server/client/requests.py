@@ -1,4 +1,4 @@
-"""What the sync and the async client share: requests, retry rules, parsing. Nothing here does input or output."""
+"""What both clients share: requests, retry rules and parsing, without any I/O."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel
 
-from memsaver_server.api_key import key_of
+from memsaver_server.api_key import parse_api_key
 from memsaver_server.client.errors import AnswerError, error_for
+from memsaver_server.schemas import ReleaseArguments
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 
-#: Seconds before the second attempt; each further one waits twice as long.
-FIRST_PAUSE_S = 0.2
+#: Delay before the second attempt, seconds; doubled before each further one.
+FIRST_DELAY_S = 0.2
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request, and how it may be repeated.
+    """One request.
 
     Attributes:
-        repeatable: it may be sent again after the request went out and no answer came. Otherwise only a connection
-            that was never made is tried again.
-        long: it may take as long as an operation takes.
+        repeatable: it may be sent again if no answer came. Otherwise it is repeated only if the connection failed.
+        long: it may take as long as an operation.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Target:
-    """Where the service is and how to speak to it. ``uds`` is the path of a Unix socket and goes before ``url``."""
+    """The service's address and the options of every request. ``uds``, a Unix socket's path, overrides ``url``."""
 
     url: str
     uds: str | None
@@ -56,13 +56,13 @@ class Target:
     def at(
         cls, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
     ) -> Target:
-        """Return the target; a ``url`` of the form ``unix:///path`` is a Unix socket too.
+        """Return the target; ``url`` may be ``unix:///path``.
 
         Raises:
-            ValueError: the key holds what no header can.
+            ValueError: the key contains characters that a header cannot carry.
         """
         if api_key is not None:
-            api_key = key_of(api_key)
+            api_key = parse_api_key(api_key)
         if uds is None and url.startswith("unix://"):
             uds = url.removeprefix("unix://")
         return cls(url.rstrip("/"), uds, api_key, timeout_s, operation_timeout_s)
@@ -77,7 +77,7 @@ class Target:
 
     @property
     def headers(self) -> dict[bytes, bytes]:
-        # As bytes: a key may be any text, and httpx takes only ASCII for a str.
+        # As bytes: httpx accepts only ASCII in a str.
         key = {b"Authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
         return {b"User-Agent": b"memsaver-client", **key}
 
@@ -89,32 +89,38 @@ RELEASE = "/release_memory_occupation"
 RESUME = "/resume_memory_occupation"
 
 
-def operation_call(path: str, tags: Iterable[str] | None, options: Mapping[str, Any]) -> Call:
-    """Return the call of an operation on ``tags`` (None: all). Options that are None are left out."""
+def operation_call(
+    path: str, tags: Iterable[str] | None, options: Mapping[str, object], *, run_async: bool = False
+) -> Call:
+    """Return the call of an operation on ``tags`` (None: all), without options that are None."""
     body: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if run_async:
+        body["async"] = True
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
     return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
 
 
-def release_options(
-    timeout_s: float | None,
-    mode: str | None,
-    restore: Mapping[str, str] | None,
-    at_least_bytes: int | None,
-    trim: bool | None,
-    hibernate: bool,
-    wait: bool,
-) -> dict[str, Any]:
-    return {
-        "timeout_s": timeout_s,
-        "mode": mode,
-        "restore": dict(restore) if restore else None,
-        "at_least_bytes": at_least_bytes,
-        "trim": trim,
-        "hibernate": hibernate,
-        "wait": wait,
-    }
+def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run_async: bool = False) -> Call:
+    """Return the call of a release.
+
+    Raises:
+        TypeError: a keyword argument does not exist.
+    """
+    unknown = sorted(arguments.keys() - ReleaseArguments.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"unknown keyword argument {unknown[0]!r}; release takes {', '.join(ReleaseArguments.__annotations__)}"
+        )
+    options = {name: value for name, value in arguments.items() if value != {}}
+    return operation_call(RELEASE, tags, options, run_async=run_async)
+
+
+def resume_call(
+    tags: Iterable[str] | None, wait_for_memory_s: float | None, wait: bool, *, run_async: bool = False
+) -> Call:
+    """Return the call of a resume."""
+    return operation_call(RESUME, tags, {"wait_for_memory_s": wait_for_memory_s, "wait": wait}, run_async=run_async)
 
 
 def generate_call(text: str | None, input_ids: Sequence[int] | None, sampling_params: Mapping[str, Any]) -> Call:
@@ -130,7 +136,7 @@ def parse_json(response: httpx.Response) -> Any:
     """Return the JSON of a success.
 
     Raises:
-        AnswerError: the answer is no success, or no JSON.
+        AnswerError: the answer is not a success, or not JSON.
     """
     try:
         body = response.json()
@@ -147,12 +153,12 @@ def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
     """Return a success as ``model``.
 
     Raises:
-        AnswerError: the answer is no success, or not what was expected.
+        AnswerError: the answer is not a success, or not a ``model``.
     """
     body = parse_json(response)
     try:
         return model.model_validate(body)
     except ValueError as error:
         raise AnswerError(
-            response.status_code, f"{response.url} answered in another form than a memsaver service does: {error}"
+            response.status_code, f"{response.url} did not answer as a memsaver service does: {error}"
         ) from error

@@ -1,30 +1,29 @@
-"""The sync client."""
+"""The sync client. Generated from aio.py by .ci/generate_sync_client.py; do not edit."""
 
 from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
 
 import httpx
+from typing_extensions import Unpack
 
 from memsaver_server.client.errors import UnreachableError
 from memsaver_server.client.events import Event, EventParser
 from memsaver_server.client.requests import (
     DEFAULT_URL,
-    FIRST_PAUSE_S,
-    RELEASE,
-    RESUME,
+    FIRST_DELAY_S,
     Call,
     Target,
     generate_call,
-    operation_call,
     parse,
     parse_json,
-    release_options,
+    release_call,
+    resume_call,
 )
 from memsaver_server.schemas import (
     AcceptedAnswer,
@@ -33,22 +32,23 @@ from memsaver_server.schemas import (
     OperationAnswer,
     OperationsAnswer,
     OperationStatusAnswer,
+    ReleaseArguments,
 )
 
 
 class Client:
-    """Speaks to one service. Safe to use from several threads.
+    """Client of one service. Use it in one event loop.
 
     Args:
-        url: the service's address, ``http://host:port`` or ``unix:///path``. Ignored where ``uds`` is given.
+        url: the service's address, ``http://host:port`` or ``unix:///path``. Ignored if ``uds`` is given.
         uds: path of the service's Unix socket.
         api_key: sent as ``Authorization: Bearer``.
-        timeout_s: limit of one attempt of a call that answers at once, and of every connection, in seconds.
+        timeout_s: limit of connecting, and of one attempt of a call that answers at once, in seconds.
         operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
-        attempts: how often a call is sent in all, where sending it again does no harm.
+        attempts: how often a call is sent in total, if repeating it is safe.
         transport: another httpx transport, e.g. to reach an ASGI app.
 
-    Every method raises UnreachableError where no answer came, and an AnswerError where the answer is no success.
+    Every method raises UnreachableError if no answer came, and an AnswerError if the answer is not a success.
     """
 
     def __init__(
@@ -72,93 +72,62 @@ class Client:
 
     @property
     def address(self) -> str:
-        """Where this client looks, for messages."""
+        """The service's address, for messages."""
         return self._target.address
 
-    def release(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        timeout_s: float | None = None,
-        mode: str | None = None,
-        restore: Mapping[str, str] | None = None,
-        at_least_bytes: int | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
-        wait: bool = False,
-    ) -> OperationAnswer:
-        """Give the device memory of ``tags`` (None: of everything) back to the driver.
+    def release(self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseArguments]) -> OperationAnswer:
+        """Release the device memory of ``tags`` (None: of all) to the driver.
 
         Args:
-            timeout_s: deadline of the drain in seconds; the service has a default.
-            mode: what happens to requests in flight: ``wait``, ``abort`` or ``keep``.
-            restore: restore policy per tag for this call, e.g. ``{"weights": "discard"}``.
-            at_least_bytes: release as many tags as it takes to give back that much, cheapest first.
-            trim: give back what libraries keep for speed, too; None does so before hibernating.
-            hibernate: last of all, give back the CUDA context of the process; any resume wakes it.
-            wait: wait for a conflicting operation instead of a ConflictError.
+            options: ``timeout_s``, ``mode``, ``restore``, ``at_least_bytes`` and more: see ``schemas.ReleaseFields``.
+                With ``wait`` it waits for a conflicting operation instead of raising ConflictError.
 
         Raises:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DrainDeadlineError: requests were still in flight at the deadline.
             HostMemoryError: host memory for the backup is short.
         """
-        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
-        return parse(OperationAnswer, self._send(operation_call(RELEASE, tags, options)))
+        return parse(OperationAnswer, self._send(release_call(tags, options)))
 
-    def start_release(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        timeout_s: float | None = None,
-        mode: str | None = None,
-        restore: Mapping[str, str] | None = None,
-        at_least_bytes: int | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
-        wait: bool = False,
-    ) -> AcceptedAnswer:
-        """As ``release``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
-        options = release_options(timeout_s, mode, restore, at_least_bytes, trim, hibernate, wait)
-        return parse(AcceptedAnswer, self._send(operation_call(RELEASE, tags, {**options, "async": True})))
+    def start_release(self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseArguments]) -> AcceptedAnswer:
+        """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
+        return parse(AcceptedAnswer, self._send(release_call(tags, options, run_async=True)))
 
     def resume(
         self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
     ) -> OperationAnswer:
-        """Bring the device memory of ``tags`` (None: of all that is released) back at the same addresses.
+        """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
 
         Args:
-            wait_for_memory_s: how long to try while another process still holds the device's memory.
-            wait: wait for a conflicting operation instead of a ConflictError.
+            wait_for_memory_s: how long to retry while other processes hold the device's memory, seconds.
+            wait: wait for a conflicting operation instead of raising ConflictError.
 
         Raises:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
-            DeviceMemoryError: the device has too little free memory. All of it is still released; call again later.
+            DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
-        return parse(OperationAnswer, self._send(operation_call(RESUME, tags, options)))
+        return parse(OperationAnswer, self._send(resume_call(tags, wait_for_memory_s, wait)))
 
     def start_resume(
         self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
     ) -> AcceptedAnswer:
-        """As ``resume``, but return once it has started; ``operation`` and ``events`` tell what becomes of it."""
-        options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "async": True}
-        return parse(AcceptedAnswer, self._send(operation_call(RESUME, tags, options)))
+        """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
+        return parse(AcceptedAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, run_async=True)))
 
     def occupation(self) -> OccupationAnswer:
-        """Return what the engine holds now."""
+        """Return what the engine holds on its devices now."""
         return parse(OccupationAnswer, self._send(Call("GET", "/memory_occupation")))
 
     def operations(self) -> list[OperationStatusAnswer]:
-        """Return the operations that the service remembers, the newest first."""
+        """Return the operations that the service remembers, newest first."""
         return parse(OperationsAnswer, self._send(Call("GET", "/operations"))).operations
 
     def operation(self, operation_id: str) -> OperationStatusAnswer:
-        """Return what can be said of one operation now."""
+        """Return the status of one operation."""
         return parse(OperationStatusAnswer, self._send(Call("GET", f"/operations/{operation_id}")))
 
     def events(self, operation_id: str) -> Iterator[Event]:
-        """Follow one operation: give its events as they come, until it is done."""
+        """Yield the events of one operation until it has ended."""
         parser = EventParser()
         path = f"/operations/{operation_id}/events"
         timeout = httpx.Timeout(self._target.timeout_s, read=None)
@@ -175,12 +144,14 @@ class Client:
             raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
 
     def ready(self) -> bool:
-        """Return whether the engine takes requests now. Raises nothing but UnreachableError."""
-        return (self._send(Call("GET", "/readyz"))).is_success
+        """Return whether the engine accepts requests now. Raises only UnreachableError."""
+        response = self._send(Call("GET", "/readyz"))
+        return response.is_success
 
     def alive(self) -> bool:
-        """Return whether the engine's process and device context work. Raises nothing but UnreachableError."""
-        return (self._send(Call("GET", "/livez"))).is_success
+        """Return whether the engine's process and device context work. Raises only UnreachableError."""
+        response = self._send(Call("GET", "/livez"))
+        return response.is_success
 
     def generate(
         self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
@@ -193,7 +164,7 @@ class Client:
         return dict(parse_json(self._send(generate_call(text, input_ids, sampling_params))))
 
     def update_weights_from_disk(self, model_path: str | PathLike[str]) -> str:
-        """Overwrite resident weights by those of a checkpoint folder that the server can read; returns what was done.
+        """Overwrite resident weights with a checkpoint folder that the server can read; returns the service's message.
 
         Raises:
             InvalidRequestError: the folder's model has another shape; nothing was written.
@@ -203,7 +174,7 @@ class Client:
         return parse(MessageAnswer, self._send(call)).message
 
     def update_weights_from_tensor(self, *safetensors: bytes) -> str:
-        """As ``update_weights_from_disk``, from file images of safetensors: one for each rank."""
+        """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
         payloads = [b64encode(image).decode() for image in safetensors]
         call = Call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": payloads}, long=True)
         return parse(MessageAnswer, self._send(call)).message
@@ -218,7 +189,7 @@ class Client:
         parse(MessageAnswer, self._send(Call("POST", "/pause_generation", body, long=True)))
 
     def continue_generation(self) -> str:
-        """Generate again, at once or when all memory is back; the message says which."""
+        """Generate again, at once or when all memory is resident; the message says which."""
         return parse(MessageAnswer, self._send(Call("POST", "/continue_generation"))).message
 
     def close(self) -> None:
@@ -233,7 +204,7 @@ class Client:
         self.close()
 
     def _send(self, call: Call) -> httpx.Response:
-        pause_s = FIRST_PAUSE_S
+        delay_s = FIRST_DELAY_S
         attempt = 1
         while True:
             try:
@@ -244,6 +215,6 @@ class Client:
                 if attempt >= self._attempts or not call.may_repeat(error):
                     reason = str(error) or type(error).__name__
                     raise UnreachableError(self.address, reason, attempt) from error
-            time.sleep(pause_s)
-            pause_s *= 2
+            time.sleep(delay_s)
+            delay_s *= 2
             attempt += 1

@@ -1,10 +1,10 @@
-// Device memory over time: one line, what every process together uses, with operations and their phases behind it.
+// Device memory over time: a line for all processes, over bands for operations and their phases.
 
 import { clock, duration, size, svg } from "./format.js";
 
 const HEIGHT = 190;
 const EDGE = { top: 20, right: 14, bottom: 22, left: 62 };
-/** Narrower than this, a band has no room for its name, pixels. */
+/** Width of a letter, pixels; a band too narrow for its name is not labelled. */
 const LETTER = 6.2;
 const STEPS = [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000];
 

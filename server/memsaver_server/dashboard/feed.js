@@ -1,4 +1,4 @@
-// The server's side of the page: requests with the key, and the feed of events, taken up again when it breaks off.
+// Requests with the key, and the event feed, which reconnects.
 
 const KEY = "memsaver-key";
 const RETRY_MS = 2000;
@@ -12,7 +12,7 @@ export const key = {
 };
 
 function headers() {
-  // A header takes one byte for each character; a key may be any text, and is sent as UTF-8.
+  // fetch sends one byte per character of a header; a key is sent as UTF-8.
   const bytes = new TextEncoder().encode(key.get());
   return bytes.length ? { Authorization: `Bearer ${String.fromCharCode(...bytes)}` } : {};
 }
@@ -31,10 +31,10 @@ export async function post(path, body) {
 }
 
 /**
- * Follow the feed for as long as the page lives. EventSource cannot send a key, so the stream is read by hand.
+ * Follow the feed for as long as the page lives. EventSource cannot send a key, so this reads the stream itself.
  *
- * `on` has one function for each event, `connected(bool, why)`, and `refused()`, after which nothing is tried until
- * the promise that it returns resolves.
+ * `on` has a function for each event, `connected(bool, why)`, and `refused()`; the next attempt waits for the promise
+ * that `refused` returns.
  */
 export async function follow(path, on) {
   for (;;) {

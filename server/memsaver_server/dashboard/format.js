@@ -1,4 +1,4 @@
-// Figures as people read them, and elements in one line.
+// Formats figures and builds elements.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -15,7 +15,7 @@ export function size(bytes) {
   return `${bytes < 0 ? "−" : ""}${value.toFixed(digits)} ${UNITS[unit]}`;
 }
 
-/** As size, with the sign that a difference has. */
+/** As size, with a sign. */
 export function difference(bytes) {
   return bytes > 0 ? `+${size(bytes)}` : size(bytes);
 }
@@ -39,7 +39,7 @@ export function tagList(tags) {
   return tags ? tags.join(", ") : "all";
 }
 
-/** el("td", {class: "number"}, "12 MiB"): an element with attributes and children; text never becomes markup. */
+/** el("td", {class: "number"}, "12 MiB"): an element with attributes and children; text is never parsed as markup. */
 export function el(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }

@@ -1,10 +1,10 @@
-// The table of operations: one row for each, and under an open one its phases with what each did to the memory.
+// The panel "Operations": one row per operation; an open one shows its phases and their effect on memory.
 
 import { clock, difference, duration, el, size, tagList } from "./format.js";
 
 const COLUMNS = 6;
 
-/** Rows for `operations`, the newest first; `open` holds the ids that are unfolded, `toggle(id)` changes it. */
+/** Rows for `operations`, newest first; `open` has the ids of open rows, `toggle(id)` changes it. */
 export function operationRows(operations, open, toggle) {
   return operations.flatMap((operation) => {
     const id = operation.operation_id;
@@ -73,7 +73,7 @@ function details(operation) {
     el(
       "td",
       { colspan: COLUMNS },
-      el("p", {}, operation.answer?.message ?? (operation.status === "queued" ? "waits for its turn" : "in progress")),
+      el("p", {}, operation.answer?.message ?? (operation.status === "queued" ? "queued" : "in progress")),
       rows.length
         ? el(
             "table",
@@ -98,7 +98,7 @@ function details(operation) {
       el(
         "p",
         { class: "quiet one-line", title: operation.client },
-        `${operation.operation_id} of ${tagList(operation.tags)}, asked for by ${operation.client} at ${clock(operation.created_at)}`,
+        `${operation.operation_id} of ${tagList(operation.tags)}, requested by ${operation.client} at ${clock(operation.created_at)}`,
       ),
     ),
   );
@@ -109,6 +109,6 @@ function note(details) {
   if (unpinned) return `unpinned ${size(unpinned)} of host memory`;
   if (kept) return "kept for captured graphs";
   if (!copied) return "";
-  // The rate of a few kilobytes says nothing about the link.
+  // The rate of a few kilobytes does not show the speed of the link.
   return rate && copied >= 1 << 20 ? `copied ${size(copied)}, ${rate.toFixed(1)} GB/s` : `copied ${size(copied)}`;
 }

@@ -1,15 +1,15 @@
-// Puts what the feed tells on the page, and sends what the buttons ask for.
+// Draws what the feed sends, and sends what the buttons request.
 
 import { Chart } from "./chart.js";
+import { deviceView } from "./devices.js";
 import { Refused, follow, key, post } from "./feed.js";
-import { clock, duration, el, percent, size, tagList } from "./format.js";
+import { duration, el, size, tagList } from "./format.js";
 import { operationRows } from "./operations.js";
+import { tagRows } from "./tags.js";
+import { operationView, rangeView } from "./timeline.js";
 
-const KNOWN_TAGS = ["weights", "kv_cache", "cuda_graph", "workspace"];
-const COLOURS = 4;
 const OPERATIONS = 30;
 const KEPT_S = 900;
-const LEAST_S = 30;
 
 const $ = (id) => document.getElementById(id);
 
@@ -70,7 +70,7 @@ follow("dashboard/feed", {
       operations.delete(oldest.operation_id);
     }
     if (before?.status !== told.status && occupation) {
-      // The one at work is what an operator wants to see; what they opened themselves stays open.
+      // Show the running one in the chart; rows that the user has opened stay open.
       if (told.status === "running") chosen = told.operation_id;
       if (before && told.answer) announce(told.answer.message);
     }
@@ -100,7 +100,7 @@ follow("dashboard/feed", {
 
 const drawn = new Map();
 
-/** Put what `build` returns into the element, if `data` has changed; the focus stays where it was. */
+/** Replace the element's children by those of `build` if `data` has changed; keeps the focus. */
 function redraw(element, data, build) {
   const text = JSON.stringify(data);
   if (drawn.get(element) === text) return;
@@ -118,7 +118,7 @@ function newestFirst() {
   return [...operations.values()].sort((a, b) => b.created_at - a.created_at);
 }
 
-/** The process's state; one that is hibernated has everything else away, too. */
+/** The process's state, with `hibernated` as a state of its own. */
 function stateNow() {
   return occupation?.hibernated && occupation.state === "released" ? "hibernated" : occupation?.state;
 }
@@ -134,7 +134,7 @@ function drawState() {
     $("admission").textContent = !occupation.enabled
       ? "the saver is disabled in this process"
       : admits
-        ? "requests are taken"
+        ? "requests are accepted"
         : `requests are refused: ${reason}`;
     $("admission").title = reason;
   }
@@ -145,7 +145,7 @@ function drawState() {
   allow($("resume"), idle && (any("released_bytes") || occupation.state === "released" || occupation.hibernated));
 }
 
-/** A button that may not be used keeps the focus, unlike a disabled one. */
+/** Allow or forbid a button's use. Unlike a disabled button, it keeps the focus. */
 function allow(button, may) {
   button.disabled = false;
   button.setAttribute("aria-disabled", String(!may));
@@ -156,100 +156,14 @@ const may = (button) => button.getAttribute("aria-disabled") !== "true";
 function drawDevices() {
   redraw($("devices"), occupation.devices, () => {
     if (!occupation.devices.length) return [el("p", { class: "quiet" }, "No device is in use.")];
-    return occupation.devices.map(device);
+    return occupation.devices.map((device) => deviceView(device, occupation));
   });
-}
-
-function device(now) {
-  const held = now.sources.map((source) => ({ ...source, colour: colourOf(source) }));
-  const bar = el("div", { class: "stack", role: "img", "aria-label": barLabel(now) });
-  for (const source of held.filter((each) => each.bytes > 0)) {
-    const part = el("i", { class: source.colour, title: `${source.name}: ${size(source.bytes)}` });
-    part.style.flexGrow = String(source.bytes / now.total_bytes);
-    bar.append(part);
-  }
-  const free = el("i", { class: "free", title: `free: ${size(now.free_bytes)}` });
-  free.style.flexGrow = String(now.free_bytes / now.total_bytes);
-  bar.append(free);
-  const row = (colour, name, bytes) =>
-    el(
-      "tr",
-      {},
-      el("th", { scope: "row" }, el("i", { class: `swatch ${colour}`, "aria-hidden": "true" }), name),
-      el("td", { class: "number" }, size(bytes)),
-      el("td", { class: "number quiet" }, percent(bytes, now.total_bytes)),
-    );
-  return el(
-    "article",
-    { class: "device", "data-device": now.index, "data-used": now.used_bytes },
-    el(
-      "p",
-      { class: "total" },
-      el("strong", {}, size(now.used_bytes)),
-      el("span", {}, ` of ${size(now.total_bytes)} in use`),
-      el("span", { class: "quiet name" }, `${now.name}${occupation.devices.length > 1 ? `, ${now.index}` : ""}`),
-    ),
-    bar,
-    el(
-      "table",
-      { class: "sources", "aria-label": `What holds the memory of ${now.name}` },
-      el("tbody", {}, ...held.map((each) => row(each.colour, each.name, each.bytes)), row("free", "free", now.free_bytes)),
-    ),
-  );
-}
-
-function barLabel(now) {
-  const parts = now.sources.filter((each) => each.bytes > 0).map((each) => `${each.name} ${size(each.bytes)}`);
-  return `${size(now.used_bytes)} of ${size(now.total_bytes)} in use: ${parts.join(", ") || "nothing"}`;
-}
-
-function colourOf({ kind, name }) {
-  if (kind !== "tag") return `of-${kind}`;
-  const known = KNOWN_TAGS.indexOf(name);
-  if (known >= 0) return `tag-${known}`;
-  const others = occupation.tags.map((tag) => tag.tag).filter((tag) => !KNOWN_TAGS.includes(tag));
-  return `tag-${KNOWN_TAGS.length + (Math.max(0, others.indexOf(name)) % COLOURS)}`;
 }
 
 function drawTags() {
   const busy = !connected || Boolean(running());
   redraw($("tags"), [occupation.tags, busy], () =>
-    occupation.tags.map((tag) => {
-      const away = tag.released_bytes > 0;
-      const act = el(
-        "button",
-        {
-          type: "button",
-          class: "small",
-          "data-focus": `tag-${tag.tag}`,
-          "aria-disabled": String(busy || !tag.bytes),
-          "aria-label": `${away ? "Resume" : "Release"} ${tag.tag}`,
-          onclick: (event) => {
-            if (!may(event.currentTarget)) return;
-            if (away) send("resume", { tags: [tag.tag] });
-            else confirmRelease([tag.tag]);
-          },
-        },
-        away ? "Resume" : "Release…",
-      );
-      return el(
-        "tr",
-        {},
-        el(
-          "th",
-          { scope: "row" },
-          el("i", { class: `swatch ${colourOf({ kind: "tag", name: tag.tag })}`, "aria-hidden": "true" }),
-          tag.tag,
-        ),
-        el("td", {}, el("span", { class: "state small", "data-state": tag.state }, tag.state)),
-        el("td", { class: "wide" }, tag.restore),
-        el("td", { class: "number wide" }, size(tag.bytes)),
-        el("td", { class: "number" }, size(tag.resident_bytes + tag.retained_bytes)),
-        el("td", { class: "number wide" }, size(tag.released_bytes)),
-        el("td", { class: "number wide" }, size(tag.backed_up_bytes)),
-        el("td", { class: "act" }, act),
-      );
-    }),
+    tagRows(occupation.tags, busy, (tag, resume) => (resume ? send("resume", { tags: [tag] }) : confirmRelease([tag]))),
   );
   const { bytes, file_bytes: inFiles, capacity_bytes: ready, limit_bytes: limit } = occupation.host_backup;
   $("backup").textContent =
@@ -315,67 +229,12 @@ function drawCharts() {
       charts.set(now.index, { box, chart: new Chart(box), caption: box.appendChild(el("figcaption", { class: "quiet" })) });
     }
     const { chart, caption } = charts.get(now.index);
-    const view = viewOf(now);
+    const one = range === "operation" ? operationView(operations.get(chosen) ?? newestFirst()[0], now.index) : null;
+    const view = one ?? rangeView(now, [...operations.values()], readings, Date.now() / 1e3 + skew, Number(range) || 300);
     const several = occupation.devices.length > 1 ? `${now.name}, ${now.index}: ` : "";
     caption.textContent = `${several}${view.caption}`;
     chart.show({ ...view, label: `${several}memory in use, ${view.caption}` });
   }
-}
-
-function viewOf(now) {
-  const points = pointsOf(now.index);
-  const bands = [...operations.values()].filter((each) => each.started_at).map(bandOf);
-  const one = range === "operation" ? (operations.get(chosen) ?? newestFirst()[0]) : null;
-  if (one?.started_at) {
-    const alone = bandOf(one);
-    const margin = Math.max(1e-4, 0.08 * (alone.to - alone.from));
-    const before = one.phases[0]?.devices.find((each) => each.index === now.index)?.used_before_bytes;
-    const own = pointsOf(now.index, [one], false);
-    if (own.length) {
-      own.unshift({ at: alone.from - margin, used: before });
-      own.push({ at: alone.to + margin, used: own.at(-1).used });
-    }
-    return {
-      from: alone.from - margin,
-      to: alone.to + margin,
-      origin: alone.from,
-      points: own,
-      operations: [alone],
-      caption: `${one.operation} of ${tagList(one.tags)} at ${clock(alone.from)}, by phase`,
-    };
-  }
-  const to = Math.max(Date.now() / 1e3 + skew, readings.at(-1)?.at ?? 0);
-  // A server that started a moment ago has no more past than this.
-  const from = Math.max(to - (Number(range) || 300), Math.min(readings[0]?.at ?? to, to - LEAST_S));
-  const used = points.filter((point) => point.at >= from).map((point) => point.used);
-  const caption = used.length
-    ? `in use now ${size(now.used_bytes)}, least ${size(Math.min(...used))}, most ${size(Math.max(...used))}`
-    : `in use now ${size(now.used_bytes)}`;
-  return { from, to, points, operations: bands, caption };
-}
-
-function bandOf(operation) {
-  const to = operation.finished_at ?? operation.started_at + operation.seconds;
-  const phases = operation.phases.map((phase, number) => {
-    const from = operation.phase_starts[number];
-    return { name: phase.name, from, to: from + phase.seconds };
-  });
-  if (operation.phase) phases.push({ name: operation.phase, from: operation.phase_starts.at(-1), to });
-  return { operation: operation.operation, from: operation.started_at, to, phases };
-}
-
-/** What was in use when: readings, and around each phase what it found and left. */
-function pointsOf(index, of = operations.values(), withReadings = true) {
-  const points = withReadings ? readings.map(({ at, used }) => ({ at, used: used[index] })) : [];
-  for (const operation of of) {
-    operation.phases.forEach((phase, number) => {
-      const seen = phase.devices.find((each) => each.index === index);
-      const from = operation.phase_starts[number];
-      if (!seen || from === undefined) return;
-      points.push({ at: from, used: seen.used_before_bytes }, { at: from + phase.seconds, used: seen.used_after_bytes });
-    });
-  }
-  return points.filter((point) => point.used !== undefined).sort((a, b) => a.at - b.at);
 }
 
 new ResizeObserver(() => drawCharts()).observe($("charts"));
@@ -385,7 +244,7 @@ $("range").addEventListener("change", (event) => {
   drawCharts();
 });
 
-// -- what is asked for -------------------------------------------------------------------------------------------------
+// -- actions --------------------------------------------------------------------------------------------------------
 
 $("release").addEventListener("click", () => {
   if (may($("release"))) confirmRelease(null);
@@ -402,9 +261,9 @@ function confirmRelease(tags, { hibernate = false } = {}) {
   const what = tags ? tagList(tags) : "all memory";
   $("confirm-title").textContent = hibernate ? "Release all memory and hibernate?" : `Release ${what}?`;
   $("confirm-text").textContent =
-    `${occupation.engine} takes no requests until it is resumed. ` +
-    "What its tags keep is backed up first; the process stays alive." +
-    (hibernate ? " Last of all its device context goes, too; whatever it asks of the device then waits." : "");
+    `${occupation.engine} accepts no requests until it is resumed. ` +
+    "Content that its tags keep is backed up first; the process stays alive." +
+    (hibernate ? " Its device context is released last; calls to the device then block until it is resumed." : "");
   $("confirmed").textContent = hibernate ? "Hibernate" : "Release";
   dialog.returnValue = "cancel";
   dialog.onclose = () => {
@@ -427,7 +286,7 @@ async function send(operation, body) {
 
 const notices = new Map();
 
-/** Show `text` until the same `about` has other news. */
+/** Show `text` until the next notice about the same subject. */
 function say(text, about) {
   if (text) notices.set(about, text);
   else notices.delete(about);

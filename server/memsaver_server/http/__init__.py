@@ -1,1 +1,1 @@
-"""What is about HTTP: the application, who may call it, and what a failure becomes."""
+"""HTTP: who may call, how requests are read, how results and errors become responses, and limits on callers."""

@@ -1,4 +1,4 @@
-"""Who may call: the key, the browser's own word on where a request comes from, and the addresses that need no key."""
+"""Who may call: API key, browser origin, and the addresses that need no key."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from memsaver_server.http.errors import ForbiddenError, UnauthorizedError
 from memsaver_server.settings import Settings
 
 
-def bearer_is_right(request: Request, key: str) -> bool:
-    """Compare the caller's key in constant time."""
+def has_valid_key(request: Request, key: str) -> bool:
+    """Return whether the request carries ``key``. Compares in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Header bytes arrive decoded as Latin-1; the key may be any text, and its last byte what Latin-1 calls a space.
+    # Headers are decoded as Latin-1, in which the last byte of a UTF-8 key may be white space: strip only " \t".
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip(" \t").encode("latin-1"), key.encode())
 
 
 def check_key(request: Request, settings: Settings) -> None:
-    """Let the request pass if no key is set or the caller has it.
+    """Check the caller's key, if one is set.
 
     Raises:
-        UnauthorizedError: it has not.
+        UnauthorizedError: it is missing or wrong.
     """
-    if settings.api_key is not None and not bearer_is_right(request, settings.api_key.get_secret_value()):
-        raise UnauthorizedError("this server asks for a key; send it as 'Authorization: Bearer KEY'")
+    if settings.api_key is not None and not has_valid_key(request, settings.api_key.get_secret_value()):
+        raise UnauthorizedError("this server requires a key; send it as 'Authorization: Bearer KEY'")
 
 
 def check_origin(request: Request, settings: Settings) -> None:
-    """Refuse what a browser sends for another site: without a key, a page anywhere could release a local engine.
+    """Refuse requests that a browser sends for another site's page, which could otherwise release a local engine.
 
     Raises:
-        ForbiddenError: the browser says that another site asks, or the request names a host that only looks local.
+        ForbiddenError: the browser names another site as the origin, or the Host header may be another site's.
     """
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ForbiddenError("a page of another site may not call this server")
-    # A site can let its own name point to this machine; its pages then are of the same origin. Neither an address nor
-    # a name without a dot can be a site's.
-    name = _name_called(request)
+    # DNS rebinding: a site can resolve its own name to this machine, which makes its pages same-origin. It cannot do
+    # that with an address or a name without a dot.
+    name = _host_of(request)
     local, _ = request.scope.get("server") or ("", None)
     if settings.api_key is None and _is_loopback(local) and not (_is_address(name) or _is_local(name)):
         raise ForbiddenError(
-            f"without a key this server is called by address or as localhost, not as {name!r}; "
+            f"without a key this server accepts requests to its address or to localhost, not to {name!r}; "
             "to serve under that name, set MEMSAVER_API_KEY"
         )
 
 
 def check_address(host: str, settings: Settings) -> None:
-    """Refuse to serve beyond this machine without a key.
+    """Require a key to serve beyond this machine.
 
     Raises:
-        ConfigurationError: ``host`` is not loopback, and no key is set.
+        ConfigurationError: ``host`` is not loopback and no key is set.
     """
     if not (_is_loopback(host) or host == "localhost") and settings.api_key is None:
         raise ConfigurationError(
@@ -62,13 +62,13 @@ def check_address(host: str, settings: Settings) -> None:
 
 
 def caller(request: Request) -> str:
-    """Return who calls, for the audit line."""
+    """Return address and user agent of the caller, for the audit log."""
     address = request.client.host if request.client else "unix"
     return f"{address} {request.headers.get('user-agent', '')[:120]}".strip()
 
 
-def _name_called(request: Request) -> str:
-    """The host that the request is addressed to, without its port; an empty string where it names none."""
+def _host_of(request: Request) -> str:
+    """Return the Host header without its port, or an empty string."""
     host = request.headers.get("host", "")
     try:
         return urlsplit(f"//{host}").hostname or ""

@@ -1,7 +1,6 @@
-"""What a caller may take of the engine's process by connecting alone, before it has shown a key.
+"""Limits on connections, which cost the engine's process file descriptors before a caller has shown a key.
 
-uvicorn bounds neither how many connections there are nor how long one may take to say what it wants; each is a file
-descriptor of the engine.
+uvicorn limits neither their number nor the time that a request may take to arrive.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from typing import Literal
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from memsaver_server.http.errors import Problem
+from memsaver_server.http.errors import ErrorResponse
 
-#: Connections at a time, at most. Of a process that may open few files they get no more than half.
-MOST_CONNECTIONS = 4096
-#: How long the line and the headers of a request may take from the first byte on, and a new connection to send that.
+#: Concurrent connections at most, and no more than half of the files that the process may open.
+MAX_CONNECTIONS = 4096
+#: Time limit for a request line and headers from their first byte on, and for the first byte of a connection.
 HEADERS_S = 30.0
-#: In each such time a body must bring so many bytes, or its end. Weights may take their hours; a few bytes may not.
+#: Minimum upload rate of a body: BODY_BYTES per BODY_S. There is no limit on its total time.
 BODY_S = 30.0
 BODY_BYTES = 64 << 10
-#: How long the rest of a body may take whose request is answered already.
+#: Time limit for the rest of a body whose request is answered already.
 REST_S = 5.0
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol, which drops connections over the bound and those that do not say all they began to say."""
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with a limit on connections and time limits on requests."""
 
-    _owed: Literal["", "headers", "body", "rest"] = ""
-    _clock: asyncio.TimerHandle | None = None
-    _arrived = 0
+    _awaited: Literal["", "headers", "body", "rest"] = ""
+    _timer: asyncio.TimerHandle | None = None
+    _received = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > max_connections():
             transport.close()
         else:
             self._expect("headers")
 
     def data_received(self, data: bytes) -> None:
-        self._arrived += len(data)
+        self._received += len(data)
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             self._expect("headers")
@@ -64,53 +63,53 @@ class BoundedProtocol(H11Protocol):
     def _expect_body(self) -> None:
         self._expect("rest" if self.conn.our_state is h11.DONE else "body")
 
-    def _expect(self, owed: Literal["", "headers", "body", "rest"]) -> None:
-        """Give the caller the time that there is for what it owes, from when it first owed it."""
-        if owed == self._owed:
+    def _expect(self, awaited: Literal["", "headers", "body", "rest"]) -> None:
+        """Start the timer for what the caller has to send next, unless it runs already."""
+        if awaited == self._awaited:
             return
-        self._owed = owed
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
-        if owed == "body":
-            self._clock = self.loop.call_later(BODY_S, self._look_at_body, self._arrived)
-        elif owed:
-            # Not close(), which would wait until the caller has read what it was sent.
-            self._clock = self.loop.call_later(HEADERS_S if owed == "headers" else REST_S, self.transport.abort)
+        self._awaited = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if awaited == "body":
+            self._timer = self.loop.call_later(BODY_S, self._check_rate, self._received)
+        elif awaited:
+            # Not close(), which would wait until the caller has read all that was sent to it.
+            self._timer = self.loop.call_later(HEADERS_S if awaited == "headers" else REST_S, self.transport.abort)
 
-    def _look_at_body(self, before: int) -> None:
-        """Let the body go on where enough of it came since ``before``; end it where it does not come."""
-        if self._arrived - before >= BODY_BYTES or self.flow.read_paused:  # paused: it is us who do not read
-            self._clock = self.loop.call_later(BODY_S, self._look_at_body, self._arrived)
+    def _check_rate(self, before: int) -> None:
+        """Check the upload rate; ``before`` is the count of received bytes at the last check."""
+        if self._received - before >= BODY_BYTES or self.flow.read_paused:  # paused: we do not read
+            self._timer = self.loop.call_later(BODY_S, self._check_rate, self._received)
         elif self.cycle.response_started:
             self.transport.abort()
         else:
-            wanted = f"send the whole of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
-            self._end_with(Problem(408, "body_late", f"the body did not come; {wanted}"))
+            wanted = f"send all of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
+            self._end_with(ErrorResponse(408, "body_late", f"the body was sent too slowly; {wanted}"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, wherever in a request that begins."""
+        """Answer malformed HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._end_with(Problem(400, "bad_request", msg))
+            self._end_with(ErrorResponse(400, "bad_request", msg))
         else:
-            self.transport.abort()  # in the middle of an answer, or behind it
+            self.transport.abort()  # during or after an answer
 
-    def _end_with(self, problem: Problem) -> None:
-        """Send the last answer of this connection; past h11, which answers only requests that it could read."""
-        content = json.dumps(problem.body()).encode()
+    def _end_with(self, response: ErrorResponse) -> None:
+        """Send a last answer and close. Bypasses h11, which answers only requests that it could parse."""
+        content = json.dumps(response.body()).encode()
         if self.cycle is not None:
-            # The application, which may wait for the rest, shall answer nothing any more.
+            # The application may wait for the rest of the request; its answer must not follow this one.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         head = (
-            f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + content)
         self.transport.close()
 
 
-def most_connections() -> int:
-    """How many connections there may be now."""
+def max_connections() -> int:
+    """Return the limit on connections now."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MOST_CONNECTIONS, files // 2) if files != resource.RLIM_INFINITY else MOST_CONNECTIONS
+    return min(MAX_CONNECTIONS, files // 2) if files != resource.RLIM_INFINITY else MAX_CONNECTIONS

@@ -1,8 +1,8 @@
-"""Fairness on the event loop: many requests that come or end at once must not make a probe wait for all of them.
+"""Fairness on the event loop: a batch of requests must not delay a probe until all of them are served.
 
-The loop serves whatever is ready in the order in which it became so. Sixty-four generations that a batch ends together
-are twenty milliseconds of parsing and serializing, and who asks for ``/livez`` behind them waits that long. So requests
-that come in crowds take turns, a few to each pass of the loop, and everybody else goes past them.
+The loop serves ready tasks in order. When a batch of 64 generations ends, parsing and serializing them takes 20 ms,
+for which a later ``/livez`` would wait. So a few requests of a batch proceed in each iteration of the loop, and all
+other requests overtake them.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: How many get their turn in one pass of the loop.
-TURNS = 2
+#: Requests that proceed in one iteration of the event loop.
+REQUESTS_PER_ITERATION = 2
 
 
-class Turns:
-    """Lets ``TURNS`` waiters go on in each pass of the event loop, in their order."""
+class FairQueue:
+    """Lets ``REQUESTS_PER_ITERATION`` waiters proceed in each iteration of the event loop, first come first served."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._left = TURNS
+        self._left = REQUESTS_PER_ITERATION
 
     async def wait(self) -> None:
-        """Return when it is the caller's turn."""
+        """Return when the caller may proceed."""
         loop = asyncio.get_running_loop()
-        if self._left == TURNS:  # the first of this pass; the next pass begins the count anew
-            loop.call_soon(self._next_pass, loop)
+        if self._left == REQUESTS_PER_ITERATION:  # the first of this iteration: reset the count in the next
+            loop.call_soon(self._next_iteration, loop)
         if self._left and not self._waiting:
             self._left -= 1
             return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        proceed = loop.create_future()
+        self._waiting.append(proceed)
+        await proceed
 
-    def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._left = TURNS
+    def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._left = REQUESTS_PER_ITERATION
         while self._waiting and self._left:
-            turn = self._waiting.popleft()
-            if not turn.done():  # cancelled: its client went away
-                turn.set_result(None)
+            proceed = self._waiting.popleft()
+            if not proceed.done():  # cancelled: its client disconnected
+                proceed.set_result(None)
                 self._left -= 1
-        if self._left < TURNS:
-            loop.call_soon(self._next_pass, loop)
+        if self._left < REQUESTS_PER_ITERATION:
+            loop.call_soon(self._next_iteration, loop)
 
 
-class TakeTurns:
-    """Makes requests that do something take turns; those that only look go past them."""
+class FairnessMiddleware:
+    """Queues POST requests; all others overtake them."""
 
-    def __init__(self, app: ASGIApp, turns: Turns) -> None:
+    def __init__(self, app: ASGIApp, queue: FairQueue) -> None:
         self._app = app
-        self._turns = turns
+        self._queue = queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            await self._turns.wait()
+            await self._queue.wait()
         await self._app(scope, receive, send)

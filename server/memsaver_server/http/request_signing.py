@@ -1,7 +1,7 @@
 """TensorRT-LLM's signed requests: HMAC-SHA256 with the key over the body, or over the whole request with a nonce.
 
-The header ``x-trtllm-runtime-control-auth`` comes with a timestamp and a nonce in newer releases, which guard against
-replay, and alone in older ones; ``x-trtllm-rl-control-auth`` is older still.
+Newer releases send ``x-trtllm-runtime-control-auth`` with a timestamp and a nonce against replay, older ones without;
+``x-trtllm-rl-control-auth`` is older still.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Mapping
 BODY_HEADERS = ("x-trtllm-runtime-control-auth", "x-trtllm-rl-control-auth")
 TIMESTAMP_HEADER = "x-trtllm-runtime-control-timestamp"
 NONCE_HEADER = "x-trtllm-runtime-control-nonce"
-#: A signature with a timestamp is good for this long before and after it, seconds.
+#: A signature with a timestamp is valid for this long before and after it, seconds.
 VALID_S = 300
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
-class SeenNonces:
-    """The nonces of the last minutes: a signed request counts once."""
+class NonceCache:
+    """The nonces that are still valid: each signed request is accepted once."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
@@ -30,7 +30,7 @@ class SeenNonces:
         self._lock = threading.Lock()
 
     def claim(self, nonce: str, expires: float, now: float) -> bool:
-        """Return whether ``nonce`` is new, and remember it. A full memory refuses rather than forgets."""
+        """Store ``nonce``; return whether it is new. A full cache rejects new ones instead of forgetting old ones."""
         with self._lock:
             self._expires = {seen: until for seen, until in self._expires.items() if until >= now}
             if nonce in self._expires or len(self._expires) >= self._capacity:
@@ -40,14 +40,14 @@ class SeenNonces:
 
 
 def is_signed(headers: Mapping[str, str]) -> bool:
-    """Return whether the request is said to be signed."""
+    """Return whether the request has a signature, valid or not."""
     return any(name in headers for name in BODY_HEADERS)
 
 
-def signature_is_right(
-    key: str, method: str, path: str, headers: Mapping[str, str], body: bytes, seen: SeenNonces
+def has_valid_signature(
+    key: str, method: str, path: str, headers: Mapping[str, str], body: bytes, nonces: NonceCache
 ) -> bool:
-    """Return whether the request is signed with ``key``, in time and for the first time."""
+    """Return whether the request is signed with ``key``, within ``VALID_S`` and with a new nonce."""
     if TIMESTAMP_HEADER not in headers and NONCE_HEADER not in headers:
         return any(_matches(headers.get(name), key, body) for name in BODY_HEADERS)
     timestamp, nonce = headers.get(TIMESTAMP_HEADER, ""), headers.get(NONCE_HEADER, "")
@@ -59,7 +59,7 @@ def signature_is_right(
     return (
         _matches(headers.get(BODY_HEADERS[0]), key, signed)
         and abs(now - int(timestamp)) <= VALID_S
-        and seen.claim(nonce, int(timestamp) + VALID_S, now)
+        and nonces.claim(nonce, int(timestamp) + VALID_S, now)
     )
 
 

@@ -1,4 +1,4 @@
-"""How a request is read, whatever its method, content type or dialect."""
+"""Reads requests, independent of method, content type and dialect."""
 
 from __future__ import annotations
 
@@ -22,27 +22,22 @@ from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
-#: Parsing a larger body takes so long that other requests would notice.
+#: Larger bodies are parsed in a thread, because that would delay other requests.
 LARGE_BYTES = 1 << 20
-#: How JSON says one half of a character that takes more than 16 bits.
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+#: The JSON escape of a surrogate, which may be unpaired.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How large a body may be.
-
-    Attributes:
-        bytes: that many.
-        remedy: what to do about a larger one.
-    """
+    """The size limit of a body, and what the caller of a larger one can do."""
 
     bytes: int
     remedy: str
 
 
 def limit_of(settings: Settings, name: str = "max_body_bytes") -> Limit:
-    """Return the limit that the operator has set under this name."""
+    """Return the limit in the setting ``name``."""
     return Limit(getattr(settings, name), f"MEMSAVER_{name.upper()} sets the limit")
 
 
@@ -50,7 +45,7 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.memsaver)
 
 
-# Dependencies are coroutines although they wait for nothing: others are run in a thread each.
+# Dependencies are coroutines although they await nothing: FastAPI runs plain functions in threads.
 async def _service(request: Request) -> Service:
     return service_of(request)
 
@@ -59,11 +54,14 @@ ServiceOf = Annotated[Service, Depends(_service)]
 
 
 async def body_of(request: Request, limit: Limit | None = None) -> bytes:
-    """Return the request's body, of at most ``limit``: by default the server's own.
+    """Return the request's body.
+
+    Args:
+        limit: its size limit; the default is the setting ``max_body_bytes``.
 
     Raises:
-        BodyTooLargeError: it is larger; what is over the limit is not read.
-        BadRequestError: the connection ended before it did.
+        BodyTooLargeError: it is larger; the excess is not read.
+        BadRequestError: the connection ended before the body did.
     """
     if not hasattr(request.state, "memsaver_body"):
         limit = limit or limit_of(service_of(request).settings)
@@ -76,8 +74,8 @@ async def body_of(request: Request, limit: Limit | None = None) -> bytes:
                     if len(body) > limit.bytes:
                         break
         except ClientDisconnect:
-            logger.debug("%s %s: its body was cut off", request.method, request.url.path)
-            raise BadRequestError("the body was cut off") from None  # nobody will read it
+            logger.debug("%s %s: the body was truncated", request.method, request.url.path)
+            raise BadRequestError("the body was truncated") from None
         if len(body) > limit.bytes or (announced.isdecimal() and int(announced) > limit.bytes):
             raise BodyTooLargeError(f"the body is larger than {limit.bytes} bytes; {limit.remedy}")
         request.state.memsaver_body = bytes(body)
@@ -85,7 +83,7 @@ async def body_of(request: Request, limit: Limit | None = None) -> bytes:
 
 
 async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any]:
-    """Return the JSON object in the body, an empty one where there is none. The content type does not matter.
+    """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type.
 
     Raises:
         BadRequestError: the body is not a JSON object.
@@ -105,28 +103,28 @@ async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any
 
 
 def _parse(body: bytes) -> Any:
-    """Read JSON whose every text can be said again in UTF-8, so that no answer, log line or file name fails on it.
+    """Parse JSON, and check that its strings can be encoded in UTF-8 for answers, log lines and file names.
 
     Raises:
-        ValueError: it is none, or holds half a character.
-        RecursionError: it is nested too deep.
+        ValueError: it is not JSON, or has an unpaired surrogate.
+        RecursionError: it is nested too deeply.
     """
     text = body.decode(json.detect_encoding(body))
     value = json.loads(text)
-    if _HALF.search(text):
+    if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{error.object[error.start]!r} in it is half of a character; send both") from None
+            raise ValueError(f"it contains the unpaired surrogate {error.object[error.start]!r}") from None
     return value
 
 
 def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[..., Awaitable[Model]]:
-    """Return the dependency that reads ``model`` from the query and the body, which wins. Null counts as absent.
+    """Return the dependency that reads ``model`` from query and body. The body takes precedence; null is absent.
 
     Args:
         model: the fields.
-        limit: the setting that bounds the body.
+        limit: the setting that limits the body's size.
     """
 
     async def read(request: Request) -> Model:
@@ -145,25 +143,25 @@ def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[...
 
 
 async def guard(request: Request) -> None:
-    """Let only callers with the key pass, and no other site's pages."""
+    """Require the key, and refuse requests of other sites' pages."""
     check_origin(request, service_of(request).settings)
     check_key(request, service_of(request).settings)
 
 
 async def guard_probes(request: Request) -> None:
-    """Let everybody look at probes and metrics, unless the operator wants otherwise."""
+    """Require the key for probes and metrics only with the setting ``protect_probes``."""
     if service_of(request).settings.protect_probes:
         check_key(request, service_of(request).settings)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what the API description says of a route whose body is read by ``fields_of(model)``."""
+    """Return the OpenAPI description of a body that ``fields_of(model)`` reads."""
     schema = model.model_json_schema()
     return {"requestBody": {"required": False, "content": {"application/json": {"schema": schema}}}}
 
 
 def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
-    """The same for a route that reads its fields from the query. What is not a plain value goes in a body only."""
+    """Return the OpenAPI description of ``model`` in the query, without its fields that are objects."""
     properties = model.model_json_schema()["properties"].items()
     plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
     return {
@@ -171,17 +169,17 @@ def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-#: Every route that changes or waits for something may answer these.
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorAnswer, "description": "The request cannot be used; everything is as it was."},
+#: The error responses of routes that change or wait for something.
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The request is invalid; nothing was changed."},
     401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
-    403: {"model": ErrorAnswer, "description": "A browser asks for another site."},
-    408: {"model": ErrorAnswer, "description": "The body did not come."},
+    403: {"model": ErrorAnswer, "description": "A browser sent the request for another site."},
+    408: {"model": ErrorAnswer, "description": "The body was sent too slowly."},
     409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     422: {"model": ErrorAnswer, "description": "The Idempotency-Key belongs to another request."},
     500: {"model": ErrorAnswer, "description": "The driver, a backup or the engine failed; the message says which."},
-    503: {"model": ErrorAnswer, "description": "Not now: memory is short or away. Try again after Retry-After."},
-    504: {"model": ErrorAnswer, "description": "Requests in flight, or a phase, took too long."},
-    507: {"model": ErrorAnswer, "description": "Host memory is too short for the backup; nothing was unmapped."},
+    503: {"model": ErrorAnswer, "description": "Device memory is short or released. Retry after Retry-After."},
+    504: {"model": ErrorAnswer, "description": "Requests in flight or a phase took too long."},
+    507: {"model": ErrorAnswer, "description": "Host memory is too small for the backup; nothing was unmapped."},
 }

@@ -1,27 +1,20 @@
-"""From what the core reports to what the service answers."""
+"""Reports of the core as the JSON of the service."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from memsaver_core.reports import (
-    DeviceDelta,
-    DeviceMemory,
-    HostBackupStatus,
-    OperationReport,
-    PhaseReport,
-    TagStatus,
-)
-from memsaver_server.device_monitor import Reading
-from memsaver_server.http.errors import problem_of
-from memsaver_server.lifecycle import Occupation
-from memsaver_server.memory_breakdown import sources
-from memsaver_server.operation_queue import Operation
+from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport
+from memsaver_server.device_monitor import Sample
+from memsaver_server.http.errors import error_response
+from memsaver_server.lifecycle import Lifecycle
+from memsaver_server.memory_breakdown import break_down
+from memsaver_server.operation import Operation
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
-    """Return what the caller of an operation that is done is told, whether it went well or not."""
+    """Return the answer to the caller of an operation that has ended, in success or failure."""
     if operation.error is not None:
         about = {
             "operation": operation.request.operation,
@@ -30,7 +23,7 @@ def operation_answer(operation: Operation) -> dict[str, Any]:
             "seconds": operation.seconds,
             "phases": [phase_answer(phase) for phase in operation.phases],
         }
-        body = problem_of(operation.error).body()
+        body = error_response(operation.error).body()
         if operation.failed_phase:
             body["error"].setdefault("phase", operation.failed_phase)
         return {**body, **about}
@@ -48,14 +41,14 @@ def operation_answer(operation: Operation) -> dict[str, Any]:
         "resumed_bytes": report.resumed_bytes,
         "tags": [asdict(tag) for tag in report.tags],
         "phases": [phase_answer(phase) for phase in report.phases],
-        "devices": [_metered(device) for device in report.devices],
+        "devices": [_device_total(device) for device in report.devices],
     }
 
 
 def accepted_answer(operation: Operation) -> dict[str, Any]:
     return {
         "success": True,
-        "message": f"{operation.request.operation} {operation.id} goes on by itself",
+        "message": f"{operation.request.operation} {operation.id} continues in the background",
         "operation": operation.request.operation,
         "operation_id": operation.id,
         "status": operation.status,
@@ -64,7 +57,7 @@ def accepted_answer(operation: Operation) -> dict[str, Any]:
 
 
 def operation_status(operation: Operation) -> dict[str, Any]:
-    """Return what can be said of an operation at any time."""
+    """Return an operation in any status."""
     done = operation.status in ("succeeded", "failed")
     return {
         "operation_id": operation.id,
@@ -72,12 +65,12 @@ def operation_status(operation: Operation) -> dict[str, Any]:
         "status": operation.status,
         "phase": operation.phase,
         "stalled": stalled(operation),
-        "tags": None if operation.request.tags is None else list(operation.request.tags),
+        "tags": list(operation.request.tags) or None,
         "client": operation.client,
         "created_at": operation.created_at,
         "started_at": operation.started_at,
         "finished_at": operation.finished_at,
-        "seconds": operation.seconds_so_far(),
+        "seconds": operation.elapsed_s(),
         "progress": progress(operation),
         "phases": [phase_answer(phase) for phase in operation.phases],
         "answer": operation_answer(operation) if done else None,
@@ -85,13 +78,13 @@ def operation_status(operation: Operation) -> dict[str, Any]:
 
 
 def stalled(operation: Operation) -> dict[str, Any] | None:
-    """Return the phase that an operation is stuck in, and for how long; None where it gets on."""
+    """Return the phase in which an operation stalls and for how long, or None."""
     stall = operation.stall()
     return None if stall is None else asdict(stall)
 
 
 def progress(operation: Operation) -> dict[str, Any] | None:
-    """Return how far an operation in work is, as the core counts it; None where it copies nothing now."""
+    """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
     now = operation.memory.status().progress
     if operation.status != "running" or now.operation != operation.request.operation:
         return None
@@ -105,9 +98,9 @@ def progress(operation: Operation) -> dict[str, Any] | None:
     }
 
 
-def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> dict[str, Any]:
-    """Return what the process holds now; of the devices, what ``reading`` says."""
-    now = occupation.now()
+def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict[str, Any]:
+    """Return what the process holds now, with the devices as in ``sample``."""
+    now = lifecycle.snapshot()
     status = now.status
     return {
         "enabled": status.enabled,
@@ -115,11 +108,11 @@ def occupation_answer(occupation: Occupation, engine: str, reading: Reading) -> 
         "state": now.state,
         "hibernated": status.hibernated,
         "engine": engine,
-        "admission": {"open": not now.closed_because, "reason": now.closed_because},
+        "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
-        "tags": [_tag_status(tag) for tag in status.tags],
-        "devices": [_occupied(device, reading) for device in reading.devices],
-        "host_backup": _host_backup(status.host_backup),
+        "tags": [_without(asdict(tag), "mapped_by_device", "bytes_by_device") for tag in status.tags],
+        "devices": [_occupied(device, sample) for device in sample.devices],
+        "host_backup": _without(asdict(status.host_backup), "target_bytes"),
     }
 
 
@@ -164,7 +157,7 @@ def _delta(device: DeviceDelta) -> dict[str, Any]:
     }
 
 
-def _metered(device: DeviceDelta) -> dict[str, Any]:
+def _device_total(device: DeviceDelta) -> dict[str, Any]:
     return {
         **_delta(device),
         "name": device.name,
@@ -173,21 +166,13 @@ def _metered(device: DeviceDelta) -> dict[str, Any]:
     }
 
 
-def _tag_status(tag: TagStatus) -> dict[str, Any]:
-    answer = asdict(tag)
-    del answer["mapped_by_device"], answer["bytes_by_device"]  # each device's sources say it
-    return answer
+def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
-def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
-    answer = asdict(backup)
-    del answer["target_bytes"]  # how the pool grows is nobody's business outside
-    return answer
-
-
-def _occupied(device: DeviceMemory, reading: Reading) -> dict[str, Any]:
+def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:
     return {
         **asdict(device),
         "free_bytes": device.total_bytes - device.used_bytes,
-        "sources": [asdict(source) for source in sources(device, reading)],
+        "sources": [asdict(consumer) for consumer in break_down(device, sample)],
     }

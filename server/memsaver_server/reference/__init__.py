@@ -1,1 +1,1 @@
-"""The reference engine: any Hugging Face causal language model, served in one process."""
+"""The reference engine: serves a Hugging Face causal language model in one process."""

@@ -1,4 +1,4 @@
-"""Attention over a static cache of slots: each request has a slot, each row of a batch a position of its own."""
+"""Attention over a static cache of slots: each request has a slot, each row of a batch its own position."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-#: The name under which transformers' models find `slot_attention`.
+#: The name by which transformers' models find `slot_attention`.
 ATTENTION_NAME = "memsaver_slots"
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for each token: heads and elements of a key, and of a value."""
+    """What one layer stores for each token: its heads, and the elements of a key and of a value."""
 
     heads: int
     key_dim: int
@@ -25,7 +25,7 @@ class LayerShape:
 
 
 class ShapeProbe(Cache):  # type: ignore[misc,unused-ignore]
-    """A cache that keeps nothing and notes what each layer wanted to store."""
+    """A cache that stores nothing and records the shapes that each layer stores."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -42,10 +42,10 @@ class ShapeProbe(Cache):  # type: ignore[misc,unused-ignore]
 
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
-    """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for one batch of them.
+    """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them.
 
-    The slots of a batch are named by a tensor, so that one captured graph serves any of them. A position that was
-    never written is never attended; see `slot_attention`.
+    A tensor names the slots of a batch, so that one captured graph serves any of them. Positions that were never
+    written are masked; see `slot_attention`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         layers: Sequence[tuple[Tensor, Tensor]],
         scratch: dict[tuple[int, int], tuple[Tensor, Tensor]],
     ) -> None:
-        """``scratch`` holds, for each (heads, dim) that occurs, room for the keys and for the values of a batch."""
+        """``scratch`` holds, for each (heads, dim) that occurs, buffers for the keys and the values of a batch."""
         super().__init__(layers=[])
         self._layers = tuple(layers)
         self._scratch = scratch
@@ -66,7 +66,7 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         return int(self._layers[0][0].shape[2])
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
-        """Aim the forward pass that follows at ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]``."""
+        """Set the ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]`` of the next forward pass."""
         self._slots = slots
         self._rows = {}
         for heads in {int(keys.shape[1]) for keys, _ in self._layers}:
@@ -78,8 +78,8 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._layers[layer_idx]
-        # A position beyond a request's own is masked by a weight of zero, and zero times NaN is NaN: what an overflow
-        # left in a slot would reach the slot's next tenant.
+        # Positions beyond a request's own have weight zero, and zero times NaN is NaN: without this an overflow in one
+        # request would reach the next one in its slot.
         finite = torch.nan_to_num(value_states)
         return self._store(keys, key_states, 0), self._store(values, finite, 1)
 
@@ -98,10 +98,10 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
 
 
 def distances(positions: Tensor, length: int) -> Tensor:
-    """How far back each cached position lies from each query, ``[batch, 1, tokens, length]``; negative is the future.
+    """Return how far back each cached position is from each query, ``[batch, 1, tokens, length]``; negative: future.
 
-    It takes the place of the attention mask, which transformers hands to `slot_attention` untouched: causality and
-    any layer's sliding window can be told from it.
+    Stands in for the attention mask, which transformers passes on unchanged: `slot_attention` derives causality and a
+    layer's sliding window from it.
     """
     cached = torch.arange(length, device=positions.device, dtype=torch.int32)
     return positions.to(torch.int32)[:, None, :, None] - cached
@@ -118,16 +118,16 @@ def slot_attention(
     sliding_window: int | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' attention interface wants it; ``attention_mask`` is what `distances` returns.
+    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns.
 
-    Query heads that share a key head are stacked along the query axis, so keys and values are not repeated for them.
+    Query heads that share a key head are stacked along the query axis, so that keys and values are not repeated.
 
     Raises:
-        NotImplementedError: the model wants a kind of attention that would come out wrong.
+        NotImplementedError: the model needs a kind of attention that this is not.
     """
     for unsupported in ("s_aux", "position_bias"):
         if other.get(unsupported) is not None:
-            raise NotImplementedError(f"{type(module).__name__} passes {unsupported}, which slot_attention cannot do")
+            raise NotImplementedError(f"{type(module).__name__} passes {unsupported}, which slots do not support")
     batch, heads, tokens, dim = query.shape
     shared = key.shape[1]
     group = heads // shared

@@ -13,9 +13,11 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server.engine import DrainMode
-from memsaver_server.reference import checkpoint, weight_update
-from memsaver_server.reference.requests import Request, Sampling
+from memsaver_server.reference import checkpoint, tokenizer, weight_update
+from memsaver_server.reference.builtin_model import small_checkpoint
+from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
+from memsaver_server.reference.sampling import Sampling
 from memsaver_server.reference.scheduler import Scheduler
 
 _GIB = 2**30
@@ -24,10 +26,9 @@ _GIB = 2**30
 class TransformersEngine:
     """Serves a causal language model by transformers, with weights, KV cache, graphs and workspaces in regions.
 
-    Implements ``GeneratingEngine`` of the engine port. Close it when done; the interpreter's exit closes it too.
+    Implements ``GeneratingEngine`` and ``UpdatableEngine``. Close it when done; the interpreter's exit closes it too.
 
     Attributes:
-        name: what the service calls it.
         model_name: the folder or configuration file served, or the built-in model's name.
     """
 
@@ -46,22 +47,22 @@ class TransformersEngine:
         enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
-        """Load the model and capture its graphs; returns when it can serve.
+        """Load the model and capture its graphs; return when it can serve.
 
         Args:
-            model: a checkpoint folder (config.json and safetensors); None serves a small built-in Qwen2.
-            random_weights: a config.json whose shape is served with random weights, instead of ``model``.
-            device: where to run; None takes the first device of memsaver's driver.
-            dtype: element type of weights and KV cache; None takes the checkpoint's.
-            kv_cache_bytes: size of the KV cache, in bytes; None takes 1 GiB on a GPU, 64 MiB on the host.
-            max_len: tokens of prompt and answer together, per request; None takes 2048 on a GPU, 512 on the host.
-            batch_sizes: how many requests are computed at once; other numbers are filled up to the next of these.
+            model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
+            random_weights: a config.json to serve with random weights, instead of ``model``.
+            device: None: the first device of memsaver's driver.
+            dtype: of weights and KV cache; None: the checkpoint's.
+            kv_cache_bytes: None: 1 GiB on a GPU, 64 MiB on the host.
+            max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
+            batch_sizes: requests computed at once; other numbers are padded to the next of these.
             enforce_eager: run without CUDA graphs.
             seed: of the random weights.
 
         Raises:
-            ValueError: an option cannot be used; the message says which, and what can.
-            RuntimeError: the model did not land in its region, or a graph could not be captured.
+            ValueError: an option is invalid; the message says which, and what is valid.
+            RuntimeError: the model was not allocated in its region, or a graph could not be captured.
         """
         if model is not None and random_weights is not None:
             raise ValueError("give either model or random_weights, not both")
@@ -73,11 +74,11 @@ class TransformersEngine:
         if random_weights is not None:
             shape = Path(random_weights)
             self.model_name = str(shape)
-            self._tokenizer: checkpoint.Tokenizer | None = checkpoint.byte_tokenizer()
+            self._tokenizer: tokenizer.Tokenizer | None = tokenizer.byte_tokenizer()
         else:
-            folder = Path(model) if model is not None else checkpoint.small_checkpoint()
+            folder = Path(model) if model is not None else small_checkpoint()
             self.model_name = str(model) if model is not None else folder.name
-            self._tokenizer = checkpoint.load_tokenizer(folder)
+            self._tokenizer = tokenizer.load_tokenizer(folder)
 
         def make_model() -> Any:
             if random_weights is not None:
@@ -102,82 +103,52 @@ class TransformersEngine:
     # The engine port.
 
     def is_alive(self) -> bool:
-        """Whether the scheduler runs and the device's context works. Calls nothing that waits."""
         return self._scheduler.alive and ms.status().state != "failed"
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        """Refuse new requests with ``AdmissionClosedError(reason)``; up to ``hold`` wait until admission opens."""
         self._scheduler.close_admission(reason, hold)
 
     def open_admission(self) -> None:
-        """Take requests again; those that wait or stand still go on."""
         self._scheduler.open_admission()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
-        """Bring the engine to a stand until `open_admission`.
-
-        Args:
-            timeout_s: how long it may take.
-            mode: what becomes of requests in flight. ``wait``: they end first. ``abort``: they end now, with the tokens
-                that they have. ``keep``: they stand still and go on later, from the KV cache where it was kept, else
-                by computing it again.
+        """As the port says. Frozen requests continue from the KV cache if it was kept, else by computing it again.
 
         Raises:
-            DrainTimeoutError: it took longer; the engine goes on as before.
-            ValueError: there is no such mode.
+            DrainTimeoutError: it took longer; the engine continues as before.
+            ValueError: the mode is unknown.
         """
         if mode not in get_args(DrainMode):
             raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
         self._scheduler.drain(timeout_s, mode)
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix. Touches no device memory."""
         self._scheduler.forget_prefixes()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Make the engine whole after ``tags`` were resumed, of which ``lost`` came back without their content.
+        """As the port says. Lost graphs are captured anew.
 
-        A lost KV cache holds nothing any more: prefixes are forgotten, requests that stand still compute theirs again.
-        Lost graphs are captured anew. Lost weights have to be written by `update_weights_from_disk` or
-        `update_weights_from_tensor`; what the model computes at load besides them is put back here.
+        Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
+        computes at load besides them is restored here.
         """
         if lost:
             self._scheduler.call(lambda: self._repair(lost))
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve one request: ``text`` or ``input_ids``, ``sampling_params``, and an optional ``rid``.
-
-        Returns:
-            ``text``, ``output_ids`` and ``meta_info``.
+        """As the port says; ``rid`` names the request.
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
-            ValueError: the request cannot be served, and why.
+            ValueError: the request cannot be served; the message says why.
             RuntimeError: the engine is dead.
         """
         finished = await asyncio.wrap_future(self.submit(request))
         return self._answer(finished)
 
-    # Beyond it.
-
-    def submit(self, request: dict[str, Any]) -> Future[Request]:
-        """Queue a request as `generate` takes it, from any thread. Cancelling the future frees its place."""
-        return self._scheduler.submit(self._parse(request))
-
-    def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """`generate` for callers without an event loop."""
-        return self._answer(self.submit(request).result(timeout_s))
-
-    def abort_all(self) -> None:
-        """End every request in flight now, with the tokens that it has."""
-        self._scheduler.abort("aborted by request")
-
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """Overwrite the weights, in place, by those of a checkpoint folder of the same shape.
-
-        The caller keeps any release or resume away meanwhile. Returns the number of tensors written.
+        """As the port says.
 
         Raises:
             ValueError: the folder's model has other tensors; nothing was written.
@@ -198,13 +169,10 @@ class TransformersEngine:
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """Overwrite the weights named, in place. Returns the number of tensors written.
+        """As the port says. The request has SGLang's shape: one payload per rank, hence one.
 
-        The request has SGLang's shape: one payload for each rank of tensor parallelism, hence one. The payload is the
-        base64 of a **safetensors** file image. SGLang's own clients send pickles, and reading a pickle runs what its
-        sender wrote into it; those are refused.
-
-        The caller keeps any release or resume away meanwhile.
+        The payload is base64 of a **safetensors** image. SGLang's clients send pickles, whose reading runs code of the
+        sender; those are refused.
 
         Raises:
             ValueError: the payload is not safetensors, or names tensors that the model lacks; nothing was written.
@@ -213,8 +181,22 @@ class TransformersEngine:
         given = weight_update.parse_payload(serialized_named_tensors, load_format)
         return self._write(given, flush_cache, abort_all_requests)
 
+    # For programs in this process.
+
+    def submit(self, request: dict[str, Any]) -> Future[Request]:
+        """Queue a request of `generate`, from any thread. Cancelling the future ends it."""
+        return self._scheduler.submit(self._parse(request))
+
+    def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """As `generate`, without an event loop."""
+        return self._answer(self.submit(request).result(timeout_s))
+
+    def abort_all(self) -> None:
+        """End every request in flight with the tokens that it has."""
+        self._scheduler.abort("aborted by request")
+
     def describe(self) -> dict[str, Any]:
-        """What is served and how, for people and logs."""
+        """Return what is served and how, for logs."""
         return {
             "model": self.model_name,
             "device": str(self.device),
@@ -225,7 +207,7 @@ class TransformersEngine:
         }
 
     def close(self) -> None:
-        """Stop the scheduler and give up everything on the device. Requests in flight fail. Idempotent."""
+        """Stop the scheduler and free all device memory. Requests in flight fail. Idempotent."""
         self._scheduler.close()
         atexit.unregister(self.close)
 
@@ -260,7 +242,7 @@ class TransformersEngine:
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
             raise ValueError(f"the prompt must be a list of one or more ids from 0 to {vocabulary - 1}")
         if len(ids) >= self._runner.length:
-            raise ValueError(f"the prompt has {len(ids)} tokens; with its answer it must fit {self._runner.length}")
+            raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self._runner.length}")
         parsed = Request(prompt=ids, sampling=Sampling.parse(request.get("sampling_params")))
         if isinstance(request.get("rid"), str):
             parsed.name = request["rid"]

@@ -1,8 +1,9 @@
-"""Computes prompts and tokens of one model on one device, by captured CUDA graphs where there are any."""
+"""Runs one model on one device, by captured CUDA graphs if there are any."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import memsaver_core as ms
 from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
 from memsaver_server.reference.checkpoint import check_in_region
-from memsaver_server.reference.requests import Sampler
+from memsaver_server.reference.sampling import Sampler
 from memsaver_server.reference.scheduler import Row
 
 _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
@@ -23,11 +24,11 @@ _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
 class ModelRunner:
     """A model, its slots, and the static inputs and outputs of its steps, each in its region.
 
-    Prompts are computed in chunks of one shape and tokens in batches of few shapes; a batch is filled up with rows that
-    work on a slot nobody uses. On a CUDA device each shape is captured as a graph once.
+    Prompts are computed in chunks of one shape and tokens in batches of few shapes, padded with rows on a spare slot.
+    On a CUDA device each shape is captured as a graph once.
 
-    It belongs to the thread that makes it: on CUDA a region is a matter of the thread, and so are the handles whose
-    workspaces go into one.
+    Belongs to the thread that makes it: regions are per thread, and so are the cuBLAS handles whose workspaces they
+    take.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class ModelRunner:
         batch_sizes: Sequence[int],
         use_graphs: bool,
     ) -> None:
-        """``make_model`` returns the model in host memory, or on the device already.
+        """``make_model`` returns the model, in host memory or on the device.
 
         Raises:
             ValueError: the options do not fit the model; the message says which and what would.
-            RuntimeError: part of the model landed outside its region.
+            RuntimeError: a part of the model is outside its region.
         """
         self._device = device
         self.chunk = chunk
@@ -68,16 +69,16 @@ class ModelRunner:
 
     @property
     def captured(self) -> list[int]:
-        """The batch sizes that replay a graph."""
+        """The batch sizes that have a graph."""
         return sorted(batch for batch, tokens in self._graphs if tokens == 1)
 
     # Steps.
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        filler = [0] * (self.chunk - len(tokens))
+        padding = [0] * (self.chunk - len(tokens))
         with self._on_stream():
-            self._prompt.copy_(torch.tensor([[*tokens, *filler]]))
-            # The filler lies behind the prompt, where it is overwritten before anything attends to it.
+            self._prompt.copy_(torch.tensor([[*tokens, *padding]]))
+            # The padding is after the prompt, and is overwritten before anything attends to it.
             self._prompt_positions.copy_(torch.arange(start, start + self.chunk)[None])
             self._prompt_slot.fill_(slot)
             self._prompt_last.fill_(len(tokens) - 1)
@@ -96,9 +97,9 @@ class ModelRunner:
             return self._pick([row.sampler for row in rows])
 
     def repair(self, lost: Sequence[str]) -> None:
-        """Put back what came back without content under the tags ``lost``, where it can be put back from here.
+        """Restore what came back without content under the tags ``lost``.
 
-        Weights cannot: whoever gave them up overwrites them. But no update carries what was computed at load.
+        Not the weights, which the caller overwrites, but what is computed at load and in no update.
         """
         with torch.no_grad(), self._on_stream():
             if "weights" in lost:
@@ -129,7 +130,7 @@ class ModelRunner:
             self._forward(self._prompt, self._prompt_positions, self._prompt_slot, self._prompt_last)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor | None) -> None:
-        """Compute static inputs into static outputs; ``last`` is the token whose logits count, all where it is None."""
+        """Compute static outputs from static inputs; ``last`` is the token whose logits are needed, None: all."""
         self._cache.begin(positions, slots)
         keep: dict[str, Any] = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
         logits = self.model(
@@ -153,20 +154,20 @@ class ModelRunner:
             for row, (sampler, token) in enumerate(zip(samplers, likeliest, strict=True))
         ]
 
-    # Making it.
+    # Construction.
 
     def _place(self, make_model: Callable[[], Any]) -> Any:
-        gc.collect()  # what an engine before this one left must not go while its bytes are counted
+        gc.collect()  # garbage of an earlier engine must not be freed while bytes are counted
         before = next((tag.bytes for tag in ms.status().tags if tag.tag == "weights"), 0)
         with ms.region("weights"):
             model = make_model().to(self._device)
-        # What other threads loaded into host memory, a region on the host driver has not seen.
+        # A region on the host driver does not see what other threads loaded.
         ms.adopt(model, "weights")
         check_in_region(model, "weights", before)
         return model
 
     def _fit_length(self, max_len: int) -> int:
-        """``max_len`` as the model allows it, in whole chunks."""
+        """Return ``max_len`` limited by the model, in whole chunks."""
         most = int(getattr(self.model.config, "max_position_embeddings", max_len))
         length = min(max_len, most) // self.chunk * self.chunk
         if length < self.chunk:
@@ -174,7 +175,7 @@ class ModelRunner:
         return length
 
     def _probe(self) -> list[LayerShape]:
-        """Ask the model, by one token, what its layers store."""
+        """Find out by one token what the model's layers store."""
         probe = ShapeProbe()
         position = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._scratch_region():
@@ -190,7 +191,7 @@ class ModelRunner:
         return [probe.shapes[layer] for layer in range(len(probe.shapes))]
 
     def _fit_slots(self, shapes: Sequence[LayerShape], kv_cache_bytes: int) -> int:
-        """How many slots fit, besides the one for rows that fill a batch up."""
+        """Return how many slots fit, besides the spare one."""
         element = self._kv_dtype().itemsize
         per_slot = sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * self.length * element
         slots = kv_cache_bytes // per_slot - 1
@@ -202,40 +203,34 @@ class ModelRunner:
         return int(slots)
 
     def _allocate(self, shapes: Sequence[LayerShape]) -> None:
-        device, length, batch = self._device, self.length, self.max_batch
-        dtype = self._kv_dtype()
+        length, batch, slots = self.length, self.max_batch, self.slots + 1
+        values = functools.partial(torch.zeros, dtype=self._kv_dtype(), device=self._device)
+        ids = functools.partial(torch.zeros, dtype=torch.long, device=self._device)
         self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         with ms.region("kv_cache"):
             layers = [
-                (
-                    torch.zeros(self.slots + 1, s.heads, length, s.key_dim, dtype=dtype, device=device),
-                    torch.zeros(self.slots + 1, s.heads, length, s.value_dim, dtype=dtype, device=device),
-                )
-                for s in shapes
+                (values(slots, s.heads, length, s.key_dim), values(slots, s.heads, length, s.value_dim)) for s in shapes
             ]
         kinds = {(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)}
         with ms.region("workspace"):
             scratch = {
-                (heads, dim): (
-                    torch.zeros(batch, heads, length, dim, dtype=dtype, device=device),
-                    torch.zeros(batch, heads, length, dim, dtype=dtype, device=device),
-                )
+                (heads, dim): (values(batch, heads, length, dim), values(batch, heads, length, dim))
                 for heads, dim in kinds
             }
         self._cache = SlotCache(layers, scratch)
         with ms.region("cuda_graph"):
-            self._tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self._positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self._row_slots = torch.full((batch,), self.slots, dtype=torch.long, device=device)
-            self._prompt = torch.zeros(1, self.chunk, dtype=torch.long, device=device)
-            self._prompt_positions = torch.arange(self.chunk, device=device)[None].clone()
-            self._prompt_slot = torch.full((1,), self.slots, dtype=torch.long, device=device)
-            self._prompt_last = torch.zeros(1, dtype=torch.long, device=device)
-            self._logits = torch.zeros(batch, self.vocabulary, dtype=torch.float32, device=device)
-            self._likeliest = torch.zeros(batch, dtype=torch.long, device=device)
+            self._tokens = ids(batch, 1)
+            self._positions = ids(batch, 1)
+            self._row_slots = ids(batch).fill_(self.slots)
+            self._prompt = ids(1, self.chunk)
+            self._prompt_positions = torch.arange(self.chunk, device=self._device)[None].clone()
+            self._prompt_slot = ids(1).fill_(self.slots)
+            self._prompt_last = ids(1)
+            self._logits = torch.zeros(batch, self.vocabulary, dtype=torch.float32, device=self._device)
+            self._likeliest = ids(batch)
 
     def _warm_up(self) -> None:
-        """Run each shape once, so that what libraries allocate for themselves at first use lands in ``workspace``."""
+        """Run each shape once, so that what libraries allocate at first use is under ``workspace``."""
         if self._device.type != "cuda":
             return
         with self._scratch_region():
@@ -244,10 +239,10 @@ class ModelRunner:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _capture(self) -> None:
-        pool = ms.GraphPool("cuda_graph")  # one for all: a single graph replays at a time
+        pool = ms.GraphPool("cuda_graph")  # one for all: only one graph replays at a time
         for batch, tokens in self._shapes():
             graph = torch.cuda.CUDAGraph()
-            with ms.region("cuda_graph"):  # what the random generator keeps on the device for graphs
+            with ms.region("cuda_graph"):  # the random generator's state for graphs
                 graph.register_generator_state(torch.cuda.default_generators[self._device.index or 0])
             try:
                 with ms.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -260,7 +255,7 @@ class ModelRunner:
             self._graphs[batch, tokens] = graph
 
     def _shapes(self) -> list[tuple[int, int]]:
-        """(batch, tokens) of every step, the largest first: the smaller ones then live in what it left."""
+        """Return (batch, tokens) of every step, the largest first: smaller ones reuse its memory."""
         return [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
 
     def _kv_dtype(self) -> torch.dtype:
@@ -276,7 +271,7 @@ class ModelRunner:
             yield
 
     def _scratch_region(self) -> contextlib.AbstractContextManager[Any]:
-        """Where passing tensors of a first step go. On the host no library keeps any of them."""
+        """Return the region for a first step. On the host no library keeps memory of one."""
         return ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The scheduler: a thread that admits requests, computes them in batches, and stands still when told to."""
+"""The scheduler: a thread that admits requests and computes them in batches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-from memsaver_server.reference.requests import Request, Sampler
+from memsaver_server.reference.requests import Request
+from memsaver_server.reference.sampling import Sampler
 from memsaver_server.reference.slots import SlotTable
 
 log = logging.getLogger("memsaver.engine")
 _Result = TypeVar("_Result")
 
-#: How long closing waits for a step, seconds. One takes milliseconds; a device that hangs takes for ever.
+#: How long closing waits for a step, seconds; a step takes milliseconds unless the device hangs.
 _LAST_STEP_S = 30.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request's line in a batch: the token at ``position`` of ``slot``."""
+    """One request's row in a batch: the token at ``position`` of ``slot``."""
 
     slot: int
     position: int
@@ -37,7 +38,7 @@ class Row:
 
 
 class Runner(Protocol):
-    """What computes. Only the scheduler's thread calls it."""
+    """Computes steps. Called from the scheduler's thread only."""
 
     chunk: int
     length: int
@@ -46,28 +47,27 @@ class Runner(Protocol):
     stop_ids: frozenset[int]
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        """Compute ``tokens`` (a chunk at most) from position ``start`` on; the next token if ``sampler`` is given."""
+        """Compute ``tokens`` (at most a chunk) from ``start``; return the next token if ``sampler`` is given."""
 
     def decode(self, rows: Sequence[Row]) -> list[int]:
         """Compute one token for each row and return the tokens that follow."""
 
     def check(self) -> None:
-        """Raise whatever error the device's context is in."""
+        """Raise the error that the device's context is in, if any."""
 
     def close(self) -> None:
-        """Give up everything on the device."""
+        """Free all device memory."""
 
 
 class Scheduler:
     """Continuous batching over a runner, made and driven by one thread.
 
-    Accepted requests are in flight until they are answered, whether they have a slot yet or not. After a drain nothing
-    is computed until admission opens, whatever is queued: this is looked at before every step, so that no step touches
-    released memory.
+    Accepted requests are in flight until they are answered, with or without a slot. After a drain nothing is computed
+    until admission opens: this is checked before every step, so that no step touches released memory.
     """
 
     def __init__(self, make_runner: Callable[[], Runner]) -> None:
-        """Start the thread and wait until it has made its runner. What making it raises is raised here."""
+        """Start the thread and wait for its runner; raise what ``make_runner`` raises there."""
         self._make_runner = make_runner
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -91,7 +91,7 @@ class Scheduler:
         return self._failure is None and not self._stopping and self._thread.is_alive()
 
     def submit(self, request: Request) -> Future[Request]:
-        """Queue a request; its future ends with it, and cancelling the future frees its place.
+        """Queue a request; cancelling its future ends it.
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
@@ -114,12 +114,12 @@ class Scheduler:
         return request.future
 
     def close_admission(self, reason: str, hold: int) -> None:
-        """Refuse new requests, but let up to ``hold`` of them wait until admission opens."""
+        """Refuse new requests; up to ``hold`` of them wait until admission opens."""
         with self._changed:
             self._closed, self._hold = reason, hold
 
     def open_admission(self) -> None:
-        """Take requests again, and let those that wait or stand still go on."""
+        """Take requests again; held and frozen ones continue."""
         with self._changed:
             self._closed = None
             self._quiesced = False
@@ -128,27 +128,27 @@ class Scheduler:
             self._changed.notify_all()
 
     def drain(self, timeout_s: float, mode: DrainMode) -> None:
-        """Deal with what is in flight as ``mode`` says, and compute nothing until `open_admission`.
+        """Drain as ``mode`` says, and compute nothing until `open_admission`.
 
         Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``; what was not standing still before goes on.
+            DrainTimeoutError: it took longer than ``timeout_s``; nothing is frozen that was not before.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            stood_still = self._quiesced
-            self._quiesced = stood_still or mode != "wait"
+            quiesced_before = self._quiesced
+            self._quiesced = quiesced_before or mode != "wait"
             if mode == "abort":
                 self._abort("aborted: generation was stopped")
             while not self._is_drained():
-                # After a timeout, look once more: the last change may have come with the deadline.
+                # After a timeout check again: the last change may have come with the deadline.
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and not self._is_drained():
-                    self._quiesced = stood_still
+                    self._quiesced = quiesced_before
                     self._changed.notify_all()
                     raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])
             self._quiesced = True
 
     def abort(self, message: str) -> None:
-        """End every request in flight now, with the tokens that it has."""
+        """End every request in flight with the tokens that it has."""
         with self._changed:
             self._abort(message)
 
@@ -157,7 +157,7 @@ class Scheduler:
             self._slots.forget()
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` between two steps, on the thread that the runner belongs to. Blocks; raises what it raises."""
+        """Run ``work`` between two steps in the runner's thread; return or raise what it does."""
         future: Future[_Result] = Future()
         with self._changed:
             if not self.alive:
@@ -167,30 +167,30 @@ class Scheduler:
         return future.result()
 
     def forget_cache(self) -> None:
-        """What the cache held is gone or stale: requests in flight compute theirs again. Only inside `call`."""
+        """Have requests in flight compute their cache again, which is lost or stale. Only inside `call`."""
         with self._changed:
             self._slots.forget()
             for request in self._running:
                 request.cached = 0
 
     def close(self) -> None:
-        """End the thread, and with it the runner. Requests in flight fail. Idempotent."""
+        """End the thread and its runner. Requests in flight fail. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join(_LAST_STEP_S)
             if self._thread.is_alive():
-                log.error("a step has not ended for %g s; the process goes on without it", _LAST_STEP_S)
+                log.error("a step has not ended for %g s; the process continues without waiting for it", _LAST_STEP_S)
 
-    # Under the lock.
+    # With the lock held.
 
     def _in_flight(self) -> list[Request]:
         return [*self._running, *(request for request in self._waiting if not request.held)]
 
     def _is_drained(self) -> bool:
         if not self.alive:
-            return True  # nothing will ever be computed again
+            return True
         return not self._busy and not self._calls and (self._quiesced or not self._in_flight())
 
     def _abort(self, message: str) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
         self._changed.notify_all()
 
     def _sweep(self) -> None:
-        """Answer what has ended, forget what was cancelled, and give their slots back."""
+        """Answer requests that have ended, drop cancelled ones, and free their slots."""
         ended = [r for r in (*self._running, *self._waiting) if r.finish is not None or r.future.cancelled()]
         for request in ended:
             self._remove(request)
@@ -238,7 +238,7 @@ class Scheduler:
             self._running.append(request)
 
     def _choose(self) -> list[Request]:
-        """What to compute next: one request's next chunk, or a batch's next tokens, in turn."""
+        """Return what to compute next: one request's next chunk, or a batch's next tokens, alternately."""
         self._sweep()
         if self._quiesced:
             return []
@@ -250,7 +250,7 @@ class Scheduler:
             return prefills[:1]
         self._decode_next = False
         batch = decodes[: self.runner.max_batch]
-        if len(decodes) > len(batch):  # more than fit a batch take turns
+        if len(decodes) > len(batch):  # round-robin if they exceed a batch
             self._running = [request for request in self._running if request not in batch] + batch
         return batch
 
@@ -260,7 +260,7 @@ class Scheduler:
         try:
             self.runner = self._make_runner()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the half-made runner, and with it device memory
+            traceback.clear_frames(error.__traceback__)  # frames hold the incomplete runner and its device memory
             ready.set_exception(error)
             return
         self._slots = SlotTable(self.runner.slots, self.runner.chunk)
@@ -307,7 +307,7 @@ class Scheduler:
             future.set_exception(error)
 
     def _compute(self, chosen: list[Request]) -> None:
-        """One step. While it runs nobody else changes the requests chosen, but for marking them aborted."""
+        """Compute one step. Meanwhile other threads only mark the chosen requests aborted."""
         if not chosen[0].needs_prefill:
             rows = [Row(request.slot, request.cached, request.ids[-1], request.sampler) for request in chosen]
             for request, token in zip(chosen, self.runner.decode(rows), strict=True):

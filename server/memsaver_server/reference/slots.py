@@ -1,4 +1,4 @@
-"""Which slots of the cache are free, and what prompts the free ones still hold."""
+"""Slots of the cache: which are free, and which prefixes they hold."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 class SlotTable:
-    """Hands out slots, and remembers the prompts computed in them: what a new prompt begins with is not computed again.
+    """Assigns slots and caches prefixes: a new prompt gets the slot that holds most of its beginning.
 
-    Only whole chunks are remembered: a chunk is always computed in one shape from the same position on, so a reused one
-    is bit for bit what computing it again would give.
+    Only whole chunks are cached: a chunk is always computed in the same shape at the same position, so that a reused
+    one is bitwise what computing it again would give.
     """
 
     def __init__(self, slots: int, chunk: int) -> None:
         self._chunk = chunk
         self._held: list[tuple[int, ...]] = [()] * slots
-        self._free: dict[int, None] = dict.fromkeys(range(slots))  # in the order in which they were given back
+        self._free: dict[int, None] = dict.fromkeys(range(slots))  # in the order of their return
 
     def __len__(self) -> int:
         return len(self._held)
@@ -27,7 +27,7 @@ class SlotTable:
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Take a free slot for ``ids``; return it and how many of the ids it holds already.
 
-        One chunk at least is left to compute, since the last token's logits come from it.
+        At least one chunk is left to compute, which gives the last token's logits.
         """
         limit = (len(ids) - 1) // self._chunk * self._chunk
         best, reused = -1, 0
@@ -35,14 +35,14 @@ class SlotTable:
             common = self._common(slot, ids, limit)
             if common > reused:
                 best, reused = slot, common
-        if best < 0:  # the one whose prompt is least of a loss: none, else the oldest
+        if best < 0:  # one that holds nothing, else the least recently used
             best = next((slot for slot in self._free if not self._held[slot]), next(iter(self._free)))
         del self._free[best]
         self._held[best] = self._held[best][:reused]
         return best, reused
 
     def remember(self, slot: int, ids: Sequence[int]) -> None:
-        """Note that the keys and values of ``ids`` were computed in ``slot``, chunk by chunk."""
+        """Record that ``slot`` holds the keys and values of ``ids``."""
         self._held[slot] = tuple(ids[: len(ids) // self._chunk * self._chunk])
 
     def give_back(self, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""New weights into a model in place: what a payload holds, and whether it fits."""
+"""Overwriting a model's weights in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
     """Return the tensors of an update request.
 
     Raises:
-        ValueError: it is not one base64 safetensors image.
+        ValueError: the payload is not one base64 safetensors image.
     """
     if load_format not in (None, "auto", "safetensors"):
         raise ValueError(f"load_format {load_format!r} is not supported; send safetensors, with no load_format")
@@ -30,26 +30,26 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
         raise ValueError(f"the payload is not base64: {error}") from None
     if image[:1] == b"\x80":
         raise ValueError(
-            "the payload is a pickle, and reading one runs whatever its sender put into it; "
+            "the payload is a pickle, and reading a pickle runs code of its sender; "
             "send base64(safetensors.torch.save({name: tensor})) instead"
         )
     try:
         return safetensors.torch.load(image)
-    except (SafetensorError, KeyError) as error:  # KeyError: a format of numbers that torch's side does not know
+    except (SafetensorError, KeyError) as error:  # KeyError: an unknown dtype
         raise ValueError(f"the payload is not a safetensors image: {error}") from None
 
 
 def write(model: nn.Module, given: Mapping[str, Tensor]) -> int:
-    """Copy ``given`` over the model's tensors of those names, all or none. Returns how many.
+    """Copy ``given`` over the model's tensors of the same names, all or none; return how many.
 
     Raises:
-        ValueError: a name or shape is not the model's; nothing was written.
+        ValueError: a name or shape differs from the model's; nothing was written.
         RuntimeError: the weights are released.
     """
     state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
     if state != "resident":
         raise RuntimeError(f"the weights are {state}; resume them before updating them")
-    # Tied tensors go by either name.
+    # Tied tensors have several names.
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own.update(model.named_buffers(remove_duplicate=False))
     unknown = sorted(set(given) - set(own))

@@ -1,1 +1,1 @@
-"""The HTTP surface: one file per dialect and per concern. None of them holds state."""
+"""The HTTP endpoints: one module per dialect and per concern, without state of their own."""

@@ -1,4 +1,4 @@
-"""Generation, where the engine offers it: SGLang's request and answer."""
+"""Generation, if the engine offers it, with SGLang's request and answer."""
 
 from __future__ import annotations
 
@@ -10,34 +10,24 @@ from starlette.requests import Request
 
 from memsaver_server.engine import GeneratingEngine
 from memsaver_server.http.errors import BadRequestError
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard, json_of
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, json_of
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
-_TAKES = {
-    "requestBody": {
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "text": {"type": "string"},
-                        "input_ids": {"type": "array", "items": {"type": "integer"}},
-                        "sampling_params": {
-                            "type": "object",
-                            "properties": {
-                                "max_new_tokens": {"type": "integer", "minimum": 0},
-                                "temperature": {"type": "number", "minimum": 0},
-                            },
-                        },
-                    },
-                }
-            }
-        }
-    }
+_SAMPLING = {
+    "max_new_tokens": {"type": "integer", "minimum": 0},
+    "temperature": {"type": "number", "minimum": 0},
+}
+_FIELDS = {
+    "text": {"type": "string"},
+    "input_ids": {"type": "array", "items": {"type": "integer"}},
+    "sampling_params": {"type": "object", "properties": _SAMPLING},
+}
+_REQUEST_BODY = {
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}}
 }
 
 
-@router.post("/generate", responses=PROBLEMS, openapi_extra=_TAKES)
+@router.post("/generate", responses=ERROR_RESPONSES, openapi_extra=_REQUEST_BODY)
 async def generate(request: Request, service: ServiceOf) -> JSONResponse:
     """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine takes no requests."""
     engine = cast(GeneratingEngine, service.engine)
@@ -46,5 +36,5 @@ async def generate(request: Request, service: ServiceOf) -> JSONResponse:
         generated = await engine.generate(asked)
     except ValueError as error:
         raise BadRequestError(str(error)) from None
-    await service.turns.wait()  # a batch of them ends at once
+    await service.fair_queue.wait()  # a whole batch may end at once
     return JSONResponse(generated)

@@ -1,4 +1,4 @@
-"""Operations that run or ran: a list, one of them, and its events as they happen."""
+"""Operations: their list, one of them, and its events."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
 from memsaver_server.http.errors import NotFoundError
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard
 from memsaver_server.http.serializers import operation_answer, operation_status, phase_answer, progress, stalled
 from memsaver_server.http.service import Service
-from memsaver_server.operation_queue import Operation
+from memsaver_server.operation import Operation
 from memsaver_server.schemas import OperationsAnswer, OperationStatusAnswer
 
 router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
-_REFUSED: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401], 403: PROBLEMS[403]}
+_REFUSED: dict[int | str, dict[str, Any]] = {401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]}
 _MISSING: dict[int | str, dict[str, Any]] = {
     **_REFUSED,
-    404: {**PROBLEMS[400], "description": "No such operation is remembered."},
+    404: {**ERROR_RESPONSES[400], "description": "No such operation is remembered."},
 }
-#: How often a stream looks for news, seconds.
+#: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 
 
 @router.get("/operations", response_model=OperationsAnswer, responses=_REFUSED)
 async def operations(service: ServiceOf) -> dict[str, Any]:
-    """All operations that are remembered, the newest first."""
-    return {"operations": [operation_status(operation) for operation in service.occupation.operations.recent()]}
+    """All remembered operations, newest first."""
+    return {"operations": [operation_status(operation) for operation in service.lifecycle.operations.recent()]}
 
 
 @router.get("/operations/{operation_id}", response_model=OperationStatusAnswer, responses=_MISSING)
 async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
-    """One operation, whether it waits, runs or is done."""
+    """One operation, in any status."""
     return operation_status(_find(service, operation_id))
 
 
@@ -45,8 +45,8 @@ async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
 )
 async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
-    """Server-sent events: ``phase`` as one begins, ``phase_done`` with its report, ``progress``, ``stalled`` where a
-    phase makes none, at last ``done``.
+    """Server-sent events: ``phase`` when one begins, ``phase_done`` with its report, ``progress``, ``stalled`` if a
+    phase makes none, and finally ``done``.
     """
     found = _find(service, operation_id)
     return StreamingResponse(
@@ -55,34 +55,34 @@ async def operation_events(service: ServiceOf, operation_id: str) -> StreamingRe
 
 
 def _find(service: Service, operation_id: str) -> Operation:
-    found = service.occupation.operations.get(operation_id)
+    found = service.lifecycle.operations.get(operation_id)
     if found is None:
         raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
     return found
 
 
 async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
-    told = 0
+    sent = 0  # phases
     current = ""
-    moved: dict[str, Any] | None = None
-    stuck = ""
-    ended = operation.ending()
+    last_progress: dict[str, Any] | None = None
+    stalled_in = ""
+    ended = operation.ended()
     while not service.closing.is_set():
         done = operation.done.done()
         phases = operation.phases
-        for phase in phases[told:]:
+        for phase in phases[sent:]:
             yield _event("phase_done", phase_answer(phase))
-        told = len(phases)
+        sent = len(phases)
         if operation.phase and operation.phase != current:
             current = operation.phase
             yield _event("phase", {"name": current})
         now = progress(operation)
-        if now is not None and now != moved:
-            moved = now
+        if now is not None and now != last_progress:
+            last_progress = now
             yield _event("progress", now)
         stall = stalled(operation)
-        if stall is not None and stall["phase"] != stuck:
-            stuck = stall["phase"]
+        if stall is not None and stall["phase"] != stalled_in:
+            stalled_in = stall["phase"]
             yield _event("stalled", stall)
         if done:
             yield _event("done", operation_answer(operation))

@@ -1,4 +1,4 @@
-"""Is it alive, is it ready, what does it count: for orchestrators, routers and scrapers."""
+"""Liveness, readiness and metrics, for orchestrators, routers and scrapers."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from memsaver_server.engine import AdmissionClosedError, GeneratingEngine
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, guard, guard_probes
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
-from memsaver_server.lifecycle import Moment
+from memsaver_server.lifecycle import Snapshot
 from memsaver_server.schemas import HealthAnswer
 
 router = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
 _UNWELL: dict[int | str, dict[str, Any]] = {
-    401: PROBLEMS[401],
-    503: {"model": HealthAnswer, "description": "It is not; the reason says why."},
+    401: ERROR_RESPONSES[401],
+    503: {"model": HealthAnswer, "description": "It is not; ``reason`` says why."},
 }
-#: One token must come within this, seconds.
+#: Time limit for the token of ``/health_generate``, seconds.
 GENERATE_TIMEOUT_S = 20.0
 
 
 @router.get("/livez", response_model=HealthAnswer, responses=_UNWELL)
 @router.get("/health", response_model=HealthAnswer, responses=_UNWELL)
 async def alive(service: ServiceOf) -> JSONResponse:
-    """Whether the process can serve, now or once it is resumed: an engine asleep is alive, a dead one is not."""
-    now = service.occupation.now()
-    return _health(now, _dead_because(service, now))
+    """Whether the process can serve, now or after a resume: a released engine is alive."""
+    now = service.lifecycle.snapshot()
+    return _health(now, _failed_reason(service, now))
 
 
 @router.get("/readyz", response_model=HealthAnswer, responses=_UNWELL)
 async def ready(service: ServiceOf) -> JSONResponse:
-    """Whether the engine takes requests now."""
-    now = service.occupation.now()
-    return _health(now, _dead_because(service, now) or now.closed_because)
+    """Whether the engine accepts requests now."""
+    now = service.lifecycle.snapshot()
+    return _health(now, _failed_reason(service, now) or now.closed_reason)
 
 
-@router.get("/health_generate", response_model=HealthAnswer, responses={**_UNWELL, 403: PROBLEMS[403]})
+@router.get("/health_generate", response_model=HealthAnswer, responses={**_UNWELL, 403: ERROR_RESPONSES[403]})
 async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResponse:
     """Whether the engine generates a token now."""
-    now = service.occupation.now()
-    reason = _dead_because(service, now) or now.closed_because
+    now = service.lifecycle.snapshot()
+    reason = _failed_reason(service, now) or now.closed_reason
     if not reason and isinstance(service.engine, GeneratingEngine):
         one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
@@ -54,23 +54,23 @@ async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResp
             reason = str(closed)
         except Exception as error:
             reason = f"cannot generate: {type(error).__name__}: {error}"
-        now = service.occupation.now()
+        now = service.lifecycle.snapshot()
     return _health(now, reason)
 
 
-@router.get("/metrics", response_class=PlainTextResponse, responses={401: PROBLEMS[401]})
+@router.get("/metrics", response_class=PlainTextResponse, responses={401: ERROR_RESPONSES[401]})
 async def metrics(service: ServiceOf) -> Response:
     """Prometheus metrics."""
     return Response(service.metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _dead_because(service: Service, now: Moment) -> str:
-    """Why the process can never serve again, or an empty string."""
+def _failed_reason(service: Service, now: Snapshot) -> str:
+    """Return why the process can never serve again, or an empty string."""
     if now.state != "failed" and service.engine.is_alive():
         return ""
-    return now.closed_because or f"engine {service.engine.name!r} is dead"
+    return now.closed_reason or f"engine {service.engine.name!r} is dead"
 
 
-def _health(now: Moment, reason: str) -> JSONResponse:
+def _health(now: Snapshot, reason: str) -> JSONResponse:
     body = {"status": "unavailable" if reason else "ok", "state": now.state, "reason": reason}
     return JSONResponse(body, 503 if reason else 200)

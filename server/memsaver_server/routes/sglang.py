@@ -1,7 +1,4 @@
-"""SGLang's and tokenspeed's dialect: memory occupation, caches and scheduling.
-
-slime, miles, NeMo-RL, verl and AReaL call it.
-"""
+"""The dialect of SGLang and tokenspeed, which slime, miles, NeMo-RL, verl and AReaL call."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from memsaver_server.engine import DrainMode
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes, takes_in_query
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, fields_of, guard, takes, takes_in_query
 from memsaver_server.http.service import answer
 from memsaver_server.schemas import (
     AcceptedAnswer,
@@ -28,8 +25,8 @@ from memsaver_server.schemas import (
 router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": OperationAnswer},
-    202: {"model": AcceptedAnswer, "description": "The operation goes on by itself."},
-    **PROBLEMS,
+    202: {"model": AcceptedAnswer, "description": "The operation continues in the background."},
+    **ERROR_RESPONSES,
 }
 
 
@@ -38,7 +35,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 async def release_memory_occupation(
     request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
 ) -> JSONResponse:
-    """Give the device memory of some tags, or of all, back to the driver. Answers when it is back, measured."""
+    """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it."""
     return answer(await service.release(request, fields), run_async=fields.run_async)
 
 
@@ -47,38 +44,44 @@ async def release_memory_occupation(
 async def resume_memory_occupation(
     request: Request, service: ServiceOf, fields: Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
 ) -> JSONResponse:
-    """Bring the memory of some tags, or of all that are released, back at the same addresses."""
+    """Bring back the memory of some or all released tags, at the same addresses."""
     return answer(await service.resume(request, fields), run_async=fields.run_async)
 
 
-@router.get("/flush_cache", response_model=MessageAnswer, responses=PROBLEMS)
-@router.post("/flush_cache", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(NoFields))
+@router.get("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES)
+@router.post("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields))
 async def flush_cache(service: ServiceOf, _fields: Annotated[NoFields, Depends(fields_of(NoFields))]) -> dict[str, Any]:
-    """Forget cached prefixes, whatever state the memory is in."""
-    await asyncio.to_thread(service.occupation.flush_cache)
-    return _done("Cache flushed.")
+    """Forget cached prefixes, in any state of the memory."""
+    await asyncio.to_thread(service.lifecycle.flush_cache)
+    return _message("Cache flushed.")
 
 
-@router.post("/pause_generation", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(PauseFields))
+@router.post(
+    "/pause_generation", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(PauseFields)
+)
 async def pause_generation(
     service: ServiceOf, fields: Annotated[PauseFields, Depends(fields_of(PauseFields))]
 ) -> dict[str, Any]:
     """Stop generating until ``/continue_generation``; requests that arrive meanwhile are held."""
     timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
-    await asyncio.to_thread(service.occupation.pause, _drain_mode(fields.mode), timeout_s)
-    return _done("Generation paused.")
+    await asyncio.to_thread(service.lifecycle.pause, _drain_mode(fields.mode), timeout_s)
+    return _message("Generation paused.")
 
 
-@router.post("/continue_generation", response_model=MessageAnswer, responses=PROBLEMS, openapi_extra=takes(NoFields))
+@router.post(
+    "/continue_generation", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields)
+)
 async def continue_generation(
     service: ServiceOf, _fields: Annotated[NoFields, Depends(fields_of(NoFields))]
 ) -> dict[str, Any]:
-    """Generate again; while memory is away this is remembered, and happens when it is back."""
-    still_closed = service.occupation.continue_generation()
-    return _done(f"Generation continues once possible: {still_closed}." if still_closed else "Generation continues.")
+    """Generate again, at once or when all memory is resident."""
+    closed_reason = service.lifecycle.continue_generation()
+    return _message(
+        f"Generation continues once possible: {closed_reason}." if closed_reason else "Generation continues."
+    )
 
 
-def _done(message: str) -> dict[str, Any]:
+def _message(message: str) -> dict[str, Any]:
     return {"success": True, "message": message, "status": "ok"}
 
 

@@ -1,4 +1,4 @@
-"""vLLM's dialect: sleep and wake up, with fields in the query or in the body. AReaL, SkyRL and others call it."""
+"""The dialect of vLLM, with fields in the query or in the body. AReaL and SkyRL call it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, fields_of, guard, takes
 from memsaver_server.http.service import answer
 from memsaver_server.schemas import (
     MessageAnswer,
@@ -22,8 +22,8 @@ from memsaver_server.schemas import (
 )
 
 router = APIRouter(tags=["sleep mode"], dependencies=[Depends(guard)])
-_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer | MessageAnswer}, **PROBLEMS}
-#: vLLM's name for what a sleep of level 0 stops.
+_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer | MessageAnswer}, **ERROR_RESPONSES}
+#: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
 
 
@@ -34,7 +34,7 @@ async def sleep(
     """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3 hibernates."""
     timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
     if fields.level == 0:
-        await asyncio.to_thread(service.occupation.pause, fields.mode, timeout_s, asleep=True)
+        await asyncio.to_thread(service.lifecycle.pause, fields.mode, timeout_s, asleep=True)
         return JSONResponse({"success": True, "message": "Scheduling paused; memory stays.", "status": "ok"})
     discards = fields.level == 2 and (not fields.tags or "weights" in fields.tags)
     release = ReleaseFields(
@@ -52,15 +52,15 @@ async def sleep(
 async def wake_up(
     request: Request, service: ServiceOf, fields: Annotated[WakeFields, Depends(fields_of(WakeFields))]
 ) -> JSONResponse:
-    """Resume memory, and scheduling once all of it is back."""
+    """Resume memory, and scheduling when all of it is resident."""
     tags = [tag for tag in fields.tags or [] if tag != SCHEDULING]
     if fields.tags and not tags:
-        service.occupation.continue_generation()
+        service.lifecycle.continue_generation()
         return JSONResponse({"success": True, "message": "Scheduling continues.", "status": "ok"})
     resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
     operation = await service.resume(request, resume)
     if operation.error is None:
-        service.occupation.continue_generation()
+        service.lifecycle.continue_generation()
     return answer(operation)
 
 
@@ -68,11 +68,13 @@ async def wake_up(
 async def release_kv_cache_memory(
     request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
 ) -> JSONResponse:
-    """Release the KV cache alone; ``/wake_up?tags=kv_cache`` brings it back."""
+    """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
     return answer(await service.release(request, fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})))
 
 
-@router.get("/is_sleeping", response_model=SleepingAnswer, responses={401: PROBLEMS[401], 403: PROBLEMS[403]})
+@router.get(
+    "/is_sleeping", response_model=SleepingAnswer, responses={401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]}
+)
 async def is_sleeping(service: ServiceOf) -> dict[str, bool]:
-    """Whether any memory is released, or scheduling sleeps. SGLang's and tokenspeed's clients ask it too."""
-    return {"is_sleeping": service.occupation.is_sleeping}
+    """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
+    return {"is_sleeping": service.lifecycle.is_sleeping}

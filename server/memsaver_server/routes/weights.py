@@ -1,4 +1,4 @@
-"""New weights into resident memory, where the engine offers it: SGLang's requests and answers."""
+"""Weight updates, if the engine offers them, with SGLang's requests and answers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fastapi import APIRouter, Depends
 
 from memsaver_server.engine import UpdatableEngine
 from memsaver_server.http.errors import BadRequestError
-from memsaver_server.http.requests import PROBLEMS, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, fields_of, guard, takes
 from memsaver_server.http.service import Service
 from memsaver_server.schemas import MessageAnswer, UpdateFromDiskFields, UpdateFromTensorFields
 
 router = APIRouter(tags=["weights"], dependencies=[Depends(guard)])
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    **PROBLEMS,
-    409: {**PROBLEMS[409], "description": "The weights are released; resume them first."},
+    **ERROR_RESPONSES,
+    409: {**ERROR_RESPONSES[409], "description": "The weights are released; resume them first."},
 }
-#: Tensors come in the body.
+#: The body carries tensors.
 _LARGE = fields_of(UpdateFromTensorFields, "max_update_bytes")
 
 
@@ -32,7 +32,7 @@ _LARGE = fields_of(UpdateFromTensorFields, "max_update_bytes")
 async def update_weights_from_disk(
     service: ServiceOf, fields: Annotated[UpdateFromDiskFields, Depends(fields_of(UpdateFromDiskFields))]
 ) -> dict[str, Any]:
-    """Overwrite the weights by those of a checkpoint folder that the server can read."""
+    """Overwrite the weights with those of a checkpoint folder that the server can read."""
     engine = cast(UpdatableEngine, service.engine)
     return await _update(
         service,
@@ -51,7 +51,7 @@ async def update_weights_from_disk(
 async def update_weights_from_tensor(
     service: ServiceOf, fields: Annotated[UpdateFromTensorFields, Depends(_LARGE)]
 ) -> dict[str, Any]:
-    """Overwrite some weights by those in the body."""
+    """Overwrite some weights with those in the body."""
     engine = cast(UpdatableEngine, service.engine)
     return await _update(
         service,
@@ -66,8 +66,7 @@ async def update_weights_from_tensor(
 
 async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
     try:
-        written = await asyncio.to_thread(service.occupation.update_weights, write)
+        written = await asyncio.to_thread(service.lifecycle.update_weights, write)
     except (ValueError, OSError) as error:
-        # What cannot be read fits as little as what has other shapes.
         raise BadRequestError(str(error)) from None
     return {"success": True, "message": f"{written} tensors written.", "status": "ok"}

@@ -1,4 +1,4 @@
-"""``import torch_memory_saver`` with this folder on the path: memsaver's."""
+"""With this folder's parent on the path, ``import torch_memory_saver`` is memsaver's."""
 
 MEMSAVER_FORWARDER = True
 

@@ -1,24 +1,25 @@
-"""The two ways in which allocations are caught."""
+"""The two ways to catch allocations, by name."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 HookMode = Literal["preload", "torch"]
 
 
 class HookUtilBase:
-    """A way in which allocations are caught."""
+    """A way to catch allocations. Subclasses give the mode that they are created by."""
+
+    _modes: ClassVar[dict[str, type[HookUtilBase]]] = {}
+
+    def __init_subclass__(cls, mode: HookMode) -> None:
+        HookUtilBase._modes[mode] = cls
 
     @staticmethod
     def create(hook_mode: HookMode) -> HookUtilBase:
-        """The one that ``hook_mode`` names; KeyError where it names none."""
-        from memsaver_core.compat.torch_memory_saver.hooks.mode_preload import HookUtilModePreload
-        from memsaver_core.compat.torch_memory_saver.hooks.mode_torch import HookUtilModeTorch
-
-        modes: dict[str, type[HookUtilBase]] = {"preload": HookUtilModePreload, "torch": HookUtilModeTorch}
-        return modes[hook_mode]()
+        """Return an object of the class for ``hook_mode``; raises KeyError if there is none."""
+        return HookUtilBase._modes[hook_mode]()
 
     def get_path_binary(self) -> str:
-        """The library that catches allocations."""
+        """Return the path of the library that catches allocations."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Allocations of torch, and of all others that call the shared CUDA runtime, by a preloaded library."""
+"""Catch allocations through the shared CUDA runtime, torch's and others, by a preloaded library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 _LIBRARY = "torch_memory_saver_hook_mode_preload"
 
 
-class HookUtilModePreload(HookUtilBase):
-    """What torch allocates in a region is caught, and raw ``cudaMalloc`` too where the library was preloaded."""
+class HookUtilModePreload(HookUtilBase, mode="preload"):
+    """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
 
     def __init__(self) -> None:
-        if state.attach_library() or not process.enabled() or process.driver_name() != "cuda":
+        if state.this_process.attach_library() or not process.backend().has_memory_pools:
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + str(
             get_binary_path_from_package(_LIBRARY)
@@ -34,16 +34,16 @@ class HookUtilModePreload(HookUtilBase):
         logger.info("The preload library is not loaded: regions hold what torch allocates and nothing else; %s", how)
 
     def get_path_binary(self) -> str:
-        """The library that is or would be preloaded."""
-        return state.attach_library() or str(get_binary_path_from_package(_LIBRARY))
+        """Return the path of the library that is or would be preloaded."""
+        return state.this_process.attach_library() or str(get_binary_path_from_package(_LIBRARY))
 
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Processes started inside load the preload library.
+    """Have processes started inside load the preload library.
 
-    The first of them that imports this package takes the library out of ``LD_PRELOAD`` again, so theirs do not inherit
-    it (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it).
+    When such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit
+    it (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there).
 
     Raises:
         ConfigurationError: the library is missing from this installation.

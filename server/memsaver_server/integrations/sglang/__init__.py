@@ -1,1 +1,1 @@
-"""SGLang as an engine."""
+"""SGLang as an engine: the service in the process of its scheduler."""

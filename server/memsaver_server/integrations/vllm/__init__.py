@@ -1,1 +1,1 @@
-"""vLLM as an engine."""
+"""vLLM as an engine: the service in its API server, or beside an ``LLM``."""

@@ -1,4 +1,4 @@
-"""Moving torch storages into memory of the saver."""
+"""Moving torch tensors onto other storages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memsaver_core import _native
-
-
-def host_storage(saver: _native.Saver, device: int, tag: str, restore: str, nbytes: int) -> torch.UntypedStorage:
-    """A storage of ``nbytes`` on the host driver; its memory ends with it."""
-    buffer = _native.HostBuffer(saver, device, tag, restore, nbytes)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is an ordinary tensor with a storage of its own kind, which ``adopt`` can move.
+    """Return whether this is an ordinary strided tensor, which ``adopt`` can move.
 
-    Not fake, sparse, meta or a wrapper, and no lazy conjugate or negative, whose bit a move would lose.
+    Not a fake, sparse, meta or wrapper tensor, and not a lazy conjugate or negative, whose bit a move would lose.
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -32,9 +24,9 @@ def is_plain(tensor: object) -> bool:
 
 
 def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
-    """Put each tensor on the new storage that ``storages`` has for its present one (keyed by ``_cdata``).
+    """Put each tensor on the storage that ``storages`` maps its present one to (keyed by ``_cdata``), if any.
 
-    Offsets, sizes and strides stay, and so does sharing between tensors.
+    Offsets, sizes and strides stay, and tensors that shared a storage still do.
     """
     with _disable_current_modes(), torch.no_grad():
         for tensor in tensors:

@@ -1,0 +1,100 @@
+"""What differs between kinds of device, as one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from memsaver_core import _native
+from memsaver_core.reports import DeviceMemory, TorchMemory
+
+
+class Backend:
+    """One kind of device.
+
+    ``memsaver_core.process.backend()`` returns the one of this process. Methods that need the saver are given it; the
+    others may be called before one exists. This base class is the backend of a process in which memsaver is disabled:
+    it manages no memory.
+    """
+
+    #: The driver's name, for users to read: ``cuda``, ``host``, or ``none`` if memsaver is disabled.
+    name: ClassVar[str] = "none"
+
+    #: Whether tags are carried by torch memory pools. Then CUDA graphs can be captured under a tag.
+    has_memory_pools: ClassVar[bool] = False
+
+    #: Whether a process has a context on the device. Then hibernation gives it back, and while it is away every driver
+    #: and NVML call of the process blocks.
+    has_context: ClassVar[bool] = False
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        """Return the torch device whose memory is managed as device ``index``."""
+        return torch.device("cpu")
+
+    def prepare(self) -> None:
+        """Do what must precede the making of the saver."""
+
+    def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
+        """Return a context manager that puts what torch allocates inside under ``tag``.
+
+        ``device`` None is the current device, the first one if the kind of device knows none.
+        """
+        return nullcontext()
+
+    def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
+        """Return a context manager in which what this thread allocates is under no tag.
+
+        With ``own_pool``, allocations come from a pool that ends with it: none lands in a free block of tagged memory,
+        and what was freed is back with the driver afterwards.
+        """
+        return nullcontext()
+
+    def new_graph_pool(self, tag: str, restore: str) -> Any:
+        """Return a torch memory pool for CUDA graphs on the current device, under ``tag``; None without pools."""
+        return None
+
+    def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
+        """Have later regions of ``tag`` and policy ``restore`` (None: of all) start with new pools.
+
+        Free memory of the old pools goes back to the driver at the next ``torch.cuda.empty_cache()``; the rest stays
+        under its tag until its tensors end. Returns whether there were any.
+        """
+        return False
+
+    def note_release(self, tags: Sequence[str]) -> None:
+        """Take note that ``tags`` were released: torch's free blocks in them must not be handed out again."""
+
+    def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the saver's memory that torch's allocator holds free, in address order."""
+        return []
+
+    def empty_cache(self) -> None:
+        """Give back what allocators only cache."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def make_room(self) -> bool:
+        """Free cached device memory for a resume that found too little; returns whether a retry may succeed."""
+        return False
+
+    def read_device(self, saver: _native.Saver, index: int) -> DeviceMemory:
+        """Read device memory in use now. Must not be called while this process's context is away."""
+        raise NotImplementedError
+
+    def graph_memory(self, saver: _native.Saver, index: int) -> int:
+        """Return the bytes that the driver holds for allocations made inside of CUDA graphs."""
+        return 0
+
+    def read_torch_memory(self, saver: _native.Saver | None, index: int) -> TorchMemory:
+        """Return what torch's allocator holds of a device. Calls no driver."""
+        return TorchMemory(0, 0)
+
+    def peers(self, saver: _native.Saver | None, peer_access: bool) -> tuple[tuple[int, int], ...]:
+        """Return pairs of devices of which the first can reach the second's memory.
+
+        With ``peer_access``, the saver maps its memory on every device.
+        """
+        return ()

@@ -1,0 +1,59 @@
+"""The host device: real pages of this machine, for tests and development without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from memsaver_core import _native
+from memsaver_core.backends.base import Backend
+from memsaver_core.backends.host_region import HostRegion, Stack
+from memsaver_core.reports import DeviceMemory
+
+
+class HostBackend(Backend):
+    """Host memory, in arenas as on a GPU."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._stack = Stack()
+
+    def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
+        return HostRegion(saver, self._stack, device or 0, tag, restore)
+
+    @contextmanager
+    def outside_regions(self, *, own_pool: bool = False) -> Iterator[None]:
+        self._stack.entered.append(None)  # a region takes only what is made while it is the innermost
+        try:
+            yield
+        finally:
+            self._stack.entered.pop()
+
+    def empty_cache(self) -> None:
+        super().empty_cache()
+        ctypes.CDLL(None).malloc_trim(0)  # the C library's cache is host memory, too
+
+    def read_device(self, saver: _native.Saver, index: int) -> DeviceMemory:
+        """Read the host device's count over all processes that share it.
+
+        ``process_bytes`` is this process's resident memory, or None if it may open no more files: a resume must work
+        without.
+        """
+        info = saver.device_info(index)
+        free, total = saver.memory_info(index)
+        return DeviceMemory(index, info["uuid"], info["name"], total, total - free, _resident_bytes())
+
+
+def _resident_bytes() -> int | None:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None

@@ -1,0 +1,51 @@
+"""What NVML says of a device: its memory in use as nvidia-smi shows it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+
+def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None] | None:
+    """Read the memory of the device ``uuid``.
+
+    Returns:
+        Bytes in total, in use by all processes, and in use by ``pids`` (None if NVML does not say). None as a whole if
+        NVML is unavailable.
+    """
+    handle = _handle(uuid)
+    if handle is None:
+        return None
+    import pynvml
+
+    try:
+        # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:  # the driver may have been replaced under a running process
+        return None
+    return int(memory.total), int(memory.used), _used_by(handle, pids)
+
+
+@lru_cache
+def _handle(uuid: str) -> Any:
+    """Return NVML's handle of the device, or None if NVML is unavailable or does not know it."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # NVML missing, or a MIG slice, which NVML calls by another name
+        return None
+
+
+def _used_by(handle: Any, pids: Collection[int]) -> int | None:
+    import pynvml
+
+    used: int | None = None
+    with contextlib.suppress(pynvml.NVMLError):
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid in pids and process.usedGpuMemory is not None:
+                used = (used or 0) + int(process.usedGpuMemory)
+    return used

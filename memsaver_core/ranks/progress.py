@@ -1,0 +1,125 @@
+"""How far a rank is with its operation, in shared memory: a rank that works answers no request.
+
+The record is a page of anonymous memory, which the service maps through /proc. If the rank runs on another host or in
+another container the service cannot map it, and knows only that the rank works.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import memsaver_core as ms
+from memsaver_core.ranks.protocol import ProgressLocation
+from memsaver_core.reports import Progress
+
+#: The phases of a rank, in the order in which they run.
+PHASES = (
+    "synchronize",
+    "pause",
+    "trim_workspaces",
+    "empty_cache",
+    "trim_graphs",
+    "trim_pinned",
+    "ipc_collect",
+    "settle",
+    "hibernate",
+    "wake",
+    "restore",
+)
+#: How often a rank updates its record, seconds.
+REFRESH_S = 0.1
+
+_NAME = "memsaver-progress"
+_BYTES = mmap.PAGESIZE
+# The words of a record, eight bytes each. _OPERATIONS counts the operations begun.
+_MARK, _OPERATIONS, _PHASE, _DONE, _TOTAL, _COPIED = range(6)
+
+
+class ProgressRecord:
+    """The record of this process."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create(_NAME)
+        os.ftruncate(self._fd, _BYTES)
+        self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
+        self._words[_MARK] = secrets.randbits(32)
+
+    @property
+    def location(self) -> ProgressLocation:
+        return ProgressLocation(os.getpid(), self._fd, self._words[_MARK])
+
+    @contextmanager
+    def following(self, log: ms.PhaseLog) -> Iterator[None]:
+        """Keep the record up to date while the operation inside runs and appends to ``log``."""
+        ended = threading.Event()
+        self._words[_DONE] = self._words[_TOTAL] = self._words[_COPIED] = 0
+        self._words[_OPERATIONS] += 1
+
+        def follow() -> None:
+            while not ended.wait(REFRESH_S):
+                self._update(log.now, ms.status().progress)
+
+        self._update(log.now, ms.status().progress)
+        thread = threading.Thread(target=follow, name="memsaver-progress", daemon=True)
+        with suppress(RuntimeError):  # no more threads: the operation matters more than its progress
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if thread.ident is not None:
+                thread.join()
+            self._words[_PHASE] = 0
+
+    def _update(self, phase: str, progress: Progress) -> None:
+        self._words[_PHASE] = PHASES.index(phase) + 1 if phase in PHASES else 0
+        if progress.operation:  # else the last figures stay
+            self._words[_DONE] = progress.done_bytes
+            self._words[_TOTAL] = progress.total_bytes
+            self._words[_COPIED] = progress.copied_bytes
+
+
+class GroupProgress:
+    """The records of all ranks that can be mapped from here."""
+
+    def __init__(self, locations: Iterable[ProgressLocation]) -> None:
+        self._records = [words for words in map(_map, locations) if words is not None]
+        self._before: list[int] = []
+
+    def begin(self) -> None:
+        """Count only operations that ranks begin from now on."""
+        self._before = [words[_OPERATIONS] for words in self._records]
+
+    @property
+    def phase(self) -> str:
+        """The phase of the slowest rank; an empty string if no rank tells one."""
+        phases = [words[_PHASE] for words in self._begun() if words[_PHASE]]
+        return PHASES[min(phases) - 1] if phases else ""
+
+    def progress(self, operation: str, seconds: float) -> Progress:
+        """Sum up the ranks' progress with ``operation``, which has taken ``seconds`` so far."""
+        begun = self._begun()
+        done, total, copied = (sum(words[at] for words in begun) for at in (_DONE, _TOTAL, _COPIED))
+        return Progress(operation if begun else "", done, total, copied, seconds)
+
+    def _begun(self) -> list[memoryview]:
+        pairs = zip(self._records, self._before, strict=True)
+        return [words for words, before in pairs if words[_OPERATIONS] != before]
+
+
+def _map(location: ProgressLocation) -> memoryview | None:
+    """Map a record; None if the numbers mean something else here, as on another host."""
+    path = f"/proc/{location.pid}/fd/{location.fd}"
+    try:
+        if _NAME not in os.readlink(path):
+            return None
+        with open(path, "rb") as file:
+            words = memoryview(mmap.mmap(file.fileno(), _BYTES, prot=mmap.PROT_READ)).cast("Q")
+    except (OSError, ValueError):
+        return None
+    return words if words[_MARK] == location.mark else None

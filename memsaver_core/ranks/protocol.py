@@ -1,0 +1,182 @@
+"""Messages between the service and the ranks of an engine.
+
+The engine's own channel (``collective_rpc`` of vLLM, a broadcast of SGLang) carries what ``REQUESTS.encode`` and
+``ANSWERS.encode`` return: JSON-able data with the version of this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from memsaver_core import errors
+from memsaver_core.errors import ConfigurationError, MemsaverError
+from memsaver_core.options import ReleaseOptions, ResumeOptions
+from memsaver_core.reports import DeviceMemory, OperationReport, Status
+
+#: Raised with every change of a message; the service and all ranks must have the same.
+VERSION = 1
+
+#: A message as plain data.
+Plain = dict[str, Any]
+
+_Message = TypeVar("_Message")
+
+
+@dataclass(frozen=True)
+class Introduce:
+    """Ask for an ``Introduction``."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Release now. With ``options.hibernate`` the context goes last."""
+
+    options: ReleaseOptions
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Resume now, and do what the engine does at a wake-up."""
+
+    options: ResumeOptions
+
+
+@dataclass(frozen=True)
+class ExpectRelease:
+    """Release ``options`` when the engine next puts this rank to sleep, in place of what the engine asks for."""
+
+    options: ReleaseOptions
+
+
+@dataclass(frozen=True)
+class TakeOutcome:
+    """Ask, once, what became of the expected release. No report: the rank was not put to sleep."""
+
+
+@dataclass(frozen=True)
+class SleepNow:
+    """Put this rank to sleep at ``level`` and release ``options``, for an engine that believes it is asleep."""
+
+    options: ReleaseOptions
+    level: int
+
+
+Request = Introduce | Release | Resume | ExpectRelease | TakeOutcome | SleepNow
+
+
+@dataclass(frozen=True)
+class ProgressLocation:
+    """Where a rank's progress record is: a file descriptor of a process, and the mark by which it is recognized."""
+
+    pid: int
+    fd: int
+    mark: int
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """A rank; all fields are empty if memsaver is not in use there.
+
+    Attributes:
+        devices: readings of the devices that it uses.
+        obstacles: what prevents its hibernation.
+        pid: its process.
+        progress: its progress record.
+    """
+
+    devices: tuple[DeviceMemory, ...] = ()
+    obstacles: tuple[str, ...] = ()
+    pid: int | None = None
+    progress: ProgressLocation | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a rank.
+
+    Attributes:
+        error: the name of its class in ``memsaver_core.errors``.
+        attributes: what its class documents.
+        phase: the phase that failed, or an empty string outside an operation.
+    """
+
+    error: str
+    message: str
+    attributes: Mapping[str, str | bool | int | float | list[str | int]] = field(default_factory=dict)
+    phase: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, phase: str = "") -> Failure:
+        """Describe ``error``. One that is not memsaver's becomes a ``MemsaverError`` that names its class."""
+        known = isinstance(error, MemsaverError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        plain = {
+            name: value
+            for name, value in vars(error).items()
+            if not name.startswith("_") and isinstance(value, (str, int, float, list))
+        }
+        return cls(type(error).__name__ if known else "MemsaverError", message, plain, phase)
+
+    def to_error(self, prefix: str = "") -> MemsaverError:
+        """Return the error again, of the same class, its message after ``prefix``."""
+        kind = getattr(errors, self.error, MemsaverError)
+        if not (isinstance(kind, type) and issubclass(kind, MemsaverError)):
+            kind = MemsaverError
+        error: MemsaverError = kind.__new__(kind)
+        RuntimeError.__init__(error, prefix + self.message)
+        for name, value in self.attributes.items():
+            setattr(error, name, value)
+        return error
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank answers to any request.
+
+    Attributes:
+        status: what it holds now, or None if memsaver is not in use there.
+        introduction: to ``Introduce``.
+        report: of the operation that the request asked for.
+        failure: the error that ended the request.
+    """
+
+    status: Status | None
+    introduction: Introduction | None = None
+    report: OperationReport | None = None
+    failure: Failure | None = None
+
+
+class Codec(Generic[_Message]):
+    """Messages of some types to plain data and back."""
+
+    def __init__(self, *types: type[_Message]) -> None:
+        self._adapters = {each.__name__: TypeAdapter(each) for each in types}
+
+    def encode(self, message: _Message) -> Plain:
+        name = type(message).__name__
+        return {"version": VERSION, "type": name, "fields": self._adapters[name].dump_python(message, mode="json")}
+
+    def decode(self, data: Plain) -> _Message:
+        """Return the message in ``data``.
+
+        Raises:
+            ConfigurationError: it is of another version, or no such message.
+        """
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise ConfigurationError(
+                f"got a message of rank protocol {version}, but this process has {VERSION}; install the same version "
+                "of memsaver for the service and for every process of the engine"
+            )
+        try:
+            return self._adapters[data["type"]].validate_python(data["fields"])
+        except (KeyError, ValidationError) as error:
+            raise ConfigurationError(f"a message of rank protocol {VERSION} is invalid: {error}") from None
+
+
+REQUESTS: Codec[Request] = Codec(Introduce, Release, Resume, ExpectRelease, TakeOutcome, SleepNow)
+ANSWERS: Codec[Answer] = Codec(Answer)

@@ -1,0 +1,81 @@
+"""The ASGI application: composes the service and its routes over one engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from memsaver_core import MemsaverError
+from memsaver_server.engine import Engine, GeneratingEngine, UpdatableEngine
+from memsaver_server.http.errors import ErrorResponse, error_response
+from memsaver_server.http.fairness import FairnessMiddleware
+from memsaver_server.http.service import Service
+from memsaver_server.routes import dashboard, generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+
+
+def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
+    """Return the application that serves ``engine``; ``settings`` default to those of the environment.
+
+    Serve it as it is, or mount it in an application of the engine's own.
+    """
+    service = Service(engine, settings or Settings())
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        service.monitor.start()
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="memsaver",
+        description="Give a GPU back while the inference engine that fills it stays alive.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.memsaver = service
+    app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
+    for route in (sglang, vllm, tensorrt_llm, memory, operations, probes, dashboard):
+        app.include_router(route.router)
+    if isinstance(engine, GeneratingEngine):
+        app.include_router(generate.router)
+    if isinstance(engine, UpdatableEngine):
+        app.include_router(weights.router)
+    app.add_exception_handler(MemsaverError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    return app
+
+
+async def _answer_error(_request: Request, error: Exception) -> JSONResponse:
+    response = error_response(error)
+    return JSONResponse(response.body(), response.status, headers=response.headers)
+
+
+async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    body = ErrorResponse(error.status_code, kind, str(error.detail)).body()
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(ErrorResponse(400, "bad_request", f"cannot use the request: {error}").body(), 400)
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    response = error_response(error)
+    # uvicorn closes the connection after such an error; without the header the client's next request on it would fail.
+    return JSONResponse(response.body(), response.status, headers={"Connection": "close"})

@@ -1,0 +1,38 @@
+// The panel "Tags".
+
+import { colourOf } from "./devices.js";
+import { el, size } from "./format.js";
+
+/** One row per tag; `busy` disables its button, `act(tag, resume)` is its action. */
+export function tagRows(tags, busy, act) {
+  return tags.map((tag) => {
+    const released = tag.released_bytes > 0;
+    const button = el(
+      "button",
+      {
+        type: "button",
+        class: "small",
+        "data-focus": `tag-${tag.tag}`,
+        "aria-disabled": String(busy || !tag.bytes),
+        "aria-label": `${released ? "Resume" : "Release"} ${tag.tag}`,
+        onclick: (event) => {
+          if (event.currentTarget.getAttribute("aria-disabled") !== "true") act(tag.tag, released);
+        },
+      },
+      released ? "Resume" : "Release…",
+    );
+    const swatch = el("i", { class: `swatch ${colourOf({ kind: "tag", name: tag.tag }, tags)}`, "aria-hidden": "true" });
+    return el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, swatch, tag.tag),
+      el("td", {}, el("span", { class: "state small", "data-state": tag.state }, tag.state)),
+      el("td", { class: "wide" }, tag.restore),
+      el("td", { class: "number wide" }, size(tag.bytes)),
+      el("td", { class: "number" }, size(tag.resident_bytes + tag.retained_bytes)),
+      el("td", { class: "number wide" }, size(tag.released_bytes)),
+      el("td", { class: "number wide" }, size(tag.backed_up_bytes)),
+      el("td", { class: "act" }, button),
+    );
+  });
+}

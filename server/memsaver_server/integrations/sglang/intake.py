@@ -1,0 +1,74 @@
+"""Admission to a SGLang scheduler: the requests that it receives are admitted, held or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from types import ModuleType
+from typing import Any
+
+
+class Intake:
+    """Filters what the scheduler receives. ``close`` and ``open`` may be called from any thread."""
+
+    def __init__(self, scheduler: Any, messages: ModuleType) -> None:
+        """``messages`` is ``sglang.srt.managers.io_struct``."""
+        self._scheduler = scheduler
+        self._messages = messages
+        self._closed: tuple[str, int] | None = None  # the reason, and how many requests may be held
+        self._held: list[Any] = []  # of the scheduler's thread alone
+
+    @property
+    def is_open(self) -> bool:
+        return self._closed is None
+
+    def close(self, reason: str, hold: int) -> None:
+        self._closed = (reason, hold)
+
+    def open(self) -> None:
+        self._closed = None
+
+    def admit(self, received: Sequence[Any]) -> list[Any]:
+        """Return what goes on to the scheduler: of ``received``, and of what was held. In the scheduler's thread."""
+        messages = self._messages
+        closed = self._closed
+        admitted: list[Any] = []
+        if closed is None:
+            admitted, self._held = self._held, []
+        for request in received:
+            if isinstance(request, (messages.BatchTokenizedGenerateReqInput, messages.BatchTokenizedEmbeddingReqInput)):
+                requests = list(request)
+            elif isinstance(request, (messages.TokenizedGenerateReqInput, messages.TokenizedEmbeddingReqInput)):
+                requests = [request]
+            else:
+                if isinstance(request, messages.AbortReq):
+                    self._abort_held(request)
+                admitted.append(request)
+                continue
+            if closed is None:
+                admitted.append(request)
+                continue
+            for each in requests:
+                self._hold_or_refuse(each, *closed)
+        return admitted
+
+    def _hold_or_refuse(self, request: Any, reason: str, hold: int) -> None:
+        if request.rid.startswith("HEALTH_CHECK"):
+            # As SGLang answers it while busy: the process is healthy, with or without its memory.
+            self._scheduler.return_health_check_ipcs.append(getattr(request, "http_worker_ipc", None))
+            self._scheduler.maybe_send_health_check_signal()
+        elif len(self._held) < hold:
+            self._held.append(request)
+        else:
+            self._answer_aborted(request, reason)
+
+    def _abort_held(self, abort: Any) -> None:
+        leaving = [each for each in self._held if abort.abort_all or each.rid.startswith(abort.rid)]
+        self._held = [each for each in self._held if each not in leaving]
+        for each in leaving:
+            self._answer_aborted(each)
+
+    def _answer_aborted(self, request: Any, reason: str = "") -> None:
+        finished = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+        answer = self._messages.AbortReq(rid=request.rid, finished_reason=finished if reason else None)
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)

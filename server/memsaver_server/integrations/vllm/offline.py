@@ -1,0 +1,74 @@
+"""vLLM's ``LLM``, which generates in the threads of its callers."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from memsaver_core.ranks.protocol import Plain
+from memsaver_server.engine import DrainMode
+from memsaver_server.gate import Gate
+
+#: The methods by which an ``LLM`` generates.
+CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
+
+
+class OfflineClient:
+    """An ``LLM``, whose calls must not overlap; ``lock`` is held during each, generation included."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.lock = threading.Lock()
+
+    def call(self, message: Plain) -> list[Plain]:
+        with self.lock:
+            answers: list[Plain] = self._llm.collective_rpc("memsaver", args=(message,))
+            return answers
+
+    def sleep(self, level: int) -> None:
+        with self.lock:
+            self._llm.sleep(level, "keep")
+
+    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+        with self.lock:
+            self._llm.sleep(0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        with self.lock:
+            self._llm.wake_up(tags)
+
+    def reset_prefix_cache(self) -> None:
+        with self.lock:
+            self._llm.reset_prefix_cache()
+
+    def is_alive(self) -> bool:
+        return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+def gate_calls(llm: Any, gate: Gate, lock: threading.Lock) -> None:
+    """Make each call by which ``llm`` generates one request of ``gate``, with ``lock`` held."""
+    thread = _Thread()
+
+    def gated(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if thread.inside:  # one of these calls another
+                return call(*args, **kwargs)
+            with gate.request(name), lock:
+                thread.inside = True
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    thread.inside = False
+
+        return enter
+
+    for name in CALLS:
+        if hasattr(llm, name):
+            setattr(llm, name, gated(name, getattr(llm, name)))

@@ -1,0 +1,216 @@
+"""An operation: one release or resume, from the request to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from memsaver_core import PhaseLog
+from memsaver_core.options import ReleaseOptions, ResumeOptions
+from memsaver_core.reports import OperationReport, PhaseReport
+from memsaver_server.engine import LOCAL_MEMORY, DrainMode, Memory
+
+logger = logging.getLogger("memsaver")
+
+
+@dataclass(frozen=True)
+class ReleaseRequest:
+    """What a caller asks of a release. Equal requests in flight are one operation.
+
+    Attributes:
+        options: what the core releases, and how.
+        timeout_s: deadline of the drain, seconds.
+        mode: what the drain does to requests in flight.
+        at_least_bytes: release only as many of the tags as free this much, cheapest first; None releases all.
+    """
+
+    options: ReleaseOptions = field(default_factory=ReleaseOptions)
+    timeout_s: float = 25.0
+    mode: DrainMode = "wait"
+    at_least_bytes: int | None = None
+    operation: Literal["release"] = "release"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.options.tags
+
+    def patience_s(self, phase: str) -> float:
+        """How long ``phase`` may wait beyond the phase timeout because the caller asked for it, seconds."""
+        return self.timeout_s if phase == "drain" else 0.0
+
+
+@dataclass(frozen=True)
+class ResumeRequest:
+    """What a caller asks of a resume.
+
+    Attributes:
+        options: what the core resumes.
+        wait_for_memory_s: how long to wait until other processes free device memory, seconds.
+    """
+
+    options: ResumeOptions = field(default_factory=ResumeOptions)
+    wait_for_memory_s: float = 0.0
+    operation: Literal["resume"] = "resume"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.options.tags
+
+    def patience_s(self, phase: str) -> float:
+        """As ``ReleaseRequest.patience_s``."""
+        return self.wait_for_memory_s if phase == "wait_for_memory" else 0.0
+
+
+OperationRequest = ReleaseRequest | ResumeRequest
+OperationStatus = Literal["queued", "running", "succeeded", "failed"]
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A phase without progress for longer than allowed."""
+
+    phase: str
+    seconds: float
+
+
+def tag_list(tags: Sequence[str]) -> str:
+    """Return ``tags`` as messages name them; none means all."""
+    return ", ".join(tags) or "all tags"
+
+
+@dataclass
+class Operation:
+    """One release or resume. Only its worker thread writes the fields.
+
+    Attributes:
+        client: who asked first.
+        memory: the memory it works on.
+        phase_timeout_s: seconds without progress after which a phase counts as stalled.
+        report: what it did, if it succeeded.
+        error: why it failed, if it did.
+        failed_phase: the phase in which it failed, or an empty string.
+        state: the state of the memory when it ended.
+        done: set when it has ended.
+    """
+
+    id: str
+    request: OperationRequest
+    client: str
+    created_at: float
+    memory: Memory = LOCAL_MEMORY
+    phase_timeout_s: float = math.inf
+    status: OperationStatus = "queued"
+    started_at: float | None = None
+    finished_at: float | None = None
+    seconds: float = 0.0
+    log: PhaseLog | None = None
+    report: OperationReport | None = None
+    error: BaseException | None = None
+    failed_phase: str = ""
+    state: str = ""
+    done: Future[None] = field(default_factory=Future)
+    _started: float = 0.0
+    _progressed: float = field(default_factory=time.monotonic)
+    _progress: tuple[str, int, int] = ("", 0, 0)
+
+    def __post_init__(self) -> None:
+        # A waiter that is cancelled because its client went away must not cancel the wait of the others.
+        self.done.set_running_or_notify_cancel()
+
+    @property
+    def phase(self) -> str:
+        """The phase that runs now, or an empty string."""
+        return self.log.now if self.log is not None and self.status == "running" else ""
+
+    @property
+    def phase_starts(self) -> tuple[float, ...]:
+        """When each phase began, in seconds since the epoch; the last may still run."""
+        return self.log.starts if self.log is not None else ()
+
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """The phases that have ended."""
+        if self.report is not None:
+            return self.report.phases
+        return self.log.phases if self.log is not None else ()
+
+    def elapsed_s(self) -> float:
+        """Seconds since it started, or its duration if it has ended."""
+        return time.monotonic() - self._started if self.status == "running" else self.seconds
+
+    def stall(self) -> Stall | None:
+        """Return the stall it is in, if any. Progress is detected between calls, so call this regularly."""
+        if self.status != "running":
+            return None
+        phase, now = self.phase, time.monotonic()
+        progress = (phase, len(self.phase_starts), self.memory.status().progress.done_bytes)
+        if progress != self._progress:
+            self._progress, self._progressed = progress, now
+        idle = now - self._progressed
+        limit = self.phase_timeout_s + self.request.patience_s(phase)
+        return Stall(phase or "start", idle) if idle > limit else None
+
+    def stall_message(self, stall: Stall) -> str:
+        """Return what callers and the log are told about ``stall``."""
+        return (
+            f"{self.request.operation} {self.id} has made no progress in phase {stall.phase!r} for "
+            f"{stall.seconds:.0f} s. It continues; GET /operations/{self.id} shows its result"
+        )
+
+    async def log_stalls(self, interval_s: float) -> None:
+        """Log each phase in which it stalls, once; returns when the operation has ended."""
+        logged = ""
+        ended = self.ended()
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=interval_s)
+            stall = self.stall()
+            if stall is not None and stall.phase != logged:
+                logged = stall.phase
+                logger.warning("%s", self.stall_message(stall))
+
+    def ended(self) -> asyncio.Future[None]:
+        """Return a future of the running event loop that is done once this operation is.
+
+        Unlike ``asyncio.wrap_future`` it leaves no reference cycle, which would keep a forgotten operation alive until
+        the next garbage collection.
+        """
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def settle() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def notify(_done: Future[None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle)
+
+        self.done.add_done_callback(notify)
+        return ended
+
+    def start(self) -> PhaseLog:
+        """Mark it as running; its log reads the devices once."""
+        self.status = "running"
+        self.started_at = time.time()
+        self._started = self._progressed = time.monotonic()
+        self.log = PhaseLog(self.memory.read_devices)
+        return self.log
+
+    def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
+        """Record how it ended; ``done`` is not set yet."""
+        self.seconds = time.monotonic() - self._started
+        self.finished_at = time.time()
+        self.report = None if report is None else replace(report, seconds=self.seconds)
+        # The traceback's frames would keep this operation alive beyond the history.
+        self.error = None if error is None else error.with_traceback(None)
+        if error is not None and self.log is not None:
+            self.failed_phase = self.log.failed
+        self.state = self.memory.status().state
+        self.status = "succeeded" if error is None else "failed"

@@ -1,0 +1,92 @@
+"""Which tags an operation works on: the cheapest that free enough memory, and those that no client names."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+
+from memsaver_core import MemsaverError
+from memsaver_core.options import ReleaseOptions
+from memsaver_core.policies import keeps_all
+from memsaver_core.reports import Status, TagStatus
+from memsaver_server.operation import ReleaseRequest
+
+#: The tags that every client names. Other tags that a release of everything took are resumed with the last of these:
+#: clients that name what they resume do not know an engine's workspace, and some do not know its graphs.
+COMMON_TAGS = frozenset({"weights", "kv_cache"})
+
+
+class NotEnoughToReleaseError(MemsaverError):
+    """``at_least_bytes`` is more than the requested tags hold. Nothing was released."""
+
+    kind = "not_enough_to_release"
+    status = 400
+
+    def __init__(self, wanted: int, held: int) -> None:
+        super().__init__(
+            f"at_least_bytes is {wanted}, but the tags asked for hold {held} bytes on the device; nothing was released"
+        )
+
+
+def released_tags(status: Status) -> set[str]:
+    """Return the tags with unmapped memory: while there are any, no request may reach a kernel."""
+    return {tag.tag for tag in status.tags if tag.released_bytes or tag.state in ("releasing", "resuming")}
+
+
+def keeps_content(tag: TagStatus, options: ReleaseOptions) -> bool:
+    """Whether a release with ``options`` keeps all content of ``tag``."""
+    return keeps_all(options.restore.get(tag.tag, tag.restore))
+
+
+def options_for(request: ReleaseRequest, tags: Iterable[TagStatus]) -> ReleaseOptions:
+    """Return the options of ``request``, narrowed to the cheapest tags that hold ``at_least_bytes`` if it is given.
+
+    Raises:
+        NotEnoughToReleaseError: they hold less.
+    """
+    options = request.options
+    if request.at_least_bytes is None:
+        return options
+    candidates = [tag for tag in tags if tag.resident_bytes and (not options.tags or tag.tag in options.tags)]
+    # Discarded before kept, then tags with a complete backup; among equals the largest first, so that few are touched.
+    candidates.sort(key=lambda tag: (keeps_content(tag, options), tag.backed_up_bytes < tag.bytes, -tag.resident_bytes))
+    chosen: list[str] = []
+    found = 0
+    for tag in candidates:
+        if found >= request.at_least_bytes:
+            break
+        chosen.append(tag.tag)
+        found += tag.resident_bytes
+    if found < request.at_least_bytes:
+        raise NotEnoughToReleaseError(request.at_least_bytes, found)
+    return replace(options, tags=tuple(chosen))
+
+
+class ImplicitTags:
+    """The tags that only a release of everything has taken, so that a client may never name them in a resume."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tags: set[str] = set()
+
+    def released(self, requested: tuple[str, ...], released: Iterable[str]) -> None:
+        """Note a release of the ``requested`` tags (none: all), after which the tags ``released`` are unmapped."""
+        with self._lock:
+            if requested:
+                self._tags.difference_update(requested)
+            else:
+                self._tags.update(released)
+
+    def resumed(self, tags: Iterable[str]) -> None:
+        with self._lock:
+            self._tags.difference_update(tags)
+
+    def complete(self, requested: tuple[str, ...], released: set[str]) -> tuple[str, ...]:
+        """Return the tags to resume: ``requested``, and all others if those are implicit and not common tags."""
+        if not requested:
+            return ()
+        left = released - set(requested)
+        with self._lock:
+            implicit = left <= self._tags and not left & COMMON_TAGS
+        return (*requested, *sorted(left)) if implicit else requested

@@ -1,0 +1,79 @@
+"""A client-only install: what runs without torch and FastAPI, and what is said where they are needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SERVER_PACKAGES = ("torch", "fastapi", "starlette", "uvicorn", "pydantic_settings", "prometheus_client")
+
+#: Runs the ``memsaver`` command and prints which of the packages were imported.
+COMMAND = f"""
+import sys
+from memsaver_server.cli import main
+
+sys.argv[0] = "memsaver"
+try:
+    main()
+finally:
+    print([name for name in {SERVER_PACKAGES} if sys.modules.get(name)], file=sys.stderr)
+"""
+
+
+def without(*packages: str) -> str:
+    """A program's first lines, after which these packages cannot be imported."""
+    return f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
+
+
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("module", ["memsaver_server", "memsaver_server.client", "memsaver_server.schemas"])
+def test_the_client_loads_neither_torch_nor_fastapi(module: str) -> None:
+    ran = python(f"import {module}, sys; print([name for name in {SERVER_PACKAGES} if name in sys.modules])")
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["release", "--help"], 0),
+        (["status", "--uds", "/nowhere"], 3),
+        (["release", "--uds", "/nowhere"], 3),
+        (["watch", "--uds", "/nowhere"], 3),
+        (["top", "--uds", "/nowhere"], 3),
+    ],
+)
+def test_the_command_line_needs_neither(arguments: list[str], code: int) -> None:
+    ran = python(without(*SERVER_PACKAGES) + COMMAND, *arguments)
+    assert ran.returncode == code, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "[]"
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["attach", "create_app", "Settings", "Gate", "ModuleEngine"])
+def test_a_name_that_needs_more_says_how_to_install_it(name: str) -> None:
+    ran = python(
+        without(*SERVER_PACKAGES)
+        + f"try:\n    from memsaver_server import {name}\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "pip install 'memsaver[server]'" in ran.stdout
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_serve_without_the_server_is_one_sentence() -> None:
+    ran = python(without(*SERVER_PACKAGES) + COMMAND, "serve", "--port", "0")
+    assert ran.returncode == 1
+    assert "pip install 'memsaver[server]'" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_command_without_its_packages_is_one_sentence() -> None:
+    ran = python(without("typer") + COMMAND, "status")
+    assert ran.returncode == 1
+    assert "pip install 'memsaver[cli]'" in ran.stderr
+    assert "Traceback" not in ran.stderr
