@@ -162,8 +162,9 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
 def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str) -> None:
-    """S5, B6: a served engine is killed in each phase. What it held is free at once, no backup file stays, the
+    """A served engine is killed in each phase. What it held is free at once, no backup file stays, the
     co-tenant notices nothing, and the next engine takes address and device over, and completes a cycle."""
     path = tmp_path / "engine.sock"
     where = ("--uds", str(path)) if over == "unix" else ("--port", str(free_port()))
@@ -198,8 +199,9 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
     assert not path.exists()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_what_the_only_engine_leaves_behind_is_taken_over(forks: Forks, host: Host, tmp_path: Path) -> None:
-    """S5: killed without a co-tenant, an engine leaves its device's account and its socket behind, which hold nothing:
+    """Killed without a co-tenant, an engine leaves its device's account and its socket behind, which hold nothing:
     the next one takes both over, though its device is of another size, and takes both along when it ends."""
     path = tmp_path / "engine.sock"
     url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment())
@@ -228,8 +230,9 @@ def hold_all(host: Host, pipe: Connection) -> None:
     signal.pause()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, host: Host) -> None:
-    """S5: a resume that waits for memory goes on when the co-tenant that holds it is killed: what the dead hold is
+    """A resume that waits for memory goes on when the co-tenant that holds it is killed: what the dead hold is
     free."""
     url = forks.serve(*SMALL, "--port", "0", changes=host.environment())
     with Client(url) as client:
@@ -252,8 +255,9 @@ def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, hos
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["at-rest", "in-flight"])
+@pytest.mark.guards("a process was killed in the middle of an operation", "the process aborted at exit")
 def test_terminated_with_a_part_released(forks: Forks, host: Host, tmp_path: Path, in_flight: bool) -> None:
-    """S5, T2: SIGTERM with a part released and a part resident, or with a release in flight: exit code 0, all memory is
+    """SIGTERM with a part released and a part resident, or with a release in flight: exit code 0, all memory is
     given back, and account, socket and backups are gone."""
     path = tmp_path / "engine.sock"
     url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment(), phase="pause", call="copy_to_host")

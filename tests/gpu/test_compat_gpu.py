@@ -114,8 +114,9 @@ def test_simple(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_cuda_graph(mode: str) -> None:
-    """G1, G2: the memory of the cache and of the graphs goes, and the replay is right afterwards."""
+    """The memory of the cache and of the graphs goes, and the replay is right afterwards."""
     run(
         """
         size = 16 * MIB
@@ -243,8 +244,9 @@ def test_retained_backup(mode: str) -> None:
 @both_modes
 @pytest.mark.parametrize("retain", ["0", "1"])
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) -> None:
-    """B2: without retention the host memory is back with the kernel after a resume; with it, it stays."""
+    """Without retention the host memory is back with the kernel after a resume; with it, it stays."""
     run(
         """
         retain = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
@@ -274,8 +276,9 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
 
 
 @both_modes
+@pytest.mark.guards("backup files were left behind")
 def test_disk_backup_over_three_cycles(mode: str, tmp_path: Path) -> None:
-    """B6: the same bytes each time, the same space on disk, and no file left behind."""
+    """The same bytes each time, the same space on disk, and no file left behind."""
     run(
         """
         folder = os.environ["FOLDER"]
@@ -385,8 +388,9 @@ def test_leaving_a_region(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_memory_margin(mode: str) -> None:
-    """T1: torch frees its caches, tries again, and raises its own error; the process lives."""
+    """Torch frees its caches, tries again, and raises its own error; the process lives."""
     run(
         """
         free, _ = torch.cuda.mem_get_info()
@@ -604,8 +608,9 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("the process aborted at exit")
 def test_pools_that_end_inside_a_region(mode: str) -> None:
-    """T2: torch ends the process where a pool is destroyed while another one is in use."""
+    """Torch ends the process where a pool is destroyed while another one is in use."""
     run(
         """
         graph = torch.cuda.CUDAGraph()

@@ -107,8 +107,9 @@ def test_kernel_digest_equals_host_digest(tag: str, nbytes: int) -> None:
     assert on_device == _native.digest_of(data.cpu().numpy(), key)
 
 
+@pytest.mark.guards("unused cached blocks were backed up too")
 def test_only_live_blocks_are_backed_up(tag: str) -> None:
-    """B4: what torch's allocator holds free inside a region is not copied."""
+    """What torch's allocator holds free inside a region is not copied."""
     with ms.region(tag, restore="host"):
         pieces = [torch.randn(16 * MIB // 4, device="cuda") for _ in range(8)]
     del pieces[1::2]
@@ -118,8 +119,9 @@ def test_only_live_blocks_are_backed_up(tag: str) -> None:
     ms.resume([tag])
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_release_waits_for_kernels_in_flight(tag: str) -> None:
-    """R2: nothing is unmapped under a running kernel."""
+    """Nothing is unmapped under a running kernel."""
     with ms.region(tag, restore="host"):
         data = torch.zeros(64 * MIB // 4, device="cuda")
     torch.cuda._sleep(500_000_000)
@@ -129,8 +131,9 @@ def test_release_waits_for_kernels_in_flight(tag: str) -> None:
     assert bool((data == 1).all())
 
 
+@pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_while_released_lives(tag: str) -> None:
-    """R6: an allocation made under a tag while it is released lives; resume maps the others."""
+    """An allocation made under a tag while it is released lives; resume maps the others."""
     with ms.region(tag, restore="host"):
         old = torch.randn(32 * MIB // 4, device="cuda")
         freed = torch.randn(32 * MIB // 4, device="cuda")
@@ -147,8 +150,9 @@ def test_allocation_while_released_lives(tag: str) -> None:
     assert bool((second == 8).all())
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_free_while_released(tag: str) -> None:
-    """R7: a tensor freed while released costs no driver error, and its range can be used again."""
+    """A tensor freed while released costs no driver error, and its range can be used again."""
     with ms.region(tag, restore="host"):
         doomed = torch.randn(64 * MIB // 4, device="cuda")
         kept = torch.randn(64 * MIB // 4, device="cuda")
@@ -161,8 +165,9 @@ def test_free_while_released(tag: str) -> None:
     assert torch.equal(kept.cpu(), expected)
 
 
+@pytest.mark.guards("a second release or resume failed", "releasing everything failed after one tag had been released")
 def test_repeats_are_success(tag: str) -> None:
-    """R4, R5: releasing and resuming again is success, whatever part was done before."""
+    """Releasing and resuming again is success, whatever part was done before."""
     with ms.region(tag + "-a"):
         first = torch.ones(4 * MIB, device="cuda")
     with ms.region(tag + "-b"):
@@ -179,8 +184,9 @@ def test_repeats_are_success(tag: str) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag", "a nested region used the wrong pool")
 def test_nested_regions(tag: str) -> None:
-    """R15, T7: inside an inner region its tag holds, after it the outer one again."""
+    """Inside an inner region its tag holds, after it the outer one again."""
     with ms.region(tag + "-outer"):
         before = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         with ms.region(tag + "-inner"):
@@ -194,8 +200,9 @@ def test_nested_regions(tag: str) -> None:
     del before, inner, after
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_graph_replays_after_release(tag: str) -> None:
-    """G1, G2: a graph's pool bytes go, measured, and its replay is right afterwards without a recapture."""
+    """A graph's pool bytes go, measured, and its replay is right afterwards without a recapture."""
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda().half()
     with ms.region(tag + "-w", restore="host"):
         ms.adopt(model, tag + "-w", restore="host")
@@ -246,8 +253,9 @@ def test_region_inside_a_capture(tag: str) -> None:
     assert bool((workspace == 1).all())
 
 
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_out_of_memory_reaches_torch(tag: str) -> None:
-    """T1: out of memory in a region raises torch's error, torch frees its caches first, and the process goes on."""
+    """Out of memory in a region raises torch's error, torch frees its caches first, and the process goes on."""
     free, _ = torch.cuda.mem_get_info()
     cached = torch.empty(free // 2, dtype=torch.uint8, device="cuda")
     del cached  # torch keeps it cached: the next allocation succeeds only if torch frees that and tries again
@@ -260,8 +268,9 @@ def test_out_of_memory_reaches_torch(tag: str) -> None:
     del large
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_while_another_process_holds_the_memory(tag: str) -> None:
-    """R3: out of memory on resume is an error, nothing is lost, and the retry works."""
+    """Out of memory on resume is an error, nothing is lost, and the retry works."""
     with ms.region(tag, restore="host"):
         data = torch.randn(512 * MIB, device="cuda")  # 2 GiB
     expected = float(data.double().sum())
@@ -278,8 +287,9 @@ def test_resume_while_another_process_holds_the_memory(tag: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["resident", "released", "resumed"])
+@pytest.mark.guards("the process aborted at exit")
 def test_clean_exit(state: str) -> None:
-    """T2: the interpreter exits cleanly with pools and graphs alive, released or not."""
+    """The interpreter exits cleanly with pools and graphs alive, released or not."""
     result = run_python(
         f"""
         import torch, memsaver_core as ms
@@ -356,8 +366,9 @@ def test_memory_does_not_creep_with_churn(tag: str) -> None:
     ms.resume([tag])
 
 
+@pytest.mark.guards("expandable segments made a release free nothing")
 def test_expandable_segments_in_regions() -> None:
-    """T3: with expandable segments on, memory of a region still goes, measured (or the region refuses)."""
+    """With expandable segments on, memory of a region still goes, measured (or the region refuses)."""
     told = output_of(
         """
         import torch, memsaver_core as ms

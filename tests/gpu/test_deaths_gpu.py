@@ -53,8 +53,9 @@ assert all(bool((tensor == i + 1).all()) for i, tensor in enumerate(held))
 
 
 @pytest.mark.parametrize("operation", ["release", "resume"])
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_in_the_middle(operation: str) -> None:
-    """S5: the device has all of it back, a neighbour's content is whole, and a new process runs a full cycle."""
+    """The device has all of it back, a neighbour's content is whole, and a new process runs a full cycle."""
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
         ours = torch.arange(64 * MIB, dtype=torch.int32, device="cuda")

@@ -101,8 +101,9 @@ def addresses(engine: TransformersEngine) -> list[int]:
     return [tensor.data_ptr() for tensor in (*layers, *static, *(t for _, t in tensors_of(runner.model)))]
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: TransformersEngine) -> None:
-    """G1: the graph pool comes back with its content; nothing is captured anew and no address changes."""
+    """The graph pool comes back with its content; nothing is captured anew and no address changes."""
     assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
     before, where, graphs = alone(qwen, range(4)), addresses(qwen), dict(qwen._runner._graphs)
     assert all(len(set(answer)) > 10 for answer in before)
@@ -114,8 +115,9 @@ def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: Trans
         assert alone(qwen, range(4)) == before
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_every_batch_size_answers_the_same_after_release_and_resume(qwen: TransformersEngine) -> None:
-    """G1: for each captured graph, filled up rows included."""
+    """For each captured graph, filled up rows included."""
     sizes = (2, 3, 8, 13, 32, 64)
     before = [together(qwen, size) for size in sizes]
     assert [together(qwen, size) for size in sizes] == before
@@ -124,8 +126,9 @@ def test_every_batch_size_answers_the_same_after_release_and_resume(qwen: Transf
     assert [together(qwen, size) for size in sizes] == before
 
 
+@pytest.mark.guards("releasing a graph freed nothing", "memory was reported free before it was free")
 def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> None:
-    """G2, R1: the graphs' pool too; when release returns, the device counts what it reported."""
+    """The graphs' pool too; when release returns, the device counts what it reported."""
     alone(qwen, [0])
     held = {tag.tag: tag.bytes for tag in ms.status().tags}
     assert held["cuda_graph"] > storage_bytes([qwen._runner._logits])
@@ -138,8 +141,9 @@ def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> Non
     resume(qwen)
 
 
+@pytest.mark.guards("releasing a graph freed nothing")
 def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
-    """G2: releasing the graphs frees their pool, measured, and nothing else."""
+    """Releasing the graphs frees their pool, measured, and nothing else."""
     answers = alone(qwen, [1])
     held = next(tag.bytes for tag in ms.status().tags if tag.tag == "cuda_graph")
     before = used_bytes()
@@ -149,8 +153,9 @@ def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
     assert alone(qwen, [1]) == answers
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_whose_pool_was_given_up_are_captured_anew(qwen: TransformersEngine) -> None:
-    """G1: where the caller gives the pool's content up, no graph that relied on it is replayed."""
+    """Where the caller gives the pool's content up, no graph that relied on it is replayed."""
     answers, graphs = alone(qwen, range(3)), list(qwen._runner._graphs.values())
     release(qwen, ["cuda_graph"], restore={"cuda_graph": "discard"})
     resume(qwen, lost=["cuda_graph"])
@@ -167,8 +172,9 @@ def test_requests_frozen_over_a_released_cache_are_computed_again(qwen: Transfor
     assert all(len(future.result(120).output) == 400 for future in futures)
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_weights_loaded_from_a_checkpoint_lie_in_their_region(start: Start) -> None:
-    """R15: transformers loads from threads of its own, which a region does not see; nothing may stay outside."""
+    """Transformers loads from threads of its own, which a region does not see; nothing may stay outside."""
     engine = start()
     needed = storage_bytes(tensor for _, tensor in tensors_of(engine._runner.model))
     assert all(tensor.is_cuda for _, tensor in tensors_of(engine._runner.model))
@@ -211,8 +217,9 @@ def test_new_weights_reach_the_graphs(start: Start) -> None:
 
 
 @pytest.mark.parametrize("order", [("cuda_graph", "kv_cache", "weights"), ("weights", "cuda_graph", "kv_cache")])
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str, ...]) -> None:
-    """R12: until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
+    """Until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
     engine = start(random_weights=QWEN2, kv_cache_bytes=GIB, batch_sizes=(1, 4))
     graphs = dict(engine._runner._graphs)
     with attach(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:

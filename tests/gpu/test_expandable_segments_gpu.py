@@ -35,8 +35,9 @@ else:
 
 
 @pytest.mark.parametrize("where", [*NAMES, "at run time"])
+@pytest.mark.guards("expandable segments made a release free nothing")
 def test_memory_of_a_region_goes_all_the_same(where: str) -> None:
-    """T3: measured, and with its content back; or the region says that it cannot be had."""
+    """Measured, and with its content back; or the region says that it cannot be had."""
     inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
     if where == "at run time":
         told = output_of(PROGRAM, SETTING, inherited=inherited)

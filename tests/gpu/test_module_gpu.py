@@ -55,8 +55,12 @@ def owned(tensor: torch.Tensor) -> bool:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "replaying a graph failed after its memory was discarded",
+)
 def test_it_goes_and_comes_back(make: Callable[[int], Example], width: int) -> None:
-    """R1, G1: measured, by HTTP, with the same outputs from the same addresses; a graph is replayed as it was."""
+    """Measured, by HTTP, with the same outputs from the same addresses; a graph is replayed as it was."""
     with example(make, width) as made:
         assert all(owned(each) for each in made.held)
         assert made.bytes > 64 * MIB
@@ -136,8 +140,9 @@ def test_the_documented_graph() -> None:
 
 
 @two_devices
+@pytest.mark.guards("only the current device was synchronized or restored")
 def test_parts_on_two_devices() -> None:
-    """T6: each part moves under its tag on its own device, and goes and comes back there."""
+    """Each part moves under its tag on its own device, and goes and comes back there."""
 
     class Split(nn.Module):
         def __init__(self) -> None:

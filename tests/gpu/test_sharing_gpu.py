@@ -23,8 +23,9 @@ def send(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("share", [send, reduce_tensor, lambda tensor: tensor.untyped_storage()._share_cuda_()])
 @pytest.mark.parametrize("released", [False, True])
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], object], released: bool) -> None:
-    """T5: whichever way leads to CUDA IPC, the error names the tensor's region; the tensor and the context are well."""
+    """Whichever way leads to CUDA IPC, the error names the tensor's region; the tensor and the context are well."""
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
         tensor = torch.arange(5000.0, device="cuda")
@@ -39,8 +40,9 @@ def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], obje
     assert torch.equal(tensor.cpu(), torch.arange(5000.0))
 
 
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_the_memory_of_a_graph_is_not_shared() -> None:
-    """T5: nor is what a graph's pool holds."""
+    """Nor is what a graph's pool holds."""
     graph = torch.cuda.CUDAGraph()
     with ms.graph(graph, tag="t-shared-graph"):
         output = torch.ones(5000, device="cuda")
@@ -56,8 +58,9 @@ def receive(pipe: Connection) -> None:
     pipe.send("done")
 
 
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_copy_is_shared() -> None:
-    """T5: what the error advises: another process writes to a clone from outside of any region."""
+    """What the error advises: another process writes to a clone from outside of any region."""
     with ms.region("t-shared", restore="host"):
         tensor = torch.arange(5000.0, device="cuda")
     copy = tensor.clone()

@@ -52,8 +52,12 @@ def on_both(tag: str, nbytes: int) -> list[torch.Tensor]:
     return tensors
 
 
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "only the current device was synchronized or restored",
+)
 def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
-    """R1, T6: one release takes the memory of both devices, seen in each one's own count; one resume brings it back."""
+    """One release takes the memory of both devices, seen in each one's own count; one resume brings it back."""
     tensors = on_both(tag, 512 * MIB)
     pointers = [tensor.data_ptr() for tensor in tensors]
     expected = [tensor.cpu() for tensor in tensors]
@@ -71,8 +75,12 @@ def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
 
 
 @pytest.mark.parametrize("current", DEVICES)
+@pytest.mark.guards(
+    "only the current device was synchronized or restored",
+    "memory was unmapped while kernels still used it",
+)
 def test_kernels_in_flight_on_the_other_device(tag: str, current: int) -> None:
-    """T6, R2: the device that is not current is waited for, too; nothing is unmapped under its kernels."""
+    """The device that is not current is waited for, too; nothing is unmapped under its kernels."""
     tensors = on_both(tag, 64 * MIB)
     for tensor in tensors:
         tensor.zero_()
@@ -87,8 +95,12 @@ def test_kernels_in_flight_on_the_other_device(tag: str, current: int) -> None:
 
 
 @pytest.mark.parametrize("short", DEVICES)
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "only the current device was synchronized or restored",
+)
 def test_a_device_that_is_short_of_memory_undoes_the_other(tag: str, short: int) -> None:
-    """R3, T6: where a co-tenant holds one device, nothing comes back on the other either, and the retry works."""
+    """Where a co-tenant holds one device, nothing comes back on the other either, and the retry works."""
     tensors = on_both(tag, 2 * GIB)
     expected = [tensor.cpu() for tensor in tensors]
     with CoTenant(short) as tenant:
@@ -108,8 +120,9 @@ def test_a_device_that_is_short_of_memory_undoes_the_other(tag: str, short: int)
 
 
 @pytest.mark.parametrize("call", ["create", "map", "allow_access", "copy_to_device"])
+@pytest.mark.guards("only the current device was synchronized or restored")
 def test_a_call_that_fails_on_one_device_undoes_the_other(tag: str, call: str) -> None:
-    """T6: whichever device meets the failure in the middle of a resume, the memory of both is given back again."""
+    """Whichever device meets the failure in the middle of a resume, the memory of both is given back again."""
     tensors = on_both(tag, 512 * MIB)
     expected = [tensor.cpu() for tensor in tensors]
     ms.release([tag])

@@ -69,8 +69,9 @@ def cycle(server: Server, both: threading.Barrier) -> Counter[int]:
     return load.statuses
 
 
+@pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_release_and_resume_at_once() -> None:
-    """S1: 200 cycles of each, under load, on one GPU at the same time: both finish, every token right."""
+    """200 cycles of each, under load, on one GPU at the same time: both finish, every token right."""
     both = threading.Barrier(2)
     with serving(*OPTIONS, changes=ON_CUDA) as one, serving(*OPTIONS, "--seed", "1", changes=ON_CUDA) as other:
         with ThreadPoolExecutor(2) as pool:

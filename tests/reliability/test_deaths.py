@@ -168,10 +168,11 @@ def engine(device: str, folder: Path, operation: str, call: str, pipe: Connectio
 
 
 @pytest.mark.parametrize(("operation", "call"), PHASES)
+@pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
 def test_killed_in_the_middle(
     device: str, tmp_path: Path, operation: str, call: str, fork: Fork, places: dict[str, str]
 ) -> None:
-    """S5, B6: killed in any phase of a release or a resume, its memory is free at once, no backup file is left, and
+    """Killed in any phase of a release or a resume, its memory is free at once, no backup file is left, and
     neither the co-tenant nor the next engine notices anything."""
     tenant = make(device, tmp_path)
     memories = populate(tenant)
@@ -193,10 +194,11 @@ def test_killed_in_the_middle(
 
 
 @pytest.mark.parametrize(("operation", "call"), PHASES)
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_a_co_tenant_killed_while_in_the_middle(
     device: str, tmp_path: Path, operation: str, call: str, fork: Fork
 ) -> None:
-    """S5: in whatever phase an engine is while its co-tenant is killed, which idles or is in the middle itself: what
+    """In whatever phase an engine is while its co-tenant is killed, which idles or is in the middle itself: what
     the dead one held is free at once, the operation succeeds, and the content is whole."""
     opposite = PHASES[(PHASES.index((operation, call)) + len(PHASES) // 2) % len(PHASES)]
     observer = make(device, tmp_path)
@@ -231,8 +233,9 @@ def take_all(device: str, folder: Path, pipe: Connection) -> None:
     signal.pause()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path: Path, fork: Fork) -> None:
-    """S5: a resume that has too little memory succeeds once the co-tenant that holds it is killed, before it looks."""
+    """A resume that has too little memory succeeds once the co-tenant that holds it is killed, before it looks."""
     survivor = make(device, tmp_path)
     memories = populate(survivor)
     survivor.release([], [], {})
@@ -248,8 +251,9 @@ def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_before_and_after_each_system_call() -> None:
-    """S5: wherever an engine is killed, inside of the host driver's calls too, between what the system did and what the
+    """Wherever an engine is killed, inside of the host driver's calls too, between what the system did and what the
     account says of it, the account is right at once, the next engine works, and a co-tenant's operation succeeds,
     though it waits on the account's lock, which the dead one held."""
     result = subprocess.run(
@@ -370,8 +374,9 @@ def ending(program: Child, device: str, tmp_path: Path) -> Ending:
         ("allocating", "resident"),
     ],
 )
+@pytest.mark.guards("the process aborted at exit")
 def test_exit_in_each_state(ending: Ending, state: str, says: str) -> None:
-    """T2: a process ends well in whatever state it is, an operation or an allocation under way in another thread, too,
+    """A process ends well in whatever state it is, an operation or an allocation under way in another thread, too,
     and leaves nothing behind."""
     assert ending.start(state, "end") == says
     assert (ending.exit_code(), ending.said.read_text()) == (0, "")
@@ -381,8 +386,9 @@ def test_exit_in_each_state(ending: Ending, state: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["partly_released", "released", "releasing"])
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_terminated_in_each_state(ending: Ending, state: str) -> None:
-    """S5: SIGTERM, which the library leaves alone, ends the process; what it held, part of it resident or all, is free
+    """SIGTERM, which the library leaves alone, ends the process; what it held, part of it resident or all, is free
     at once, and no file is left."""
     observer = make(ending.device, ending.folder)
     assert ending.start(state, "wait") == state.removeprefix("partly_")
@@ -394,8 +400,9 @@ def test_terminated_in_each_state(ending: Ending, state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["resident", "released", "releasing"])
+@pytest.mark.guards("a forked child used or damaged its parent's memory")
 def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: Fork) -> None:
-    """T4: a child, forked in whatever state its parent is, is refused by every call, may drop its references, and
+    """A child, forked in whatever state its parent is, is refused by every call, may drop its references, and
     changes nothing of its parent."""
     saver: Any = make(device, tmp_path)
     memories = populate(saver)
@@ -444,8 +451,9 @@ def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: F
     full_cycle(saver, memories)
 
 
+@pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_at_once(device: str, tmp_path: Path) -> None:
-    """S1: two processes that release and resume on one device at the same time finish, each with its content, although
+    """Two processes that release and resume on one device at the same time finish, each with its content, although
     both together do not fit."""
 
     def run(pipe: Connection) -> None:

@@ -50,8 +50,9 @@ def occurrences(call: str, operation: str) -> range:
 
 
 @pytest.mark.parametrize("call", ["synchronize", "copy_to_host", "record", "wait", "unmap", "release"])
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_release_that_fails_on_one_device(call: str) -> None:
-    """S2: nothing is discarded on any device before all of them have kept what is to be kept; until then a resume
+    """Nothing is discarded on any device before all of them have kept what is to be kept; until then a resume
     brings every device back as it was."""
     failed = undone = 0
     for nth in occurrences(call, "release"):
@@ -79,8 +80,9 @@ def test_a_release_that_fails_on_one_device(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["memory_info", "create", "map", "allow_access", "copy_to_device", "record", "wait"])
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_resume_that_fails_on_one_device(call: str) -> None:
-    """S2: all devices are released again, with their backups, and the retry brings all of them back."""
+    """All devices are released again, with their backups, and the retry brings all of them back."""
     failed = 0
     for nth in occurrences(call, "resume"):
         cards = Cards()

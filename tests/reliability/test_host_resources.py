@@ -48,8 +48,9 @@ def is_marked(address: int, nbytes: int) -> bool:
     return all(ctypes.c_uint64.from_address(address + at).value == at + 1 for at in range(0, nbytes, PAGE))
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> None:
-    """B5: it is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
+    """It is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -71,8 +72,9 @@ def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> N
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: ControlGroup) -> None:
-    """B5: pinning memory ahead of the first release takes none that is not there."""
+    """Pinning memory ahead of the first release takes none that is not there."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -91,8 +93,9 @@ def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: C
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) -> None:
-    """B5: what the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
+    """What the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
     nbytes = 64 * MIB
 
     def body() -> None:
@@ -115,8 +118,9 @@ def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) 
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path) -> None:
-    """B5: files of a file system in memory count as memory, however much the file system says is free."""
+    """Files of a file system in memory count as memory, however much the file system says is free."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -152,8 +156,9 @@ def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup,
         ),
     ],
 )
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str, str], available: int) -> None:
-    """B5: the files as the kernel writes them, where it has put the root of this process's groups."""
+    """The files as the kernel writes them, where it has put the root of this process's groups."""
 
     def body() -> None:
         keep_mounts_private()
@@ -168,8 +173,9 @@ def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str,
     in_child(body)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """R3: what was not written yet stays where it is, what was written comes back; with space again all goes on."""
+    """What was not written yet stays where it is, what was written comes back; with space again all goes on."""
     part = 8 * MIB
 
     def body() -> None:

@@ -19,8 +19,9 @@ def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Save
     return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_file_descriptors_run_out(tmp_path: Path) -> None:
-    """R3: without a descriptor for the backup file a release is refused with nothing unmapped, and works afterwards."""
+    """Without a descriptor for the backup file a release is refused with nothing unmapped, and works afterwards."""
 
     def body() -> None:
         saver = make(tmp_path)
@@ -47,8 +48,9 @@ def test_file_descriptors_run_out(tmp_path: Path) -> None:
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_address_space_runs_out() -> None:
-    """B5: host memory that the system refuses is an error with nothing lost, and the retry works."""
+    """Host memory that the system refuses is an error with nothing lost, and the retry works."""
 
     def body() -> None:
         saver = make()
@@ -71,8 +73,9 @@ def test_address_space_runs_out() -> None:
     in_child(body)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_device_is_taken_during_a_resume() -> None:
-    """R3: memory that goes between the look at it and its use fails the resume, undone, and the retry works."""
+    """Memory that goes between the look at it and its use fails the resume, undone, and the retry works."""
     saver = make(capacity=16 * MIB)
     addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
     written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
@@ -104,8 +107,9 @@ def test_the_device_is_taken_during_a_resume() -> None:
     assert [content(address, 4 * MIB) for address in addresses] == written
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_status_answers_while_a_copy_stalls() -> None:
-    """S3: while a copy makes no progress, status says which operation is under way, again and again."""
+    """While a copy makes no progress, status says which operation is under way, again and again."""
     saver = make()
     fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
     saver.delay("copy_to_host", 3600)
@@ -122,8 +126,9 @@ def test_status_answers_while_a_copy_stalls() -> None:
     assert answers[-1]["total_bytes"] == 4 * MIB
 
 
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
-    """B2: the resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
+    """The resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
@@ -147,8 +152,9 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
 
 
 @pytest.mark.parametrize("retention", ["trim", "free"])
+@pytest.mark.guards("an operation waited forever, and nothing said why", "memory grew with every cycle")
 def test_retention_never_blocks(retention: str) -> None:
-    """S3, S4: the thread that unpins backups after a resume and the next resume do not wait for each other for ever;
+    """The thread that unpins backups after a resume and the next resume do not wait for each other for ever;
     cycle after cycle, host memory stays the same."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention=retention, verify="full")
     address = saver.allocate(0, "t", "host", 2 * MIB)

@@ -62,8 +62,16 @@ def run_programs(core: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # it may be the first that builds the core, and a program that fails is made shorter
+@pytest.mark.guards(
+    "a second release or resume failed",
+    "releasing everything failed after one tag had been released",
+    "an allocation made under a released tag broke the resume",
+    "freeing a released tensor released its memory twice",
+    "resuming everything failed on tags that were never released",
+    "host memory stayed resident after a resume, or freeing it slowed the resume",
+)
 def test_random_programs_agree_with_the_model() -> None:
-    """R4, R5, R6, R7, R8, B2: repeats are success; after parts comes the rest; allocations while released live; what is
+    """Repeats are success; after parts comes the rest; allocations while released live; what is
     freed twice is refused; nothing is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and
     MEMSAVER_MACHINE_STEPS."""
     runs = [run_programs(core) for core in CORES]

@@ -31,8 +31,9 @@ def work(operation: Operation) -> OperationReport:
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.guards("memory grew with every cycle")
 def test_a_forgotten_operation_is_gone(fails: bool) -> None:
-    """S4: with all its phases and figures, whether somebody waited for it and however it ended."""
+    """With all its phases and figures, whether somebody waited for it and however it ended."""
     operations = Operations(1, lambda _operation: None)
     request = ReleaseRequest(tags=("nothing",), timeout_s=float(fails))
 

@@ -46,8 +46,9 @@ def is_untouched(http: httpx.Client) -> bool:
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_over_the_control_groups_limit(version: int) -> None:
-    """B5: 507 with the figures instead of the OOM killer; still resident, and serving; with room the retry works."""
+    """507 with the figures instead of the OOM killer; still resident, and serving; with room the retry works."""
     with control_group(22 * MIB, version) as group, Program(**ENVIRONMENT) as engine, client(engine) as http:
         before = tokens(http)
         group.enter(engine.process.pid)
@@ -66,8 +67,12 @@ def test_a_backup_over_the_control_groups_limit(version: int) -> None:
         assert tokens(http) == before
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "a backup larger than host memory ended in the OOM killer",
+)
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """R3, B5: 507 that says what to do; what was not written stays, and what was written comes back; with space again
+    """507 that says what to do; what was not written stays, and what was written comes back; with space again
     all goes on."""
 
     def body() -> None:
@@ -106,8 +111,9 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
     in_child(body)
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_descriptors_run_out() -> None:
-    """S3: whoever has a connection is answered, a release goes as far as it needs no descriptor and else is refused,
+    """Whoever has a connection is answered, a release goes as far as it needs no descriptor and else is refused,
     and a resume needs none; with descriptors again all goes on."""
     with Program(**ENVIRONMENT) as engine, client(engine) as http, client(engine) as observer:
         before = tokens(http)
@@ -145,10 +151,11 @@ def test_descriptors_run_out() -> None:
                 assert tokens(http) == before
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_connection_that_cannot_be_accepted_costs_little(
     serve: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3: it is a line in the log now and then, not thousands at once, for which those who are connected would wait."""
+    """It is a line in the log now and then, not thousands at once, for which those who are connected would wait."""
     http = serve()
     assert http.get("/livez").status_code == 200
     with socket.socket() as new:

@@ -24,8 +24,9 @@ from .module_examples import Example, check_occupation, example
     [module_examples.denoiser, module_examples.embedder, module_examples.mixture, module_examples.tied],
     ids=lambda make: make.__name__,
 )
+@pytest.mark.guards("memory was reported free before it was free")
 def test_it_goes_and_comes_back(make: Callable[[int], Example]) -> None:
-    """R1: measured, by HTTP, with the same outputs from the same addresses."""
+    """Measured, by HTTP, with the same outputs from the same addresses."""
     with example(make, 64) as made:
         check_occupation(made, slack_bytes=0)
 
@@ -57,8 +58,9 @@ class Blocking(nn.Module):
         return self.weight.sum()
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_a_release_waits_for_calls_in_flight() -> None:
-    """R2: nothing is unmapped under a running forward; one that runs too long is named."""
+    """Nothing is unmapped under a running forward; one that runs too long is named."""
     model = Blocking()
     engine = ModuleEngine(model)
     with ThreadPoolExecutor() as threads, attach(engine) as server, Client(server.url) as client:
@@ -78,8 +80,9 @@ def test_a_release_waits_for_calls_in_flight() -> None:
     engine.close()
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_calls_are_held_where_the_service_is_set_up_so() -> None:
-    """R12: a call during a release waits for the resume, and computes with what came back."""
+    """A call during a release waits for the resume, and computes with what came back."""
     model = nn.Linear(64, 64)
     engine = ModuleEngine(model)
     inputs = torch.randn(2, 64)

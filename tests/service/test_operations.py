@@ -91,8 +91,9 @@ def release_in_drain(http: httpx.Client, engine: TensorEngine, **body: object) -
     return operation_id
 
 
+@pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -> None:
-    """R9: a repeat of a call in flight joins it, and both get the one operation's answer."""
+    """A repeat of a call in flight joins it, and both get the one operation's answer."""
     with drain_held_up(http, engine) as pool:
         operation_id = release_in_drain(http, engine, tags=["kv_cache", "weights"])
         repeats = [
@@ -107,8 +108,9 @@ def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -
     assert answers[0] == answers[1]
 
 
+@pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
-    """R9: all who ask for a resume while one maps memory join it, and get the one operation's answer."""
+    """All who ask for a resume while one maps memory join it, and get the one operation's answer."""
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
         callers = [asked(http, "/resume_memory_occupation")]
@@ -158,8 +160,9 @@ def test_releases_of_different_tags_follow_each_other(http: httpx.Client, engine
     assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: TensorEngine) -> None:
-    """R10: the operation completes by itself, and the state is true."""
+    """The operation completes by itself, and the state is true."""
     with drain_held_up(http, engine):
         connection = asked(http, "/release_memory_occupation")
         engine.wait_until(lambda engine: engine.is_closed)
@@ -171,8 +174,9 @@ def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: Ten
     assert http.get("/memory_occupation").json()["state"] == "released"
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Client, driver: Driver) -> None:
-    """R10: the resume completes by itself, and the state is true."""
+    """The resume completes by itself, and the state is true."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
@@ -187,8 +191,9 @@ def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Clien
     assert post(http, "/generate", **PROMPT).json()["output_ids"] == before
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_resume_that_fails_after_its_client_went_away(http: httpx.Client, driver: Driver) -> None:
-    """R10: it is undone by itself, the state is true, and the next one works."""
+    """It is undone by itself, the state is true, and the next one works."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     maps = driver.counts()["map"]
@@ -300,10 +305,11 @@ def test_at_least_so_much_takes_what_is_discarded_first(http: httpx.Client) -> N
     assert http.get("/readyz").status_code == 200
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_phase_that_makes_no_progress_is_named(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: callers of an operation that is stuck are told the phase; the operation goes on, and the state is true."""
+    """Callers of an operation that is stuck are told the phase; the operation goes on, and the state is true."""
     http = serve(phase_timeout_s=0.2)
     drain = engine.drain
 
@@ -325,8 +331,9 @@ def test_a_phase_that_makes_no_progress_is_named(
 
 
 @pytest.mark.parametrize(("path", "call", "phase"), [("release", "unmap", "pause"), ("resume", "map", "restore")])
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: str, call: str, phase: str) -> None:
-    """S3: a driver that does not come back is told by the phase it is in; probes answer, and the end is true."""
+    """A driver that does not come back is told by the phase it is in; probes answer, and the end is true."""
     http = serve(phase_timeout_s=0.2)
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
@@ -340,10 +347,11 @@ def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: s
     assert until_done(http, response.json()["error"]["operation_id"])["success"] is True
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     serve: Serve, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3: an operation that goes on by itself says in its record, its events, the metrics and the log that it is stuck,
+    """An operation that goes on by itself says in its record, its events, the metrics and the log that it is stuck,
     and in which phase; it goes on all the same, and then says so no more.
     """
     http = serve(phase_timeout_s=0.2)
@@ -397,10 +405,11 @@ def weights_being_written(
             ends.set()
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_release_waits_for_weights_as_for_requests(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: no longer than its drain may take; the error names what it waited for, and nothing is released."""
+    """No longer than its drain may take; the error names what it waited for, and nothing is released."""
     with weights_being_written(http, engine, monkeypatch) as update:
         late = post(http, "/release_memory_occupation", timeout_s=0.05)
         assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
@@ -411,10 +420,11 @@ def test_a_release_waits_for_weights_as_for_requests(
     assert post(http, "/release_memory_occupation").json()["state"] == "released"
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_resume_says_that_it_waits_for_weights(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: it has a deadline, after which nothing is resumed and the error names what it waited for."""
+    """It has a deadline, after which nothing is resumed and the error names what it waited for."""
     http = serve(phase_timeout_s=0.2)
     post(http, "/release_memory_occupation", tags=["kv_cache"])
     with weights_being_written(http, engine, monkeypatch) as update:
@@ -427,10 +437,11 @@ def test_a_resume_says_that_it_waits_for_weights(
     assert post(http, "/resume_memory_occupation").json()["state"] == "resident"
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_weight_update_does_not_wait_without_end(
     serve: Serve, engine: TensorEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: behind another update, or an operation that is stuck, it is refused after a while, and says behind what."""
+    """Behind another update, or an operation that is stuck, it is refused after a while, and says behind what."""
     http = serve(phase_timeout_s=0.2)
     with weights_being_written(http, engine, monkeypatch):
         second = post(http, "/update_weights_from_disk", model_path="/trained")
@@ -451,8 +462,9 @@ def test_a_weight_update_does_not_wait_without_end(
     ("path", "call", "phase"),
     [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
 )
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path: str, call: str, phase: str) -> None:
-    """S3: also where the phase failed instead of hanging."""
+    """Also where the phase failed instead of hanging."""
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
     driver.fail(call, kind="invalid_value")
@@ -461,10 +473,11 @@ def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path:
     assert answer.json()["error"]["phase"] == phase
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_an_engine_that_cannot_be_made_whole_says_in_which_phase(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: also where the error is not one of ours."""
+    """Also where the error is not one of ours."""
     post(http, "/release_memory_occupation").raise_for_status()
 
     def repair(_tags: list[str], _lost: list[str]) -> None:

@@ -97,8 +97,9 @@ def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
     assert isinstance(engine.SglangEngine(make()), Engine)
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_release_and_resume(serve: Callable[..., Serving]) -> None:
-    """R13: the same tokens afterwards, and no prefix is taken from a cache whose pages are gone."""
+    """The same tokens afterwards, and no prefix is taken from a cache whose pages are gone."""
     serving = serve()
     expected = serving.generate()
     assert serving.scheduler.tree_cache.prefixes
@@ -174,8 +175,9 @@ def test_requests_that_wait_for_the_memory(serve: Callable[..., Serving]) -> Non
     assert serving.answer(batch[0].rid).output_ids == expected
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_health_checks_by_generation_are_answered_while_released(serve: Callable[..., Serving]) -> None:
-    """R11: a sleeping worker is not a dead one."""
+    """A sleeping worker is not a dead one."""
     serving = serve()
     serving.call("/release_memory_occupation")
     serving.send(rid="HEALTH_CHECK_1")
@@ -219,8 +221,12 @@ def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     assert serving.answer(rid).output_ids == expected
 
 
+@pytest.mark.guards(
+    "health probes confused a sleeping engine with a dead one",
+    "an operation waited forever, and nothing said why",
+)
 def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
-    """R11, S3: the dead engine is told from the sleeping one, and nobody waits for it."""
+    """The dead engine is told from the sleeping one, and nobody waits for it."""
     serving = serve()
     serving.generate()
     serving.scheduler.gracefully_exit = True

@@ -112,8 +112,9 @@ def is_waiting(http: httpx.Client) -> bool:
     return http.get("/operations").json()["operations"][0]["phase"] == "wait_for_memory"
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: 503 with the figures; still released with the backup intact; the retry works once the trainer lets go."""
+    """503 with the figures; still released with the backup intact; the retry works once the trainer lets go."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -131,8 +132,9 @@ def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> N
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: the answer comes when the memory is there, an hour before the wait is over."""
+    """The answer comes when the memory is there, an hour before the wait is over."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -144,8 +146,9 @@ def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTena
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant, engine: Program) -> None:
-    """R3: what is not enough ends no wait; what is added to it later does."""
+    """What is not enough ends no wait; what is added to it later does."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     for part in (48 * MIB, 8 * MIB):
@@ -159,8 +162,12 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
     assert tokens(http) == before
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "a process was killed in the middle of an operation",
+)
 def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: dict[str, str]) -> None:
-    """R3, S5: what a co-tenant held that ends without a word counts as free, and ends the wait."""
+    """What a co-tenant held that ends without a word counts as free, and ends the wait."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     trainer = Program("trainer", str(56 * MIB), **device)
@@ -170,8 +177,9 @@ def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: d
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: after the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
+    """After the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
     works."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
@@ -197,10 +205,11 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
     assert tokens(http) == before
 
 
+@pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_do_not_wait_for_each_other(
     http: httpx.Client, engine: Program, start: Start, device: dict[str, str]
 ) -> None:
-    """S1: one engine goes and comes back while the other stands still in the middle of an operation of its own."""
+    """One engine goes and comes back while the other stands still in the middle of an operation of its own."""
     with client(start(**device)) as other:
         before = tokens(http), tokens(other)
         for path, call, state in (("release", "unmap", "releasing"), ("resume", "map", "resuming")):
@@ -220,8 +229,9 @@ def test_two_engines_do_not_wait_for_each_other(
         assert (tokens(http), tokens(other)) == before
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_release_without_enough_host_memory(start: Start) -> None:
-    """B5: 507 with the figures before anything is unmapped; still resident, and serving."""
+    """507 with the figures before anything is unmapped; still resident, and serving."""
     with client(start(MEMSAVER_HOST_BACKUP_LIMIT=str(MIB))) as http:
         before = tokens(http)
         response = http.post("/release_memory_occupation")
@@ -233,8 +243,9 @@ def test_release_without_enough_host_memory(start: Start) -> None:
         assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_a_lost_context_is_fatal_and_says_so(start: Start) -> None:
-    """R11: the process is neither alive nor ready, every answer says why, and it still does not die."""
+    """The process is neither alive nor ready, every answer says why, and it still does not die."""
     engine = start()
     with client(engine) as http:
         engine.fail("synchronize", "context_lost")

@@ -59,22 +59,25 @@ def check_stalled(http: httpx.Client, driver: Saver, call: str, path: str, state
 
 
 @pytest.mark.parametrize("call", RELEASING)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_a_release_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: while a driver's call stands still, status, metrics, probes and operations answer, and name the phase."""
+    """While a driver's call stands still, status, metrics, probes and operations answer, and name the phase."""
     check_stalled(http, driver, call, "/release_memory_occupation", "releasing", RELEASING[call])
     assert http.post("/resume_memory_occupation").status_code == 200
 
 
 @pytest.mark.parametrize("call", RESUMING)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_a_resume_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: as for a release."""
+    """As for a release."""
     assert http.post("/release_memory_occupation").status_code == 200
     check_stalled(http, driver, call, "/resume_memory_occupation", "resuming", "restore")
 
 
 @pytest.mark.parametrize("call", ["reserve", "create", "map"])
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_an_allocation_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: the engine may wait for the device; who asks about the engine does not."""
+    """The engine may wait for the device; who asks about the engine does not."""
 
     def allocate() -> torch.Tensor:
         with ms.region(f"stalls-{call}"):
@@ -119,8 +122,9 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str) -> None:
-    """S3: whatever the driver does not come back from, in whatever a saver does in its life: what probes, metrics and
+    """Whatever the driver does not come back from, in whatever a saver does in its life: what probes, metrics and
     status are made of waits for none of it.
     """
     driver = Saver(
@@ -172,8 +176,9 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
     assert driver.audit() == []
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Client, driver: Saver) -> None:
-    """S3: whoever asks what is occupied does not wait for the device; the state is told as it is now all the same."""
+    """Whoever asks what is occupied does not wait for the device; the state is told as it is now all the same."""
     before = http.get("/memory_occupation").json()["devices"]
     assert before
     calls = driver.counts()["memory_info"]

@@ -217,8 +217,9 @@ saver.resume()
 
 
 @pytest.mark.parametrize("retain", ["0", "1"])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_resident_memory_after_a_resume(retain: str) -> None:
-    """B2: without retention the host memory of backups is back with the kernel after a resume; with it, it stays."""
+    """Without retention the host memory of backups is back with the kernel after a resume; with it, it stays."""
     run(
         INSTALL
         + """
@@ -357,8 +358,9 @@ assert content(gradients, 5000) != bytes([2]) * 5000
     )
 
 
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_raw_allocation_out_of_memory(cudart: str) -> None:
-    """T1: the code of cudaErrorMemoryAllocation, upon which torch frees its caches and tries again."""
+    """The code of cudaErrorMemoryAllocation, upon which torch frees its caches and tries again."""
     preloaded(
         cudart,
         INSTALL

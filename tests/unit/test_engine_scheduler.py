@@ -146,8 +146,9 @@ def test_equal_beginnings_are_computed_once(scheduler: Scheduler) -> None:
     assert first.output == second.output
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R13: a prefix that was cached before the KV cache went away is not found after it came back empty."""
+    """A prefix that was cached before the KV cache went away is not found after it came back empty."""
     prompt = list(range(11))
     first = scheduler.submit(ask(prompt, 4)).result(60)
     scheduler.close_admission("released", 0)
@@ -160,8 +161,9 @@ def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, 
     assert second.output == first.output
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_closed_admission_refuses_with_the_reason(scheduler: Scheduler) -> None:
-    """R12: a request that arrives while memory is away is told so at once."""
+    """A request that arrives while memory is away is told so at once."""
     scheduler.close_admission("memory is released", 0)
     with pytest.raises(AdmissionClosedError, match="memory is released"):
         scheduler.submit(ask([1], 1))
@@ -169,8 +171,9 @@ def test_closed_admission_refuses_with_the_reason(scheduler: Scheduler) -> None:
     assert scheduler.submit(ask([1], 1)).result(60).output == answer_to([1], 1)
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_held_requests_wait_up_to_the_bound_and_reach_no_step(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R12: requests that may wait do, computed only once admission is open."""
+    """Requests that may wait do, computed only once admission is open."""
     scheduler.close_admission("memory is released", 2)
     scheduler.drain(60, "wait")
     held = [scheduler.submit(ask([n], 3)) for n in range(2)]
@@ -189,8 +192,9 @@ def test_a_held_request_that_is_cancelled_frees_its_place(scheduler: Scheduler) 
     assert scheduler.submit(ask([2], 3))
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_drain_waits_for_what_was_accepted(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R2: a drain returns only when no step runs any more."""
+    """A drain returns only when no step runs any more."""
     futures = [scheduler.submit(ask([n], 40)) for n in range(7)]
     scheduler.close_admission("releasing", 0)
     scheduler.drain(60, "wait")
@@ -261,8 +265,9 @@ def test_a_broken_step_fails_its_requests_alone(scheduler: Scheduler, runner: Ar
     assert scheduler.submit(ask([2], 4)).result(60).output == answer_to([2], 4)
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_a_lost_context_ends_the_engine(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R11: an engine whose device context is lost does not call itself alive."""
+    """An engine whose device context is lost does not call itself alive."""
     runner.break_next = runner.lost_context = True
     with pytest.raises(ArithmeticError):
         scheduler.submit(ask([1], 4)).result(60)
@@ -290,8 +295,9 @@ def test_closing_fails_what_is_in_flight(scheduler: Scheduler, runner: Arithmeti
     scheduler.close()
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_no_step_ever_touches_released_memory(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R2: clients and an operator at once; no step runs between drain and reopening, no answer is wrong."""
+    """Clients and an operator at once; no step runs between drain and reopening, no answer is wrong."""
     chooser = random.Random(4)
     plan = [(chooser.choice(["wait", "keep", "keep"]), chooser.random() < 0.5) for _ in range(60)]
     stop = threading.Event()

@@ -69,8 +69,9 @@ def answer_of(engine: TransformersEngine) -> list[int]:
     return tokens
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_from_disk(engine: TransformersEngine, trained: Trained, original: Path) -> None:
-    """R13: what the prefix cache holds of the old weights goes with them."""
+    """What the prefix cache holds of the old weights goes with them."""
     before = answer_of(engine)
     assert engine.update_weights_from_disk(trained[0]) > 70
     assert answer_of(engine) == trained[2] != before
@@ -100,8 +101,9 @@ def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, 
     assert answer_of(engine) == trained[2]
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, original: Path) -> None:
-    """R14: undefined numbers computed once do not reach later requests through the slots that they left them in."""
+    """Undefined numbers computed once do not reach later requests through the slots that they left them in."""
     before = answer_of(engine)
     broken = {name: torch.full_like(t, float("nan")) for name, t in engine._runner.model.named_parameters()}
     engine.update_weights_from_tensor(payload(broken))
@@ -177,8 +179,9 @@ def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_pa
     assert answer_of(engine) == before
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_released_weights_are_not_written(engine: TransformersEngine, trained: Trained) -> None:
-    """R12: an update that arrives while the weights are away is refused, and touches nothing."""
+    """An update that arrives while the weights are away is refused, and touches nothing."""
     engine.close_admission("released")
     engine.drain(60)
     ms.release(["weights"])

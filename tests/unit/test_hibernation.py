@@ -79,8 +79,9 @@ def test_what_is_asked_for_meanwhile_waits(kept: Kept) -> None:
     assert kept.is_intact()
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_what_is_freed_meanwhile_does_not_come_back(kept: Kept) -> None:
-    """R7: in this state, too."""
+    """In this state, too."""
     with ms.region(kept.tag, restore="host"):
         passing = torch.ones(MIB)
     before = used_bytes()
@@ -116,8 +117,9 @@ def test_an_undo_that_fails_is_done_again(kept: Kept) -> None:
     assert kept.is_intact()
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_failed_restore_leaves_it_hibernated(kept: Kept) -> None:
-    """R3: nothing is lost; the resume can be repeated."""
+    """Nothing is lost; the resume can be repeated."""
     ms.release(hibernate=True)
     hibernation.fail("restore", times=2)
     for _ in range(2):
@@ -156,8 +158,9 @@ def test_a_killed_helper_is_replaced(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("step", ["hibernate", "wake"])
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """S3: nobody waits for it without end; the error names the step, what is told is true, and a repeat works."""
+    """Nobody waits for it without end; the error names the step, what is told is true, and a repeat works."""
     monkeypatch.setattr(helper, "STEP_S", 0.2)
     calls = {"hibernate": lambda: ms.release(["workspace"], hibernate=True), "wake": ms.resume}
     calls["hibernate"]()
@@ -237,8 +240,9 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
     assert told[4].startswith("failed ")
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wake_needs_the_memory_that_a_co_tenant_took() -> None:
-    """R3: out of memory on wake, with figures; the co-tenant lets go, and the same call works."""
+    """Out of memory on wake, with figures; the co-tenant lets go, and the same call works."""
     name = f"hibernated-{uuid.uuid4().hex[:8]}"
     told = run(
         """
@@ -263,8 +267,9 @@ def test_a_wake_needs_the_memory_that_a_co_tenant_took() -> None:
     assert told[1] == str(float(MIB))
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_a_killed_engine_leaves_nothing_behind() -> None:
-    """S5: the helper ends with it, and its share of the device is free."""
+    """The helper ends with it, and its share of the device is free."""
     name = f"hibernated-{uuid.uuid4().hex[:8]}"
     changes = {"MEMSAVER_HOST_DEVICE": name, "MEMSAVER_HOST_CAPACITY": str(6 * MIB)}
     code = """
@@ -282,8 +287,9 @@ def test_a_killed_engine_leaves_nothing_behind() -> None:
     assert run("print(ms.read_devices()[0].used_bytes)", **changes).split() == [str(4 * MIB)]
 
 
+@pytest.mark.guards("the process aborted at exit")
 def test_a_clean_exit_while_hibernated() -> None:
-    """T2: the interpreter exits cleanly in this state, too."""
+    """The interpreter exits cleanly in this state, too."""
     assert run("ms.release(['kv_cache'], hibernate=True)\nprint('end')\n") == "end\n"
 
 

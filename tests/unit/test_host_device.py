@@ -66,8 +66,9 @@ def test_processes_compete(name: str) -> None:
     assert free_bytes(saver) == 64 * MIB
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_process_gives_its_share_back(name: str) -> None:
-    """S5: what a killed process held is free at once, and so is its place."""
+    """What a killed process held is free at once, and so is its place."""
     saver = open_device(name)
     tenant = hold(name, 60 * MIB)
     assert free_bytes(saver) == 4 * MIB
@@ -76,8 +77,9 @@ def test_killed_process_gives_its_share_back(name: str) -> None:
     saver.free(saver.allocate(0, "t", "discard", 64 * MIB))
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_account_left_by_killed_processes_is_taken_over(name: str) -> None:
-    """S5: an account that only killed processes used holds nothing, and may be opened with another capacity."""
+    """An account that only killed processes used holds nothing, and may be opened with another capacity."""
     tenant = hold(name, 60 * MIB)
     tenant.kill()
     assert os.path.exists(account_of(name))
@@ -92,8 +94,9 @@ def test_capacity_must_be_agreed_on(name: str) -> None:
     tenant.end()
 
 
+@pytest.mark.guards("memory was reported free before it was free")
 def test_released_memory_is_free_for_others(name: str) -> None:
-    """R1: what a release has given back, another process can take as soon as the call has returned."""
+    """What a release has given back, another process can take as soon as the call has returned."""
     saver = open_device(name)
     saver.allocate(0, "t", "discard", 60 * MIB)
     saver.release([], [], {})
@@ -131,7 +134,8 @@ sys.exit(0)  # the saver lives to the very end
 """
 
 
+@pytest.mark.guards("the process aborted at exit", "a forked child used or damaged its parent's memory")
 def test_a_clean_end_leaves_nothing_behind(name: str) -> None:
-    """T2, T4: a process in use ends, and its account goes with it; the end of its forked child is not its own."""
+    """A process in use ends, and its account goes with it; the end of its forked child is not its own."""
     assert output_of(ENGINE, account_of(name), MEMSAVER_DRIVER="host", MEMSAVER_HOST_DEVICE=name) == "True\n"
     assert not os.path.exists(account_of(name))

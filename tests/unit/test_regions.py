@@ -66,8 +66,9 @@ def test_from_pretrained(tag: str, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag", "a nested region used the wrong pool")
 def test_only_what_is_made_inside(tag: str) -> None:
-    """R15, T7: a region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
+    """A region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
     inner_tag = tag + "-inner"
     before = torch.ones(1000)
     view_of_before = None
@@ -112,8 +113,9 @@ def test_memory_ends_with_its_tensor(tag: str) -> None:
     assert bytes_of(tag) == 0
 
 
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_out_of_memory() -> None:
-    """T1: out of memory inside a region is an error, and the process goes on."""
+    """Out of memory inside a region is an error, and the process goes on."""
     result = run(
         """
         import torch, memsaver_core as ms
@@ -182,8 +184,9 @@ def test_one_line_brings_a_buffer_in(tag: str) -> None:
     attention.workspace.fill_(1)
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_pages_of_zero_are_really_zero() -> None:
-    """R14: `kv_cache` comes back as zeros by default, so what somebody else left in its pages cannot give NaN."""
+    """`kv_cache` comes back as zeros by default, so what somebody else left in its pages cannot give NaN."""
     with ms.region("kv_cache"):
         cache = torch.ones(1000)
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
@@ -196,8 +199,9 @@ def test_pages_of_zero_are_really_zero() -> None:
     assert not cache.any()
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
-    """G1, G2: its pages go, measured, and what nobody writes a second time is there again on others."""
+    """Its pages go, measured, and what nobody writes a second time is there again on others."""
     with ms.region("cuda_graph"):
         written_at_capture = torch.arange(1 << 18, dtype=torch.int64)
     address, expected = written_at_capture.data_ptr(), written_at_capture.clone()
@@ -212,8 +216,9 @@ def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*_set_allocator_settings is deprecated:FutureWarning")
 @pytest.mark.parametrize("where", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "at run time"])
+@pytest.mark.guards("expandable segments made a release free nothing")
 def test_whatever_torch_was_told_of_expandable_segments(where: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T3: memory of a region goes, measured."""
+    """Memory of a region goes, measured."""
     if where == "at run time":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     else:
@@ -238,8 +243,9 @@ def test_unknown_and_well_known_tags(tag: str) -> None:
     assert (report.tag, report.bytes, report.already) == ("cuda_graph", 0, True)
 
 
+@pytest.mark.guards("memory was reported free before it was free")
 def test_report_is_measured(tag: str) -> None:
-    """R1: every phase carries the device's own count before and after it."""
+    """Every phase carries the device's own count before and after it."""
     with ms.region(tag, restore="host"):
         tensor = torch.ones(1 << 20)
     report = ms.release([tag])
@@ -293,8 +299,9 @@ def test_settings_that_cannot_be_used() -> None:
 
 
 @pytest.mark.parametrize("state", ["resident", "released", "resumed"])
+@pytest.mark.guards("the process aborted at exit")
 def test_clean_exit(state: str) -> None:
-    """T2: the interpreter exits cleanly, released or not."""
+    """The interpreter exits cleanly, released or not."""
     result = run(
         f"""
         import torch, memsaver_core as ms

@@ -57,8 +57,9 @@ def tag_status(saver: _native.Saver, tag: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.guards("undefined KV cache pages produced NaN", "content was wrong after a restore")
 def test_each_policy_gives_what_it_owes(policy: str) -> None:
-    """R14, B1: on pages that hold what somebody else left there."""
+    """On pages that hold what somebody else left there."""
     saver = make()
     sizes = [PAGE, 3 * MIB, 70 * MIB]
     blocks = [(saver.allocate(0, "t", policy, size), size) for size in sizes]
@@ -92,8 +93,13 @@ def test_resident_memory_falls() -> None:
     assert before - resident() >= 190 * MIB
 
 
+@pytest.mark.guards(
+    "resuming everything failed on tags that were never released",
+    "a second release or resume failed",
+    "releasing everything failed after one tag had been released",
+)
 def test_resume_of_everything_is_what_is_released() -> None:
-    """R8, R4, R5: resume with no tags resumes exactly what is released; repeats are success."""
+    """Resume with no tags resumes exactly what is released; repeats are success."""
     saver = make()
     first = saver.allocate(0, "a", "host", MIB)
     second = saver.allocate(0, "b", "host", MIB)
@@ -109,8 +115,9 @@ def test_resume_of_everything_is_what_is_released() -> None:
     assert (content(first, MIB), content(second, MIB)) == expected
 
 
+@pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_while_released() -> None:
-    """R6: a new allocation under a released tag lives; resume maps the others."""
+    """A new allocation under a released tag lives; resume maps the others."""
     saver = make()
     old = saver.allocate(0, "t", "host", MIB)
     expected = fill(old, MIB, 1)
@@ -123,8 +130,9 @@ def test_allocation_while_released() -> None:
     assert (content(old, MIB), content(new, MIB)) == (expected, expected_new)
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_free_while_released() -> None:
-    """R7: freeing a released allocation frees its range and its backup, without a driver call."""
+    """Freeing a released allocation frees its range and its backup, without a driver call."""
     saver = make(faulty=True)
     doomed = saver.allocate(0, "t", "host", 8 * MIB)
     kept = saver.allocate(0, "t", "host", 8 * MIB)
@@ -181,8 +189,9 @@ def test_memory_does_not_creep() -> None:
     assert used(saver) == 0
 
 
+@pytest.mark.guards("content was wrong after a restore")
 def test_unchanged_content_is_not_copied() -> None:
-    """B1: what is copied and what is not, the content that comes back is right."""
+    """What is copied and what is not, the content that comes back is right."""
     saver = make()
     address = saver.allocate(0, "t", "host", 200 * MIB)
     fill(address, 200 * MIB, 3)
@@ -199,8 +208,9 @@ def test_unchanged_content_is_not_copied() -> None:
     assert content(address, 200 * MIB) == expected
 
 
+@pytest.mark.guards("content was wrong after a restore")
 def test_zero_content_needs_no_memory() -> None:
-    """B1: what was zero is written as zeros, over whatever the new pages hold."""
+    """What was zero is written as zeros, over whatever the new pages hold."""
     saver = make()
     address = saver.allocate(0, "t", "host", 64 * MIB)
     view(address, 64 * MIB)[:] = 0
@@ -211,8 +221,9 @@ def test_zero_content_needs_no_memory() -> None:
     assert not view(address, 64 * MIB).any()
 
 
+@pytest.mark.guards("unused cached blocks were backed up too")
 def test_dead_ranges_are_not_copied() -> None:
-    """B4: what the caller says is dead is not copied and not counted."""
+    """What the caller says is dead is not copied and not counted."""
     saver = make()
     address = saver.allocate(0, "t", "host", 100 * MIB)
     expected = fill(address, 100 * MIB, 4)
@@ -225,8 +236,9 @@ def test_dead_ranges_are_not_copied() -> None:
         assert content(address, 100 * MIB)[begin * MIB : end * MIB] == expected[begin * MIB : end * MIB]
 
 
+@pytest.mark.guards("pinned memory took twice its size")
 def test_host_memory_is_sized_exactly() -> None:
-    """B3: the pool pins what is needed, not the next power of two."""
+    """The pool pins what is needed, not the next power of two."""
     saver = make()
     size = 300 * MIB + 4 * PAGE
     fill(saver.allocate(0, "t", "host", size), size, 1)
@@ -247,8 +259,9 @@ def test_prepared_memory_is_used() -> None:
 
 
 @pytest.mark.parametrize(("retention", "capacity"), [("keep", 40 * MIB), ("trim", 40 * MIB), ("free", 0)])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_retention(retention: str, capacity: int) -> None:
-    """B2: what stays pinned after a resume is a policy."""
+    """What stays pinned after a resume is a policy."""
     saver = make(retention=retention)
     address = saver.allocate(0, "t", "host", 40 * MIB)
     expected = fill(address, 40 * MIB, 1)
@@ -260,8 +273,9 @@ def test_retention(retention: str, capacity: int) -> None:
     assert content(address, 40 * MIB) == expected
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_backup_larger_than_the_bound_is_refused_first() -> None:
-    """B5: refused with figures before anything is unmapped."""
+    """Refused with figures before anything is unmapped."""
     saver = make(host_backup_limit=10 * MIB)
     address = saver.allocate(0, "t", "host", 20 * MIB)
     expected = fill(address, 20 * MIB, 1)
@@ -273,8 +287,9 @@ def test_backup_larger_than_the_bound_is_refused_first() -> None:
     assert release(saver, t="discard")["t"]["released_bytes"] == 20 * MIB
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_policy_override_holds_for_one_release() -> None:
-    """R14: an override to zeros gives them on pages that hold what somebody else left there."""
+    """An override to zeros gives them on pages that hold what somebody else left there."""
     saver = make()
     address = saver.allocate(0, "t", "host", 2 * MIB)
     fill(address, 2 * MIB, 1)
@@ -303,8 +318,9 @@ def test_override_keeps_what_was_kept_before() -> None:
     assert content(kept, MIB) == expected
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_memory_is_undone() -> None:
-    """R3: out of memory on resume is an error with figures; all stays released, and the retry works."""
+    """Out of memory on resume is an error with figures; all stays released, and the retry works."""
     saver = make(host_capacity=64 * MIB)
     address = saver.allocate(0, "t", "host", 48 * MIB)
     expected = fill(address, 48 * MIB, 1)
@@ -356,8 +372,9 @@ def test_discarded_tags_go_last() -> None:
     assert content(scratch, MIB) == expected
 
 
+@pytest.mark.guards("content was wrong after a restore", "backup files were left behind")
 def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
-    """B1, B6: a damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
+    """A damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
     saver = make(file_folder=str(tmp_path))
     address = saver.allocate(0, "t", "file", 2 * MIB)
     expected = fill(address, 2 * MIB, 1)
@@ -397,8 +414,9 @@ def test_lost_context_is_final() -> None:
         resume(saver)
 
 
+@pytest.mark.guards("only the current device was synchronized or restored")
 def test_every_device_is_synchronized() -> None:
-    """T6: a release waits for every device that it touches, and restores all of them."""
+    """A release waits for every device that it touches, and restores all of them."""
     saver = make(host_devices=["", ""], faulty=True)
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
@@ -446,8 +464,9 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     assert tag_status(saver, "t")["allocations"] == 2
 
 
+@pytest.mark.guards("memory grew with every cycle")
 def test_thousand_cycles_are_flat() -> None:
-    """S4: nothing grows by the cycle, and every tenth is verified."""
+    """Nothing grows by the cycle, and every tenth is verified."""
     saver = make()
     blocks = [saver.allocate(0, "t", "host", 256 * 1024) for _ in range(8)]
 
@@ -479,8 +498,9 @@ def test_unknown_address_is_an_error() -> None:
         saver.free(0x1234)
 
 
+@pytest.mark.guards("a forked child used or damaged its parent's memory")
 def test_forked_child_is_refused() -> None:
-    """T4: a forked child gets a clear error and leaves its parent's memory alone."""
+    """A forked child gets a clear error and leaves its parent's memory alone."""
     saver = make()
     address = saver.allocate(0, "t", "host", MIB)
     expected = fill(address, MIB, 1)

@@ -44,8 +44,9 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("strategy")
 @pytest.mark.parametrize("share", [send, reduce_storage_of, torch.Tensor.share_memory_, share_module])
 @pytest.mark.parametrize("released", [False, True])
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], object], released: bool) -> None:
-    """T5: the error names the tensor's region and what to do; the tensor stays where it is, with its content."""
+    """The error names the tensor's region and what to do; the tensor stays where it is, with its content."""
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
         tensor = torch.arange(5000.0)
@@ -61,8 +62,9 @@ def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], obje
 
 
 @pytest.mark.usefixtures("strategy")
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_other_tensors_are_shared_as_ever() -> None:
-    """T5: a copy from outside of any region too, which is what the error advises."""
+    """A copy from outside of any region too, which is what the error advises."""
     with ms.region("t-shared", restore="host"):
         tensor = torch.arange(5000.0)
     for mine in (torch.arange(5000.0), tensor.clone()):
@@ -73,8 +75,9 @@ def test_other_tensors_are_shared_as_ever() -> None:
         assert mine[7] == -1
 
 
+@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_forked_child_shares_what_is_its_own() -> None:
-    """T5: such as a loader's worker, which sends its batches through shared memory."""
+    """Such as a loader's worker, which sends its batches through shared memory."""
     with ms.region("t-forked"):
         torch.zeros(10)
 

@@ -310,8 +310,9 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
-    """R15: attention metadata is made beside the cache, and does not go with it."""
+    """Attention metadata is made beside the cache, and does not go with it."""
     allocations = rank.allocations()
     assert set(allocations) == ALL
     assert allocations["kv_cache"] == 3
@@ -319,8 +320,9 @@ def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
     assert policies == {"weights": "host", "runtime": "host", "kv_cache": "zero", "workspace": "zero"}
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
-    """R14: the cache comes back as zeros, not as what happened to be there."""
+    """The cache comes back as zeros, not as what happened to be there."""
     rank.sleep(1)
     assert released(rank) == ALL
     rank.wake_up()
@@ -346,8 +348,9 @@ def test_level_2_gives_the_weights_up_and_restores_buffers(rank: Rank) -> None:
     assert content["runtime"]
 
 
+@pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
-    """R8: buffers are written back when the weights are there, and not into memory that is not."""
+    """Buffers are written back when the weights are there, and not into memory that is not."""
     rank.sleep(2)
     rank.wake_up(["kv_cache"])
     assert released(rank) == {"weights"}
@@ -358,8 +361,9 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
     assert content["buffers"]
 
 
+@pytest.mark.guards("a second release or resume failed")
 def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
-    """R4: the second of either is success."""
+    """The second of either is success."""
     rank.sleep(1)
     rank.sleep(1)
     rank.wake_up()
@@ -383,8 +387,9 @@ def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
     assert rank.answer("resume", ["kv_cache"])["status"]["state"] == "resident"
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_errors_are_answers(rank: Rank) -> None:
-    """S2: a rank that raised would leave vLLM's executor waiting for the answers of the others."""
+    """A rank that raised would leave vLLM's executor waiting for the answers of the others."""
     assert rank.answer("resume", ["nothing"])["error"]["type"] == "UnknownTagError"
     assert rank.answer("dance")["error"]["type"] == "ConfigurationError"
 
@@ -415,8 +420,9 @@ def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
     assert memory.release(["cuda_graph"]).released_bytes == 0
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None:
-    """S2: the ranks that had released are resumed, with their content."""
+    """The ranks that had released are resumed, with their content."""
     memory = RankMemory(Executor(group))
     group[1].fail("unmap", "invalid_value", 1)
     with pytest.raises(MemsaverError, match="rank 1") as failed:
@@ -428,8 +434,12 @@ def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None
     memory.resume()
 
 
+@pytest.mark.guards(
+    "one rank or device failed while the others went on",
+    "running out of memory or other resources killed the process",
+)
 def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
-    """S2, R3: the ranks that had resumed release again; the repeat brings everything back."""
+    """The ranks that had resumed release again; the repeat brings everything back."""
     memory = RankMemory(Executor(group))
     memory.release()
     group[0].fail("create", "out_of_memory", 1)
@@ -441,8 +451,9 @@ def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None
     assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
 
 
+@pytest.mark.guards("releasing everything failed after one tag had been released")
 def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
-    """R5: vLLM takes itself to be asleep after the first part, and does not ask its workers again."""
+    """VLLM takes itself to be asleep after the first part, and does not ask its workers again."""
     memory = RankMemory(Executor(group))
     memory.release(["kv_cache"])
     assert released(group[0]) == {"kv_cache"}
@@ -467,8 +478,9 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
         memory.release()
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
-    """S3: a worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
+    """A worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
     memory = RankMemory(Executor(group))
     for rank in group:
         rank.delay("unmap", 0.5)
@@ -487,8 +499,9 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
     memory.resume()
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: list[Rank]) -> None:
-    """S3: as one on another host, where its numbers may be those of something else."""
+    """As one on another host, where its numbers may be those of something else."""
 
     class Far(Executor):
         def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -509,8 +522,12 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
     assert all(rank.content()["weights"] for rank in group)
 
 
+@pytest.mark.guards(
+    "an operation waited forever, and nothing said why",
+    "one rank or device failed while the others went on",
+)
 def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
-    """S3, S2: whatever the ranks did after that to undo it."""
+    """Whatever the ranks did after that to undo it."""
     memory = RankMemory(Executor(group))
     for call, phase in (("synchronize", "synchronize"), ("unmap", "pause")):
         group[1].fail(call, "invalid_value", 1)

@@ -113,8 +113,13 @@ def world(group: list[Rank]) -> Iterator[World]:
     world.close()
 
 
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "a request during sleep hung or used released memory",
+    "one rank or device failed while the others went on",
+)
 def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
-    """R1, R12, S2: measured, on all of them or none, with requests refused meanwhile."""
+    """Measured, on all of them or none, with requests refused meanwhile."""
     ranks = world.client.executor.ranks
     answer = world.post("/release_memory_occupation").json()
     assert answer["success"], answer
@@ -140,8 +145,9 @@ def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
     assert content["runtime"]
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
-    """S2: the answer names the rank; admission is as it was."""
+    """The answer names the rank; admission is as it was."""
     world.client.executor.ranks[1].fail("unmap", "invalid_value", 1)
     failed = world.post("/release_memory_occupation")
     assert failed.status_code == 500
@@ -154,10 +160,11 @@ def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
     ("path", "call", "phase"),
     [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
 )
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_rank_that_hangs_is_named_by_its_phase(
     group: list[Rank], monkeypatch: pytest.MonkeyPatch, path: str, call: str, phase: str
 ) -> None:
-    """S3: not by the drain before it, nor as one that has not started; the operation goes on, and its end is true."""
+    """Not by the drain before it, nor as one that has not started; the operation goes on, and its end is true."""
     monkeypatch.setenv("MEMSAVER_PHASE_TIMEOUT_S", "0.3")
     with closing(World(group)) as world:
         if path == "resume":
@@ -172,8 +179,9 @@ def test_a_rank_that_hangs_is_named_by_its_phase(
         assert answer["success"], answer
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_told(world: World) -> None:
-    """S3: an operation on ranks that gets on is known to, so nobody takes it for stuck."""
+    """An operation on ranks that gets on is known to, so nobody takes it for stuck."""
     for rank in world.client.executor.ranks:
         rank.delay("unmap", 0.5)
     started = world.post("/release_memory_occupation", **{"async": True}).json()
@@ -183,8 +191,9 @@ def test_how_far_the_ranks_are_is_told(world: World) -> None:
     assert len({done for phase, done in told if phase == "pause" and done is not None}) > 1
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
-    """S3: the answer names the request; generation goes on."""
+    """The answer names the request; generation goes on."""
     world.client.running["request-7"] = asyncio.Event()
     late = world.post("/release_memory_occupation", timeout_s=0.05)
     assert late.status_code == 504
@@ -203,8 +212,9 @@ def test_requests_wait_while_generation_is_paused(world: World) -> None:
         assert waiting.result(30).status_code == 200
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_the_cache_is_reset_with_its_memory(world: World) -> None:
-    """R13: no prefix leads to pages that were discarded."""
+    """No prefix leads to pages that were discarded."""
     world.post("/release_memory_occupation", tags=["kv_cache"])
     world.post("/resume_memory_occupation")
     assert world.client.resets == 1
@@ -284,8 +294,12 @@ class Offline:
             self._busy.release()
 
 
+@pytest.mark.guards(
+    "memory was unmapped while kernels still used it",
+    "a request during sleep hung or used released memory",
+)
 def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank]) -> None:
-    """R2, R12: nothing is released under a call, and a call is refused while memory is away."""
+    """Nothing is released under a call, and a call is refused while memory is away."""
     llm = Offline(group)
     with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         llm.leave.clear()
