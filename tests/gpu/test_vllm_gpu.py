@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
@@ -92,15 +93,17 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
 
 
 def wait_until_up(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    def is_up() -> bool:
         assert process.poll() is None, log.read_text()[-6000:]
         try:
-            if client.get("/health").status_code == 200:
-                return
+            return client.get("/health").status_code == 200
         except httpx.TransportError:
-            time.sleep(0.2)
-    raise AssertionError(log.read_text()[-6000:])
+            return False
+
+    try:
+        wait_until(is_up, START_S, interval_s=0.2)
+    except AssertionError:
+        raise AssertionError(log.read_text()[-6000:]) from None
 
 
 def prompt(number: int) -> list[int]:
@@ -250,8 +253,7 @@ def test_the_worker_hibernates(served: httpx.Client) -> None:
 def test_a_request_that_was_frozen_goes_on(served: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, served, 1, 1500)
-        while not running.running():
-            time.sleep(0.01)
+        wait_until(running.running)
         time.sleep(0.3)  # somewhere in the middle of its 1,500 tokens; wherever it is, it must end whole
         post(served, "/release_memory_occupation", mode="keep")
         assert not running.done()

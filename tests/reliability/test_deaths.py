@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from tests.native.build import ROOT, built
 from tests.programs import Child
 from tests.reliability.figures import keep
 from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.waiting import wait_until
 
 CAPACITY = 32 * MIB
 FORK = multiprocessing.get_context("fork")
@@ -136,8 +136,7 @@ class Operation(threading.Thread):
         before = saver.counts().get(call, 0)
         saver.delay(call, 3600)
         self.start()
-        while saver.counts().get(call, 0) == before:
-            time.sleep(0.001)
+        wait_until(lambda: saver.counts().get(call, 0) != before)
 
     def run(self) -> None:
         try:

@@ -20,6 +20,7 @@ from memsaver_core._native import Saver as Driver
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from memsaver_server.attachment import nccl_registers_graphs
+from tests.waiting import wait_until
 
 from .tensor_engine import Memory, TensorEngine
 
@@ -50,8 +51,12 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
     gone = threading.Event()
     weakref.finalize(engine, gone.set)
     del engine, server
-    while not gone.wait(0.1):  # a thread may still be on its way out
+
+    def is_gone() -> bool:
         gc.collect()
+        return gone.is_set()
+
+    wait_until(is_gone)  # a thread may still be ending
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")

@@ -19,6 +19,7 @@ from tests.reliability.surroundings import (
     mount_small_disk,
     no_descriptors,
 )
+from tests.waiting import wait_until
 
 from .program import Program, client, tokens
 from .tensor_engine import MIB
@@ -163,8 +164,12 @@ def test_a_connection_that_cannot_be_accepted_costs_little(
         with no_descriptors(os.getpid()):
             new.connect((http.base_url.host, http.base_url.port))
             new.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            while not caplog.records:
+
+            def was_logged() -> bool:
                 assert http.get("/livez").status_code == 200
+                return bool(caplog.records)
+
+            wait_until(was_logged)
             assert http.get("/livez").status_code == 200
             assert len([record for record in caplog.records if record.name == "asyncio"]) < 10
         assert new.recv(65536).startswith(b"HTTP/1.1 200")

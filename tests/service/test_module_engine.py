@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
@@ -14,6 +13,7 @@ from torch import nn
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client, DrainDeadlineError
 from memsaver_server.integrations.module.engine import ModuleEngine
+from tests.waiting import wait_until
 
 from . import module_examples
 from .module_examples import Example, check_occupation, example
@@ -91,9 +91,12 @@ def test_calls_are_held_where_the_service_is_set_up_so() -> None:
     with ThreadPoolExecutor() as threads, attach(engine, settings=settings) as server, Client(server.url) as client:
         client.release()
         calls = [threads.submit(model, inputs) for _ in range(3)]
-        while engine.held < 3:
+
+        def all_are_held() -> bool:
             assert not any(call.done() for call in calls)
-            time.sleep(0.001)
+            return engine.held == 3
+
+        wait_until(all_are_held)
         client.resume()
         assert all(torch.equal(call.result(60), expected) for call in calls)
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
+from tests.waiting import wait_until
 
 from .tensor_engine import MIB, TensorEngine
 
@@ -368,8 +368,7 @@ def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if operation_id in record.getMessage()]
 
-    while not told():
-        time.sleep(0.01)
+    wait_until(told)
     driver.heal()
     assert until_done(http, operation_id)["success"] is True
     assert operation(http, operation_id)["stalled"] is None

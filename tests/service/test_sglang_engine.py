@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from memsaver_core.errors import ConfigurationError
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
 from memsaver_server.integrations.sglang import engine
+from tests.waiting import wait_until
 
 from . import sglang_standin as standin
 
@@ -88,9 +87,12 @@ def serve(make: type[standin.Scheduler]) -> Iterator[Callable[..., Serving]]:
 
 def waiting(serving: Serving, count: int) -> None:
     """Return once ``count`` requests run."""
-    while len(serving.scheduler.running_batch.reqs) != count:
+
+    def run() -> bool:
         assert serving.loop.is_alive()
-        time.sleep(0.005)
+        return len(serving.scheduler.running_batch.reqs) == count
+
+    wait_until(run)
 
 
 def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
@@ -272,13 +274,17 @@ def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pyte
     scheduler = make()
     loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
     loop.start()
-    answered = threading.Event()
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://engine") as http:
-        while not answered.wait(0.01):
+
+        def answers() -> bool:
             assert loop.is_alive()
-            with suppress(httpx.ConnectError):  # until it listens
+            try:
                 assert http.get("/livez").status_code == 200
-                answered.set()
+            except httpx.ConnectError:  # it does not listen yet
+                return False
+            return True
+
+        wait_until(answers)
     scheduler.gracefully_exit = True
     loop.join(30)
     assert not path.exists()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from memsaver_core import _native
+from tests.waiting import wait_until
 
 from .program import PROMPT, Program, client, tokens
 from .tensor_engine import ALL_TAGS, MIB
@@ -103,8 +104,12 @@ def resume_that_waits(http: httpx.Client) -> Iterator[Future[httpx.Response]]:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(http.post, "/resume_memory_occupation", json=AN_HOUR)
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
-            while not is_waiting(other):
+
+            def waits() -> bool:
                 assert not waiting.done(), waiting.result().text
+                return is_waiting(other)
+
+            wait_until(waits)
             yield waiting
 
 

@@ -17,6 +17,7 @@ import safetensors.torch
 
 from memsaver_server.http import connection_limits
 from memsaver_server.routes import dashboard
+from tests.waiting import wait_until
 
 from .tensor_engine import TensorEngine
 
@@ -179,9 +180,13 @@ def test_a_large_body_may_take_longer(
     for _ in range(3):
         other = connect()
         other.sendall(HEAD + b"\r\n")
-        while not has_news(other):
+
+        def was_ended(other: socket.socket = other) -> bool:
             slow.sendall(chunk(b" "))
             assert http.get("/livez").status_code == 200
+            return has_news(other)
+
+        wait_until(was_ended)
         assert all_of(other).startswith(b"HTTP/1.1 408")
     slow.sendall(chunk(b'{"serialized_named_tensors": ["' + payload + b'"]}') + b"0\r\n\r\n")
     assert slow.recv(65536).startswith(b"HTTP/1.1 200")
@@ -215,8 +220,7 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000000000") + b"\r\n")
-    while not has_news(one):
-        pass
+    select.select([one], [], [], 60)
     assert one.recv(65536).startswith(b"HTTP/1.1 401")
     for _ in range(20_000):
         assert http.get("/livez").status_code == 200
@@ -237,8 +241,12 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
         one = connect()
         one.sendall(HEAD.replace(b"/release_memory_occupation", path.encode()) + b'\r\n{"tags": ')
         one.close()
-    while not all(any(path in record.getMessage() for record in caplog.records) for path in paths):
+
+    def told() -> bool:
         assert http.get("/livez").status_code == 200
+        return all(any(path in record.getMessage() for record in caplog.records) for path in paths)
+
+    wait_until(told)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert http.get("/operations").json()["operations"] == []
 
@@ -285,14 +293,17 @@ def test_readers_that_never_read_hinder_nobody(
     for one, path in zip(readers, asked, strict=True):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         one.sendall(b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n" % path.encode() * (1000 if path == "/metrics" else 1))
-    while len(full) < 8:  # those of feeds and metrics
+
+    def feeds_and_metrics_are_full() -> bool:
         assert http.get("/livez").status_code == 200
+        return len(full) >= 8
+
+    wait_until(feeds_and_metrics_are_full)
     assert http.get("/memory_occupation").json()["state"] == "releasing"
     assert http.get("/metrics").status_code == 200
     assert all(one.transport.get_write_buffer_size() < 1 << 20 for one in full)
     engine.unblock()
-    while http.get(f"/operations/{operation_id}").json()["status"] == "running":
-        pass
+    wait_until(lambda: http.get(f"/operations/{operation_id}").json()["status"] != "running")
     assert http.post("/resume_memory_occupation").json()["state"] == "resident"
     assert http.post("/release_memory_occupation").json()["state"] == "released"
 
@@ -306,14 +317,16 @@ def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypat
     assert http.get("/livez").status_code == 200
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * 9 + 50 + 1  # both ends of nine, our end of the others
     held[0].close()
-    while True:
+
+    def answers() -> bool:
         one = connect()
         one.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         try:
-            if one.recv(65536).startswith(b"HTTP/1.1 200"):
-                break
-        except ConnectionResetError:
-            pass  # the server has not seen yet that the other is gone
+            return one.recv(65536).startswith(b"HTTP/1.1 200")
+        except ConnectionResetError:  # the server has not noticed yet that the other one is gone
+            return False
+
+    wait_until(answers)
 
 
 def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

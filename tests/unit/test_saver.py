@@ -6,8 +6,6 @@ import glob
 import multiprocessing
 import os
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from memsaver_core.errors import (
 )
 from tests.dirty_pages import GARBAGE, dirty_pages
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
+from tests.waiting import wait_until
 
 POLICIES = ("discard", "zero", "host", "file")
 
@@ -35,13 +34,6 @@ def make(**settings: Any) -> _native.Saver:
 def used(saver: _native.Saver, device: int = 0) -> int:
     free, total = saver.memory_info(device)
     return total - free
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.001)
 
 
 def release(saver: _native.Saver, *tags: str, **overrides: str) -> dict[str, dict[str, Any]]:
@@ -267,7 +259,7 @@ def test_retention(retention: str, capacity: int) -> None:
     expected = fill(address, 40 * MIB, 1)
     release(saver)
     resume(saver)
-    await_that(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # what is freed is freed after the resume
+    wait_until(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # what is freed is freed after the resume
     release(saver)
     resume(saver)
     assert content(address, 40 * MIB) == expected
@@ -449,7 +441,7 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     saver.delay("copy_to_host", 3600)
     thread = threading.Thread(target=release, args=(saver,))
     thread.start()
-    await_that(lambda: saver.status()["operation"] == "release")
+    wait_until(lambda: saver.status()["operation"] == "release")
     other = saver.allocate(0, "other", "discard", MIB)
     view(other, MIB)[:] = 1
     saver.free(other)

@@ -22,6 +22,7 @@ from memsaver_core.compat.vllm import worker
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_server.ranks import RankMemory
 from tests.programs import output_of
+from tests.waiting import wait_until
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
 ALL = {"weights", "kv_cache", "runtime", "workspace"}
@@ -487,8 +488,12 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
     log = PhaseLog(memory.read_devices)
     with ThreadPoolExecutor(1) as pool:
         release = pool.submit(memory.release, log=log)
-        while not memory.status().progress.done_bytes:
+
+        def has_begun() -> int:
             assert not release.done()
+            return memory.status().progress.done_bytes
+
+        wait_until(has_begun)
         assert log.now == "pause"
         seen = memory.status().progress
         assert (seen.operation, seen.done_bytes <= seen.total_bytes) == ("release", True)
