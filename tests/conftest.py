@@ -12,6 +12,12 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Folders that run on the host driver set it when they are collected; a run of GPU tests is to use CUDA throughout.
+    if config.option.markexpr == "gpu" and torch.cuda.is_available():
+        os.environ.setdefault("MEMSAVER_DRIVER", "cuda")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

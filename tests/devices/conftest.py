@@ -16,17 +16,12 @@ import torch
 import memsaver_core as ms
 from memsaver_core import process
 
+from .kinds import on_cuda, on_host
+
 MIB = 1 << 20
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            "cpu", id="host", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
-        ),
-        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=[pytest.param("cpu", id="host", marks=on_host), pytest.param("cuda", id="cuda", marks=on_cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     """The torch device whose memory this process manages."""
     return str(request.param)

@@ -14,7 +14,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import _native, process
 from tests.gpu.children import CoTenant
-from tests.programs import output_of, run_python
+from tests.programs import output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -38,63 +38,6 @@ def tag() -> Iterator[str]:
 
 def used_bytes() -> int:
     return ms.read_devices()[0].used_bytes
-
-
-def test_content_addresses_and_device_count(tag: str) -> None:
-    """Invariants 1, 2 and 5: same addresses, content as owed, and the device's own count falls and rises."""
-    with ms.region(tag + "-h", restore="host"):
-        kept = torch.randn(64 * MIB // 4, device="cuda")
-    with ms.region(tag + "-z", restore="zero"):
-        zeroed = torch.ones(256 * MIB // 4, device="cuda")
-    with ms.region(tag + "-f", restore="file"):
-        filed = torch.randn(96 * MIB // 4, device="cuda")
-    with ms.region(tag + "-d", restore="discard"):
-        scratch = torch.ones(512 * MIB // 4, device="cuda")
-    names = [tag + suffix for suffix in ("-h", "-z", "-f", "-d")]
-    pointers = [tensor.data_ptr() for tensor in (kept, zeroed, filed, scratch)]
-    expected, expected_filed = kept.cpu(), filed.cpu()
-
-    before = used_bytes()
-    report = ms.release(names)
-    assert before - used_bytes() >= (64 + 256 + 96 + 512) * MIB - SLACK
-    assert report.released_bytes >= (64 + 256 + 96 + 512) * MIB
-    assert report.devices[0].delta_bytes <= -(64 + 256 + 96 + 512) * MIB + SLACK
-    assert {each.tag: each.state for each in report.tags} == dict.fromkeys(names, "released")
-
-    ms.resume(names)
-    assert abs(used_bytes() - before) <= SLACK
-    assert pointers == [tensor.data_ptr() for tensor in (kept, zeroed, filed, scratch)]
-    assert torch.equal(kept.cpu(), expected)
-    assert torch.equal(filed.cpu(), expected_filed)
-    assert not zeroed.any()
-    scratch.fill_(3)
-    assert bool((scratch == 3).all())
-
-
-def test_unchanged_content_is_not_copied(tag: str) -> None:
-    with ms.region(tag, restore="host"):
-        tensors = [torch.randn(40 * MIB // 4, device="cuda") for _ in range(8)]
-    first = ms.release([tag]).tags[0]
-    assert first.backed_up_bytes == 8 * 40 * MIB
-    ms.resume([tag])
-    second = ms.release([tag]).tags[0]
-    assert (second.backed_up_bytes, second.unchanged_bytes) == (0, 8 * 40 * MIB)
-    ms.resume([tag])
-    tensors[3][12345] += 1
-    expected = [tensor.cpu() for tensor in tensors]
-    third = ms.release([tag]).tags[0]
-    assert 0 < third.backed_up_bytes <= 40 * MIB
-    ms.resume([tag])
-    assert all(torch.equal(tensor.cpu(), host) for tensor, host in zip(tensors, expected, strict=True))
-
-
-def test_zero_content_needs_no_host_memory(tag: str) -> None:
-    with ms.region(tag, restore="host"):
-        zeros = torch.zeros(128 * MIB // 4, device="cuda")
-    report = ms.release([tag]).tags[0]
-    assert (report.backed_up_bytes, report.zero_bytes) == (0, 128 * MIB)
-    ms.resume([tag])
-    assert not zeros.any()
 
 
 @pytest.mark.parametrize("nbytes", [16, 4096 - 16, 32 * 1024, 32 * 1024 + 16, 5 * MIB + 512, 64 * MIB])
@@ -129,75 +72,6 @@ def test_release_waits_for_kernels_in_flight(tag: str) -> None:
     ms.release([tag])
     ms.resume([tag])
     assert bool((data == 1).all())
-
-
-@pytest.mark.guards("an allocation made under a released tag broke the resume")
-def test_allocation_while_released_lives(tag: str) -> None:
-    """An allocation made under a tag while it is released lives; resume maps the others."""
-    with ms.region(tag, restore="host"):
-        old = torch.randn(32 * MIB // 4, device="cuda")
-        freed = torch.randn(32 * MIB // 4, device="cuda")
-    expected = old.cpu()
-    del freed  # torch holds a free block in a segment that is about to go
-    ms.release([tag])
-    with ms.region(tag, restore="host"):
-        new = torch.full((8 * MIB,), 7.0, device="cuda")
-        second = torch.full((1000,), 8.0, device="cuda")
-    assert float(new.sum()) == 7.0 * new.numel()
-    ms.resume([tag])
-    assert torch.equal(old.cpu(), expected)
-    assert bool((new == 7).all())
-    assert bool((second == 8).all())
-
-
-@pytest.mark.guards("freeing a released tensor released its memory twice")
-def test_free_while_released(tag: str) -> None:
-    """A tensor freed while released costs no driver error, and its range can be used again."""
-    with ms.region(tag, restore="host"):
-        doomed = torch.randn(64 * MIB // 4, device="cuda")
-        kept = torch.randn(64 * MIB // 4, device="cuda")
-    expected = kept.cpu()
-    ms.release([tag])
-    del doomed
-    gc.collect()
-    torch.cuda.empty_cache()
-    ms.resume([tag])
-    assert torch.equal(kept.cpu(), expected)
-
-
-@pytest.mark.guards("a second release or resume failed", "releasing everything failed after one tag had been released")
-def test_repeats_are_success(tag: str) -> None:
-    """Releasing and resuming again is success, whatever part was done before."""
-    with ms.region(tag + "-a"):
-        first = torch.ones(4 * MIB, device="cuda")
-    with ms.region(tag + "-b"):
-        second = torch.ones(4 * MIB, device="cuda")
-    names = [tag + "-a", tag + "-b"]
-    assert not ms.resume(names).resumed_bytes
-    ms.release([names[0]])
-    assert [each.already for each in ms.release(names).tags] == [True, False]
-    assert [each.already for each in ms.release(names).tags] == [True, True]
-    ms.resume([names[1]])
-    ms.resume(names)
-    first.fill_(1)
-    second.fill_(2)
-    torch.cuda.synchronize()
-
-
-@pytest.mark.guards("tensors were recorded under the wrong tag", "a nested region used the wrong pool")
-def test_nested_regions(tag: str) -> None:
-    """Inside an inner region its tag holds, after it the outer one again."""
-    with ms.region(tag + "-outer"):
-        before = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
-        with ms.region(tag + "-inner"):
-            inner = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
-        after = torch.empty(16 * MIB, dtype=torch.uint8, device="cuda")
-    outside = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
-    sizes = {each.tag: each.bytes for each in ms.status().tags}
-    assert sizes[tag + "-outer"] == 48 * MIB
-    assert sizes[tag + "-inner"] == 64 * MIB
-    assert not process.saver().owns(outside.data_ptr())
-    del before, inner, after
 
 
 @pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
@@ -284,34 +158,6 @@ def test_resume_while_another_process_holds_the_memory(tag: str) -> None:
         assert ms.status().state == "released"
     ms.resume([tag])
     assert float(data.double().sum()) == expected
-
-
-@pytest.mark.parametrize("state", ["resident", "released", "resumed"])
-@pytest.mark.guards("the process aborted at exit")
-def test_clean_exit(state: str) -> None:
-    """The interpreter exits cleanly with pools and graphs alive, released or not."""
-    result = run_python(
-        f"""
-        import torch, memsaver_core as ms
-        with ms.region("weights"):
-            w = torch.randn(1 << 20, device="cuda")
-        g = torch.cuda.CUDAGraph()
-        s = torch.cuda.Stream()
-        with ms.graph(g, stream=s):
-            y = w * 2
-        g.replay()
-        torch.cuda.synchronize()
-        if {state!r} != "resident":
-            ms.release()
-        if {state!r} == "resumed":
-            ms.resume()
-        print("end")
-        """
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "end"
-    assert "terminate" not in result.stderr
-    assert "memsaver: warning" not in result.stderr
 
 
 def test_meter_equals_nvidia_smi(tag: str) -> None:

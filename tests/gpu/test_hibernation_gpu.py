@@ -138,12 +138,6 @@ def test_released_but_resident_tags_survive() -> None:
     assert "fine" in told
 
 
-@pytest.mark.guards("the process aborted at exit")
-def test_clean_exit_while_hibernated() -> None:
-    """The interpreter exits cleanly in this state, too."""
-    assert run("ms.release(hibernate=True)\nprint('end', flush=True)\n") == "end\n"
-
-
 def test_each_failed_step_is_undone_and_told() -> None:
     """The process runs on, or is still hibernated, and says which; nothing is lost, and the repeat works."""
     told = run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from memsaver_server.integrations.module.engine import ModuleEngine
 from tests.gpu.children import two_devices
 from tests.programs import run_python
 from tests.service import module_examples
-from tests.service.module_examples import Example, check_occupation, example, tensors_of
+from tests.service.module_examples import Example, check_occupation, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,29 +42,6 @@ def _same_kernels() -> Iterator[None]:
 
 def owned(tensor: torch.Tensor) -> bool:
     return process.saver().owns(tensor.untyped_storage().data_ptr())
-
-
-@pytest.mark.parametrize(
-    ("make", "width"),
-    [
-        (module_examples.denoiser, 1024),
-        (module_examples.embedder, 1024),
-        (module_examples.vision, 1024),
-        (module_examples.mixture, 2048),
-        (module_examples.tied, 4096),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@pytest.mark.guards(
-    "memory was reported free before it was free",
-    "replaying a graph failed after its memory was discarded",
-)
-def test_it_goes_and_comes_back(make: Callable[[int], Example], width: int) -> None:
-    """Measured, by HTTP, with the same outputs from the same addresses; a graph is replayed as it was."""
-    with example(make, width) as made:
-        assert all(owned(each) for each in made.held)
-        assert made.bytes > 64 * MIB
-        check_occupation(made, slack_bytes=SLACK)
 
 
 def test_attaching_needs_room_for_a_batch_and_not_for_a_second_model() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import uuid
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 
@@ -19,25 +17,6 @@ pytestmark = pytest.mark.gpu
 
 def send(tensor: torch.Tensor) -> None:
     ForkingPickler(io.BytesIO()).dump(tensor)
-
-
-@pytest.mark.parametrize("share", [send, reduce_tensor, lambda tensor: tensor.untyped_storage()._share_cuda_()])
-@pytest.mark.parametrize("released", [False, True])
-@pytest.mark.guards("sharing a tensor by CUDA IPC failed")
-def test_a_tensor_of_a_region_is_not_shared(share: Callable[[torch.Tensor], object], released: bool) -> None:
-    """Whichever way leads to CUDA IPC, the error names the tensor's region; the tensor and the context are well."""
-    tag = f"t-{uuid.uuid4().hex[:8]}"
-    with ms.region(tag, restore="host"):
-        tensor = torch.arange(5000.0, device="cuda")
-    address = tensor.data_ptr()
-    if released:
-        ms.release([tag])
-    with pytest.raises(ms.UnsupportedError, match=rf"region '{tag}' .*clone\(\)"):
-        share(tensor[10:20])
-    ms.release([tag])
-    ms.resume([tag])
-    assert tensor.data_ptr() == address
-    assert torch.equal(tensor.cpu(), torch.arange(5000.0))
 
 
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")

@@ -30,6 +30,7 @@ GRAPHS = "tests/gpu/test_graphs_gpu.py"
 SHARING = "tests/gpu/test_sharing_gpu.py"
 MODULE = "tests/gpu/test_module_gpu.py"
 ENGINE = "tests/gpu/test_engine_gpu.py"
+DEVICES = "tests/devices"
 DIGEST = f"{CORE}::test_kernel_digest_equals_host_digest"
 
 #: These take all memory, of which the tool needs some, or are about another process, where it does not look. In the
@@ -50,10 +51,10 @@ ALWAYS = ("--report-api-errors", "no", "--target-processes", "application-only",
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "racecheck, digest kernel": (["--tool", "racecheck", "--racecheck-report", "all"], [DIGEST]),
     "memcheck, digest kernel": (["--tool", "memcheck"], [DIGEST]),
-    "memcheck, core": (["--tool", "memcheck"], [CORE, "-k", f"not ({ELSEWHERE})"]),
+    "memcheck, core": (["--tool", "memcheck"], [CORE, f"{DEVICES}/test_regions.py", "-k", f"not ({ELSEWHERE})"]),
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
-    "memcheck, sharing": (["--tool", "memcheck"], [SHARING, "-k", f"not ({ELSEWHERE})"]),
-    "memcheck, modules": (["--tool", "memcheck"], [MODULE, "-k", MODULES]),
+    "memcheck, sharing": (["--tool", "memcheck"], [SHARING, f"{DEVICES}/test_sharing.py", "-k", f"not ({ELSEWHERE})"]),
+    "memcheck, modules": (["--tool", "memcheck"], [MODULE, f"{DEVICES}/test_modules.py", "-k", MODULES]),
     "memcheck, engine": (["--tool", "memcheck"], [ENGINE, "-k", f"not ({LONG})"]),
 }
 

@@ -287,12 +287,6 @@ def test_a_killed_engine_leaves_nothing_behind() -> None:
     assert run("print(ms.read_devices()[0].used_bytes)", **changes).split() == [str(4 * MIB)]
 
 
-@pytest.mark.guards("the process aborted at exit")
-def test_a_clean_exit_while_hibernated() -> None:
-    """The interpreter exits cleanly in this state, too."""
-    assert run("ms.release(['kv_cache'], hibernate=True)\nprint('end')\n") == "end\n"
-
-
 def test_faults_need_the_setting() -> None:
     told = run(
         """

@@ -66,27 +66,6 @@ def test_from_pretrained(tag: str, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
-@pytest.mark.guards("tensors were recorded under the wrong tag", "a nested region used the wrong pool")
-def test_only_what_is_made_inside(tag: str) -> None:
-    """A region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
-    inner_tag = tag + "-inner"
-    before = torch.ones(1000)
-    view_of_before = None
-    with ms.region(tag):
-        view_of_before = before[10:20]
-        before.add_(1)
-        first = torch.zeros(1000)
-        with ms.region(inner_tag):
-            inner = torch.zeros(1000)
-            view_of_first = first[5:]
-        last = torch.zeros(1000)
-    after = torch.zeros(1000)
-    assert [owned(each) for each in (before, view_of_before, after)] == [False] * 3
-    assert [owned(each) for each in (first, inner, view_of_first, last)] == [True] * 4
-    assert view_of_first.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-    assert (bytes_of(tag), bytes_of(inner_tag)) == (8192, 4096)
-
-
 def test_data_literals_and_copies(tag: str) -> None:
     with ms.region(tag, restore="host"):
         literal = torch.tensor([1.0, 2.0, 3.0])
@@ -296,25 +275,6 @@ def test_settings_that_cannot_be_used() -> None:
         MEMSAVER_RETENTION="forever",
     )
     assert result == ["True"]
-
-
-@pytest.mark.parametrize("state", ["resident", "released", "resumed"])
-@pytest.mark.guards("the process aborted at exit")
-def test_clean_exit(state: str) -> None:
-    """The interpreter exits cleanly, released or not."""
-    result = run(
-        f"""
-        import torch, memsaver_core as ms
-        with ms.region("weights"):
-            model = torch.nn.Linear(100, 100)
-        if {state!r} != "resident":
-            ms.release()
-        if {state!r} == "resumed":
-            ms.resume()
-        print("end")
-        """
-    )
-    assert result == ["end"]
 
 
 def run(code: str, **environment: str) -> list[str]:
