@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,10 +11,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 import memsaver_core as ms
 
 pytestmark = pytest.mark.gpu
-
-
-def send(tensor: torch.Tensor) -> None:
-    ForkingPickler(io.BytesIO()).dump(tensor)
 
 
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -15,20 +13,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 import memsaver_core as ms
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
-
-
-def send(tensor: torch.Tensor) -> None:
-    ForkingPickler(io.BytesIO()).dump(tensor)
-
-
-def reduce_storage_of(tensor: torch.Tensor) -> None:
-    ForkingPickler(io.BytesIO()).dump(tensor.untyped_storage())
-
-
-def share_module(tensor: torch.Tensor) -> None:
-    module = torch.nn.Module()
-    module.register_buffer("buffer", tensor)
-    module.share_memory()
 
 
 @pytest.fixture(params=["file_descriptor", "file_system"])
