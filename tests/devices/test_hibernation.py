@@ -1,4 +1,4 @@
-"""Hibernation, where it is the same on every device."""
+"""Hibernation on any kind of device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.programs import output_of
 @pytest.mark.parametrize("tags", [None, ["kv_cache"]])
 @pytest.mark.guards("the process aborted at exit")
 def test_clean_exit_while_hibernated(device: str, tags: list[str] | None) -> None:
-    """With graphs too, on a GPU."""
+    """On a GPU with graphs, too."""
     told = output_of(
         f"""
         import torch, memsaver_core as ms

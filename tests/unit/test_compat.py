@@ -94,7 +94,7 @@ def test_folder_of_backups_cannot_change_under_paused_memory(tag: str, tmp_path:
 
 
 def test_tags_are_independent(tag: str) -> None:
-    """The order of an RL step: each tag pauses and resumes by itself."""
+    """In the order of an RL step."""
     weights, cache = tag + "-weights", tag + "-cache"
     with torch_memory_saver.region(tag=weights, enable_cpu_backup=True):
         model = torch.nn.Linear(64, 64)
@@ -115,7 +115,7 @@ def test_tags_are_independent(tag: str) -> None:
 
 @pytest.mark.guards("a second release or resume failed")
 def test_pause_and_resume_can_be_repeated(tag: str) -> None:
-    """What ends the process in torch_memory_saver is success."""
+    """In torch_memory_saver this ends the process."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.randn(1000)
     expected = tensor.clone()
@@ -132,7 +132,7 @@ def test_pause_and_resume_can_be_repeated(tag: str) -> None:
     "resuming everything failed on tags that were never released",
 )
 def test_a_tag_then_all(tag: str) -> None:
-    """Pausing one tag and then everything pauses the rest; resuming everything resumes what is paused."""
+    """Pausing everything pauses the rest; resuming everything resumes what is paused."""
     with torch_memory_saver.region(tag + "-a", enable_cpu_backup=True):
         first = torch.randn(1000)
     with torch_memory_saver.region(tag + "-b", enable_cpu_backup=True):
@@ -154,7 +154,7 @@ def test_unknown_tag_is_passed_over(tag: str) -> None:
 
 @pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_under_a_paused_tag(tag: str) -> None:
-    """It lives, and a resume brings the others back."""
+    """It is usable at once, and a resume brings the others back."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         old = torch.ones(1000)
     torch_memory_saver.pause(tag)
@@ -227,7 +227,7 @@ def test_backup_of_what_is_in_no_region(tag: str) -> None:
 
 
 def test_retained_backup(tag: str) -> None:
-    """Retention is looked at by resume; a retained backup stays where it is, and the next pause refreshes it."""
+    """Resume reads the setting. A retained backup keeps its address, and the next pause refreshes it."""
     other = tag + "-other"
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.randn(1000)
@@ -263,7 +263,7 @@ def test_retained_backup(tag: str) -> None:
 
 @pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_memory_margin(tag: str) -> None:
-    """An allocation that the margin forbids fails as out of memory, and the process lives."""
+    """An allocation that the margin forbids fails as out of memory, and the process goes on."""
     free, _ = process.saver().memory_info(0)
     torch_memory_saver.memory_margin_bytes = free - 4 * MIB
     with pytest.raises(ms.OutOfDeviceMemoryError, match="margin"), torch_memory_saver.region(tag):
@@ -328,7 +328,7 @@ def test_regions_nest_and_leave_the_threads_state_as_it_was(tag: str) -> None:
 
 
 def test_leaving_a_region_by_the_private_setter(tag: str) -> None:
-    """What projects do around a library that must have ordinary memory."""
+    """Projects do this around a library that needs ordinary memory."""
     impl = torch_memory_saver._ensure_initialized()
     cdll = impl._binary_wrapper.cdll
     with torch_memory_saver.region(tag):
@@ -360,7 +360,7 @@ def test_setting_the_state_of_a_thread_as_a_whole() -> None:
 
 
 def test_pools_of_regions_are_let_go_of(tag: str) -> None:
-    """On the host driver there are none, and projects that drop theirs go on."""
+    """The host driver has no pools; dropping them is still allowed."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.ones(10)
     pools = torch_memory_saver._ensure_initialized()._mem_pools
@@ -390,7 +390,7 @@ def test_arguments_that_exclude_each_other(tag: str) -> None:
 
 
 def test_savers_share_one_memory(tag: str) -> None:
-    """Some projects make an object per purpose."""
+    """Some projects create one object per purpose."""
     first, second = TorchMemorySaver(), TorchMemorySaver()
     first.hook_mode = "torch"
     with first.region(tag, enable_cpu_backup=True):
@@ -411,7 +411,7 @@ def test_savers_share_one_memory(tag: str) -> None:
 
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_content_without_a_backup() -> None:
-    """Under the tag of a KV cache it is zero after a resume; elsewhere it is undefined."""
+    """Zeros under the tag of a KV cache, undefined elsewhere."""
     assert _native.restore_for("kv_cache", False, False) == "zero"
     assert _native.restore_for("workspace", False, False) == "zero"
     assert _native.restore_for("weights", False, False) == "discard"
@@ -421,7 +421,7 @@ def test_content_without_a_backup() -> None:
 
 @pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_freed_while_paused(tag: str) -> None:
-    """A tensor freed while paused takes its address range and backup with it."""
+    """Its address range and backup are freed with it."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensors = [torch.randn(1000) for _ in range(4)]
     expected = tensors[1].clone()
@@ -445,7 +445,7 @@ def test_freed_while_paused(tag: str) -> None:
 )
 @pytest.mark.guards("expandable segments made a release free nothing")
 def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """Like all that ends the process in torch_memory_saver, it is an error that names the variable, no more."""
+    """torch_memory_saver ends the process here; memsaver raises an error that names the variable."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(state, "_initialized", False)

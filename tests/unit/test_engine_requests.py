@@ -1,4 +1,4 @@
-"""What a request may ask for, and which slot it gets."""
+"""Parameters that a request may have, and the slot that it gets."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_draws_follow_the_seed_and_the_bounds() -> None:
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-45, 1e-38, 9e-6])
 def test_a_temperature_too_small_to_matter_is_greedy(temperature: float) -> None:
-    """As vLLM and SGLang take it: divided by it, scores are no numbers any more."""
+    """As in vLLM and SGLang: scores divided by it would overflow to NaN."""
     sampler = Sampler(Sampling.parse({"temperature": temperature}))
     assert sampler.greedy
     assert sampler.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
@@ -110,7 +110,7 @@ SCORES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scores", "allowed"), SCORES)
 def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[int], dtype: torch.dtype) -> None:
-    """A draw among what are no numbers is an error on the host, and on a GPU the end of the process's context."""
+    """Sampling from NaN is an error on the host, and destroys the context on a GPU."""
     logits = torch.tensor(scores, dtype=dtype)
     before = logits.clone()
     for temperature, top_p, top_k in itertools.product(

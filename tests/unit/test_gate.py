@@ -1,4 +1,4 @@
-"""The gate: admission, drain and holding for programs without a scheduler."""
+"""The gate: admission, drain and holding requests for programs without a scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_thread(work: Callable[[], object]) -> Future[object]:
 
 
 class Inside:
-    """A request that stays inside the gate until it is told to leave, or is aborted."""
+    """A request that stays inside the gate until it may leave, or is aborted."""
 
     def __init__(self, gate: Gate, name: str | None = None) -> None:
         self.leave = threading.Event()

@@ -1,4 +1,4 @@
-"""Regions on the host driver: unmodified torch code inside one is releasable."""
+"""Regions on the host driver: memory of unmodified torch code can be released."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_memory_ends_with_its_tensor(tag: str) -> None:
 
 @pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_out_of_memory() -> None:
-    """Out of memory inside a region is an error, and the process goes on."""
+    """It is an error, and the process goes on."""
     result = run(
         """
         import torch, memsaver_core as ms
@@ -165,7 +165,7 @@ def test_one_line_brings_a_buffer_in(tag: str) -> None:
 
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_pages_of_zero_are_really_zero() -> None:
-    """`kv_cache` comes back as zeros by default, so what somebody else left in its pages cannot give NaN."""
+    """`kv_cache` comes back as zeros by default, so old page content cannot produce NaN."""
     with ms.region("kv_cache"):
         cache = torch.ones(1000)
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
@@ -180,7 +180,7 @@ def test_pages_of_zero_are_really_zero() -> None:
 
 @pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
-    """Its pages go, measured, and what nobody writes a second time is there again on others."""
+    """Its pages are freed, as measured, and content that only the capture wrote is back on the new pages."""
     with ms.region("cuda_graph"):
         written_at_capture = torch.arange(1 << 18, dtype=torch.int64)
     address, expected = written_at_capture.data_ptr(), written_at_capture.clone()
@@ -197,7 +197,7 @@ def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
 @pytest.mark.parametrize("where", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "at run time"])
 @pytest.mark.guards("expandable segments made a release free nothing")
 def test_whatever_torch_was_told_of_expandable_segments(where: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a region goes, measured."""
+    """The region's memory is freed, as measured."""
     if where == "at run time":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     else:

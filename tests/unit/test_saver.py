@@ -1,4 +1,4 @@
-"""The saver on the host driver: release and resume, what each promises, and what holds when a call fails."""
+"""The saver on the host driver: what release and resume promise, and what holds when a call fails."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tag_status(saver: _native.Saver, tag: str) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.guards("undefined KV cache pages produced NaN", "content was wrong after a restore")
 def test_each_policy_gives_what_it_owes(policy: str) -> None:
-    """On pages that hold what somebody else left there."""
+    """On new pages that hold garbage."""
     saver = make()
     sizes = [PAGE, 3 * MIB, 70 * MIB]
     blocks = [(saver.allocate(0, "t", policy, size), size) for size in sizes]
@@ -71,7 +71,7 @@ def test_each_policy_gives_what_it_owes(policy: str) -> None:
 
 
 def test_resident_memory_falls() -> None:
-    """Invariant 8: release makes the process's resident memory fall."""
+    """Release reduces the process's resident memory."""
     saver = make()
     address = saver.allocate(0, "t", "discard", 200 * MIB)
     view(address, 200 * MIB)[:] = 1
@@ -91,7 +91,7 @@ def test_resident_memory_falls() -> None:
     "releasing everything failed after one tag had been released",
 )
 def test_resume_of_everything_is_what_is_released() -> None:
-    """Resume with no tags resumes exactly what is released; repeats are success."""
+    """Without tags; repeats are success."""
     saver = make()
     first = saver.allocate(0, "a", "host", MIB)
     second = saver.allocate(0, "b", "host", MIB)
@@ -109,7 +109,7 @@ def test_resume_of_everything_is_what_is_released() -> None:
 
 @pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_while_released() -> None:
-    """A new allocation under a released tag lives; resume maps the others."""
+    """A new allocation under a released tag is usable; resume maps the others."""
     saver = make()
     old = saver.allocate(0, "t", "host", MIB)
     expected = fill(old, MIB, 1)
@@ -124,7 +124,7 @@ def test_allocation_while_released() -> None:
 
 @pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_free_while_released() -> None:
-    """Freeing a released allocation frees its range and its backup, without a driver call."""
+    """Its range and backup are freed, without a driver call."""
     saver = make(faulty=True)
     doomed = saver.allocate(0, "t", "host", 8 * MIB)
     kept = saver.allocate(0, "t", "host", 8 * MIB)
@@ -141,7 +141,8 @@ def test_free_while_released() -> None:
 
 
 def test_shared_chunks_and_churn() -> None:
-    """After a resume neighbours share handles; frees inside one are retained, reusable, and gone at a release."""
+    """After a resume, neighbours share chunks. Freed parts of a chunk are retained, reusable, and freed by a
+    release."""
     saver = make()
     addresses = [saver.allocate(0, "t", "discard", MIB) for _ in range(64)]
     assert tag_status(saver, "t")["chunks"] == 64
@@ -183,7 +184,7 @@ def test_memory_does_not_creep() -> None:
 
 @pytest.mark.guards("content was wrong after a restore")
 def test_unchanged_content_is_not_copied() -> None:
-    """What is copied and what is not, the content that comes back is right."""
+    """Content that comes back is correct, copied or not."""
     saver = make()
     address = saver.allocate(0, "t", "host", 200 * MIB)
     fill(address, 200 * MIB, 3)
@@ -202,7 +203,7 @@ def test_unchanged_content_is_not_copied() -> None:
 
 @pytest.mark.guards("content was wrong after a restore")
 def test_zero_content_needs_no_memory() -> None:
-    """What was zero is written as zeros, over whatever the new pages hold."""
+    """Zeros are written over whatever the new pages hold."""
     saver = make()
     address = saver.allocate(0, "t", "host", 64 * MIB)
     view(address, 64 * MIB)[:] = 0
@@ -215,7 +216,7 @@ def test_zero_content_needs_no_memory() -> None:
 
 @pytest.mark.guards("unused cached blocks were backed up too")
 def test_dead_ranges_are_not_copied() -> None:
-    """What the caller says is dead is not copied and not counted."""
+    """Nor counted."""
     saver = make()
     address = saver.allocate(0, "t", "host", 100 * MIB)
     expected = fill(address, 100 * MIB, 4)
@@ -253,7 +254,7 @@ def test_prepared_memory_is_used() -> None:
 @pytest.mark.parametrize(("retention", "capacity"), [("keep", 40 * MIB), ("trim", 40 * MIB), ("free", 0)])
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_retention(retention: str, capacity: int) -> None:
-    """What stays pinned after a resume is a policy."""
+    """What stays pinned after a resume depends on the retention policy."""
     saver = make(retention=retention)
     address = saver.allocate(0, "t", "host", 40 * MIB)
     expected = fill(address, 40 * MIB, 1)
@@ -267,7 +268,7 @@ def test_retention(retention: str, capacity: int) -> None:
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_backup_larger_than_the_bound_is_refused_first() -> None:
-    """Refused with figures before anything is unmapped."""
+    """With figures, before anything is unmapped."""
     saver = make(host_backup_limit=10 * MIB)
     address = saver.allocate(0, "t", "host", 20 * MIB)
     expected = fill(address, 20 * MIB, 1)
@@ -281,7 +282,7 @@ def test_backup_larger_than_the_bound_is_refused_first() -> None:
 
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_policy_override_holds_for_one_release() -> None:
-    """An override to zeros gives them on pages that hold what somebody else left there."""
+    """An override to zeros gives zeros on pages that hold garbage."""
     saver = make()
     address = saver.allocate(0, "t", "host", 2 * MIB)
     fill(address, 2 * MIB, 1)
@@ -298,7 +299,7 @@ def test_policy_override_holds_for_one_release() -> None:
 
 
 def test_override_keeps_what_was_kept_before() -> None:
-    """Content that a first release kept is not lost to an override of a second one on the same tag."""
+    """A second release with an override does not lose what the first one backed up."""
     saver = make()
     kept = saver.allocate(0, "t", "host", MIB)
     expected = fill(kept, MIB, 1)
@@ -312,7 +313,7 @@ def test_override_keeps_what_was_kept_before() -> None:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_memory_is_undone() -> None:
-    """Out of memory on resume is an error with figures; all stays released, and the retry works."""
+    """The error has figures; everything stays released, and the retry works."""
     saver = make(host_capacity=64 * MIB)
     address = saver.allocate(0, "t", "host", 48 * MIB)
     expected = fill(address, 48 * MIB, 1)
@@ -337,7 +338,7 @@ def test_allocation_without_memory() -> None:
 
 
 def test_failed_release_can_be_resumed() -> None:
-    """Invariant 4: what a failed release had given back comes back with its content."""
+    """What it had released comes back with its content."""
     saver = make(faulty=True)
     address = saver.allocate(0, "t", "host", 300 * MIB)
     expected = fill(address, 300 * MIB, 1)
@@ -353,7 +354,7 @@ def test_failed_release_can_be_resumed() -> None:
 
 
 def test_discarded_tags_go_last() -> None:
-    """A release that cannot keep what it must keep has discarded nothing yet."""
+    """A release that cannot back something up has discarded nothing."""
     saver = make(faulty=True)
     scratch = saver.allocate(0, "a-scratch", "discard", MIB)
     fill(saver.allocate(0, "z-weights", "host", MIB), MIB, 1)
@@ -366,7 +367,7 @@ def test_discarded_tags_go_last() -> None:
 
 @pytest.mark.guards("content was wrong after a restore", "backup files were left behind")
 def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
-    """A damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
+    """It names the tag and range, and never returns wrong content; no file is left behind."""
     saver = make(file_folder=str(tmp_path))
     address = saver.allocate(0, "t", "file", 2 * MIB)
     expected = fill(address, 2 * MIB, 1)
@@ -408,7 +409,7 @@ def test_lost_context_is_final() -> None:
 
 @pytest.mark.guards("only the current device was synchronized or restored")
 def test_every_device_is_synchronized() -> None:
-    """A release waits for every device that it touches, and restores all of them."""
+    """A release synchronizes every device that it touches, and a resume restores all of them."""
     saver = make(host_devices=["", ""], faulty=True)
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
@@ -434,7 +435,7 @@ def test_one_device_that_fails_undoes_all() -> None:
 
 
 def test_allocations_do_not_wait_for_a_release() -> None:
-    """Invariant 6: while one tag is copied, another allocates and frees, and status answers."""
+    """While one tag is copied, another one allocates and frees, and status answers."""
     saver = make(faulty=True)
     fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
     busy = saver.allocate(0, "t", "host", PAGE)
@@ -458,7 +459,7 @@ def test_allocations_do_not_wait_for_a_release() -> None:
 
 @pytest.mark.guards("memory grew with every cycle")
 def test_thousand_cycles_are_flat() -> None:
-    """Nothing grows by the cycle, and every tenth is verified."""
+    """Nothing grows; every tenth cycle compares the content."""
     saver = make()
     blocks = [saver.allocate(0, "t", "host", 256 * 1024) for _ in range(8)]
 
@@ -492,7 +493,7 @@ def test_unknown_address_is_an_error() -> None:
 
 @pytest.mark.guards("a forked child used or damaged its parent's memory")
 def test_forked_child_is_refused() -> None:
-    """A forked child gets a clear error and leaves its parent's memory alone."""
+    """With a clear error; the parent's memory is untouched."""
     saver = make()
     address = saver.allocate(0, "t", "host", MIB)
     expected = fill(address, MIB, 1)

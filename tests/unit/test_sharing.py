@@ -1,4 +1,4 @@
-"""Tensors of regions and other processes."""
+"""Sharing tensors with other processes, on the host driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("strategy")
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_other_tensors_are_shared_as_ever() -> None:
-    """A copy from outside of any region too, which is what the error advises."""
+    """Including a copy made outside of any region, which the error recommends."""
     with ms.region("t-shared", restore="host"):
         tensor = torch.arange(5000.0)
     for mine in (torch.arange(5000.0), tensor.clone()):
@@ -40,7 +40,7 @@ def test_other_tensors_are_shared_as_ever() -> None:
 
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_forked_child_shares_what_is_its_own() -> None:
-    """Such as a loader's worker, which sends its batches through shared memory."""
+    """For example a data loader's worker, which sends its batches through shared memory."""
     with ms.region("t-forked"):
         torch.zeros(10)
 

@@ -1,6 +1,6 @@
-"""The plugin for vLLM on the host driver: real memory in workers of their own processes, behind vLLM's interfaces.
+"""The vLLM plugin on the host driver: real memory in worker processes, behind vLLM's interfaces.
 
-tests/gpu/test_vllm_gpu.py runs the same against vLLM itself.
+tests/gpu/test_vllm_gpu.py runs the same with vLLM itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALL = {"weights", "kv_cache", "runtime", "workspace"}
 
 
 class Model:
-    """What a test asks of the worker's tensors."""
+    """What a test asks about the worker's tensors."""
 
     def __init__(self) -> None:
         from memsaver_core.compat.vllm.plugin import register
@@ -59,7 +59,7 @@ class Model:
         return {tag.tag: tag.allocations for tag in ms.status().tags}
 
     def content(self) -> dict[str, bool]:
-        """Whether the tensors are as after the start; only what is resident may be asked for."""
+        """Whether the tensors are as after the start. Ask only for resident ones."""
         runner = self.worker.model_runner
         return {
             "weights": bool((runner.model.weight == self.weights).all()),
@@ -73,7 +73,7 @@ class Model:
         self.worker.model_runner.model.weight.data.copy_(self.weights)
 
     def start_again(self) -> None:
-        """Leave all as it was after the start."""
+        """Restore the state after the start."""
         from memsaver_core import process
 
         process.saver().heal()
@@ -109,7 +109,7 @@ class Model:
 
 
 def serve(connection: Connection, environment: dict[str, str]) -> None:
-    """The process of a worker: does what it is told until nobody tells it anything."""
+    """The main function of a worker process: executes commands until the connection closes."""
     os.environ.update(environment)
     sys.path.insert(0, str(STANDIN))
     model = Model()
@@ -126,7 +126,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
 
 class Rank:
-    """A worker, as its executor sees it. Its calls are those of ``Model``."""
+    """A worker as its executor sees it. Its calls are those of ``Model``."""
 
     def __init__(self, **environment: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
@@ -154,7 +154,7 @@ class Rank:
 
 
 class Executor:
-    """Reaches its ranks as vLLM's does, and as that does not go to sleep twice."""
+    """Calls its ranks as vLLM's executor does; like that, it ignores a second sleep."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
@@ -172,7 +172,7 @@ class Executor:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Rank]]:
-    """Two workers, which take seconds to start; each on a device of its own."""
+    """Two workers, which take seconds to start, each on its own device."""
     started = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
     yield started
     for each in started:
@@ -285,7 +285,7 @@ print(seen)
 
 
 def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes groups on NCCL for a single worker, too."""
+    """vLLM creates NCCL groups for a single worker too."""
     import torch.distributed.distributed_c10d as c10d
 
     from memsaver_core.hibernation.preconditions import nccl_groups
@@ -313,7 +313,7 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
 
 @pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
-    """Attention metadata is made beside the cache, and does not go with it."""
+    """Attention metadata is allocated beside the cache, and is not released with it."""
     allocations = rank.allocations()
     assert set(allocations) == ALL
     assert allocations["kv_cache"] == 3
@@ -323,7 +323,7 @@ def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
 
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
-    """The cache comes back as zeros, not as what happened to be there."""
+    """The cache comes back as zeros, not as undefined content."""
     rank.sleep(1)
     assert released(rank) == ALL
     rank.wake_up()
@@ -351,7 +351,7 @@ def test_level_2_gives_the_weights_up_and_restores_buffers(rank: Rank) -> None:
 
 @pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
-    """Buffers are written back when the weights are there, and not into memory that is not."""
+    """Buffers are written back once the weights are resident, never before."""
     rank.sleep(2)
     rank.wake_up(["kv_cache"])
     assert released(rank) == {"weights"}
@@ -364,7 +364,7 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
 
 @pytest.mark.guards("a second release or resume failed")
 def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
-    """The second of either is success."""
+    """The second call of each is success."""
     rank.sleep(1)
     rank.sleep(1)
     rank.wake_up()
@@ -390,7 +390,7 @@ def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
 
 @pytest.mark.guards("one rank or device failed while the others went on")
 def test_errors_are_answers(rank: Rank) -> None:
-    """A rank that raised would leave vLLM's executor waiting for the answers of the others."""
+    """If a rank raised, vLLM's executor would wait for the other ranks' answers."""
     assert rank.answer("resume", ["nothing"])["error"]["type"] == "UnknownTagError"
     assert rank.answer("dance")["error"]["type"] == "ConfigurationError"
 
@@ -423,7 +423,7 @@ def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
 
 @pytest.mark.guards("one rank or device failed while the others went on")
 def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None:
-    """The ranks that had released are resumed, with their content."""
+    """Ranks that had released are resumed, with their content."""
     memory = RankMemory(Executor(group))
     group[1].fail("unmap", "invalid_value", 1)
     with pytest.raises(MemsaverError, match="rank 1") as failed:
@@ -440,7 +440,7 @@ def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None
     "running out of memory or other resources killed the process",
 )
 def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
-    """The ranks that had resumed release again; the repeat brings everything back."""
+    """Ranks that had resumed release again; the repeat brings everything back."""
     memory = RankMemory(Executor(group))
     memory.release()
     group[0].fail("create", "out_of_memory", 1)
@@ -454,7 +454,7 @@ def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None
 
 @pytest.mark.guards("releasing everything failed after one tag had been released")
 def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
-    """VLLM takes itself to be asleep after the first part, and does not ask its workers again."""
+    """After the first part vLLM considers itself asleep, and does not call its workers again."""
     memory = RankMemory(Executor(group))
     memory.release(["kv_cache"])
     assert released(group[0]) == {"kv_cache"}
@@ -481,7 +481,7 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
-    """A worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
+    """A busy worker answers no call; its phase and progress are visible all the same, and end with the operation."""
     memory = RankMemory(Executor(group))
     for rank in group:
         rank.delay("unmap", 0.5)
@@ -506,7 +506,7 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: list[Rank]) -> None:
-    """As one on another host, where its numbers may be those of something else."""
+    """For example one on another host, on which its process ids mean something else."""
 
     class Far(Executor):
         def ask(self, command: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -532,7 +532,7 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
     "one rank or device failed while the others went on",
 )
 def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
-    """Whatever the ranks did after that to undo it."""
+    """Whatever the ranks did afterwards to undo it."""
     memory = RankMemory(Executor(group))
     for call, phase in (("synchronize", "synchronize"), ("unmap", "pause")):
         group[1].fail(call, "invalid_value", 1)
