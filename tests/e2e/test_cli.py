@@ -144,7 +144,7 @@ def test_a_long_operation_shows_on_a_terminal_where_it_is() -> None:
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command that runs on a terminal of its own."""
 
     def __init__(self, *arguments: str, **changes: str) -> None:
         self._command = [*MEMSAVER, *arguments]
@@ -162,7 +162,7 @@ class Terminal:
             self.shown += os.read(self._master, 65536).decode(errors="replace")
 
     def end(self) -> int:
-        """Read to the end; returns the exit code."""
+        """Read to the end and return the exit code."""
         assert self._child is not None
         with suppress(OSError):  # how a terminal says that its last program has gone
             while chunk := os.read(self._master, 65536):

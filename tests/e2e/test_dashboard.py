@@ -39,7 +39,7 @@ def browser() -> Iterator[playwright.Browser]:
 
 @pytest.fixture
 def page(browser: playwright.Browser, request: pytest.FixtureRequest) -> Iterator[playwright.Page]:
-    """A page of some width and colour scheme, that must report no error."""
+    """A page with a given width and colour scheme, which must report no error."""
     width, scheme = getattr(request, "param", (DESKTOP, "light"))
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
     page = context.new_page()
@@ -175,7 +175,7 @@ def test_the_key_stays_in_the_tab(page: playwright.Page) -> None:
 
 
 def test_it_connects_again(page: playwright.Page) -> None:
-    """A server that goes away is told, and its successor is found without a reload."""
+    """A lost server is shown, and its successor is found without a reload."""
     with serving() as server:
         page.goto(server.url)
         state(page, "resident")

@@ -1,4 +1,4 @@
-"""The files under deploy/, by their own validators where those are installed, and against a running engine."""
+"""The files under deploy/, checked by their validators if installed, and against a running engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRIC = re.compile(r"memsaver_[a-z_]+")
 
 
 def need(tool: str) -> str:
-    """Return the path of a tool, beside this Python or on the path; skip the test without it."""
+    """Return the path of a tool beside this Python or on the PATH; skip the test if there is none."""
     found = shutil.which(str(Path(sys.executable).with_name(tool))) or shutil.which(tool)
     if found is None:
         pytest.skip(f"{tool} is not installed")
@@ -45,7 +45,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> Iterator[str]:
-    """Every query of the dashboard, its variables filled in."""
+    """Every query of the dashboard, with its variables filled in."""
     board = dashboard()
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [annotation["expr"] for annotation in board["annotations"]["list"]]

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The README's examples run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attach sees of CUDA: NCCL in the process, and what holds the device's memory."""
+"""What attach detects about CUDA: NCCL in the process, and the sources of the device's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nccl_is_warned_of_at_attach(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL in use without NCCL_GRAPH_REGISTER=0 is warned of, whether it was named or torch's default."""
+    """Unless NCCL_GRAPH_REGISTER=0 is set; NCCL may be named or torch's default."""
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     if setting is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", setting)

@@ -1,7 +1,7 @@
 """torch_memory_saver's API on a real GPU, in both hook modes.
 
-Each test is a process of its own, started as an engine starts its workers. One that fails tells what the device, the
-saver and torch's allocator held at that moment.
+Each test runs in a process of its own, started as an engine starts its workers. If it fails, it prints what the device,
+the saver and torch's allocator held.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_simple(mode: str) -> None:
 @both_modes
 @pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_cuda_graph(mode: str) -> None:
-    """The memory of the cache and of the graphs goes, and the replay is right afterwards."""
+    """The memory of the cache and of the graphs is freed, and replay is correct afterwards."""
     run(
         """
         size = 16 * MIB
@@ -213,7 +213,7 @@ def test_cpu_backup(mode: str, backend: str) -> None:
 
 @both_modes
 def test_retained_backup(mode: str) -> None:
-    """A retained backup stays at its address after a resume, and the next pause refreshes it."""
+    """It keeps its address after a resume, and the next pause refreshes it."""
     run(
         """
         assert saver.retain_cpu_backup is False
@@ -246,7 +246,7 @@ def test_retained_backup(mode: str) -> None:
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) -> None:
-    """Without retention the host memory is back with the kernel after a resume; with it, it stays."""
+    """Without retention the host memory is returned to the kernel; with it, it stays."""
     run(
         """
         retain = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
@@ -278,7 +278,7 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
 @both_modes
 @pytest.mark.guards("backup files were left behind")
 def test_disk_backup_over_three_cycles(mode: str, tmp_path: Path) -> None:
-    """The same bytes each time, the same space on disk, and no file left behind."""
+    """The same bytes and disk space each time, and no file left behind."""
     run(
         """
         folder = os.environ["FOLDER"]
@@ -357,7 +357,7 @@ def test_tags_of_an_rl_step(mode: str) -> None:
 
 @both_modes
 def test_leaving_a_region(mode: str) -> None:
-    """disable(), the private setter, nested regions; what was allocated outside goes back when disable() ends."""
+    """disable(), the private setter and nested regions; memory allocated outside is freed when disable() ends."""
     run(
         """
         with saver.region("outer", enable_cpu_backup=True):
@@ -390,7 +390,7 @@ def test_leaving_a_region(mode: str) -> None:
 @both_modes
 @pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_memory_margin(mode: str) -> None:
-    """Torch frees its caches, tries again, and raises its own error; the process lives."""
+    """torch frees its caches, tries again and raises its own error; the process goes on."""
     run(
         """
         free, _ = torch.cuda.mem_get_info()
@@ -413,7 +413,8 @@ def test_memory_margin(mode: str) -> None:
 
 
 def test_training_engine() -> None:
-    """All of a trainer's memory is under the default tag; it works on in disable(), and torch can evict its cache."""
+    """All of a trainer's memory is under the default tag; it keeps working in disable(), and torch can evict its
+    cache."""
     run(
         """
         def forward(weights):
@@ -457,7 +458,7 @@ def test_training_engine() -> None:
 
 
 def test_raw_allocation_of_an_odd_size() -> None:
-    """6,912 bytes by cudaMalloc, paused and resumed through C, freed by cudaFree."""
+    """6,912 bytes from cudaMalloc, paused and resumed through C, freed by cudaFree."""
     run(
         """
         api = ctypes.CDLL(None)
@@ -519,7 +520,7 @@ def test_nested_regions_under_init_enable() -> None:
 
 
 def test_graphs_of_torch_under_init_enable() -> None:
-    """A graph captured by torch.cuda.graph is under the default tag; all of its pool is content."""
+    """A graph captured by torch.cuda.graph is under the default tag, and its whole pool keeps its content."""
     run(
         """
         inputs = torch.ones(16 * MIB, device="cuda")
@@ -544,7 +545,7 @@ def test_graphs_of_torch_under_init_enable() -> None:
 
 
 def test_asynchronous_allocator_of_torch() -> None:
-    """cudaMallocAsync and cudaFreeAsync go to the saver too."""
+    """cudaMallocAsync and cudaFreeAsync are intercepted too."""
     run(
         """
         tensor = full(GIB, 42)
@@ -569,7 +570,7 @@ def test_asynchronous_allocator_of_torch() -> None:
 
 @both_modes
 def test_backup_memory_changes_during_a_capture(mode: str) -> None:
-    """Host memory is pinned and given back by other threads; a capture that is under way stays whole."""
+    """Other threads pin and free host memory during a capture, which stays valid."""
     run(
         """
         import threading
@@ -610,7 +611,7 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
 @both_modes
 @pytest.mark.guards("the process aborted at exit")
 def test_pools_that_end_inside_a_region(mode: str) -> None:
-    """Torch ends the process where a pool is destroyed while another one is in use."""
+    """torch ends the process if a pool is destroyed while another one is in use."""
     run(
         """
         graph = torch.cuda.CUDAGraph()
@@ -639,7 +640,7 @@ def test_pools_that_end_inside_a_region(mode: str) -> None:
 
 @both_modes
 def test_pools_that_are_let_go_of(mode: str) -> None:
-    """What torch holds free in a region's pool goes back once the pool is dropped, and the rest lives on."""
+    """Blocks that torch holds free in a region's pool are freed once the pool is dropped; the rest stays usable."""
     run(
         """
         def level():

@@ -1,4 +1,4 @@
-"""The core on a real GPU. Each test uses tags of its own: all share the process's one saver."""
+"""The core on a real GPU. All tests share the process's saver, so each has tags of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLACK = 16 * MIB
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """A tag that no other test uses; what is left under it is resumed at the end."""
+    """A tag that no other test uses; memory left under it is resumed at the end."""
     name = f"t-{uuid.uuid4().hex[:8]}"
     yield name
     gc.collect()
@@ -52,7 +52,7 @@ def test_kernel_digest_equals_host_digest(tag: str, nbytes: int) -> None:
 
 @pytest.mark.guards("unused cached blocks were backed up too")
 def test_only_live_blocks_are_backed_up(tag: str) -> None:
-    """What torch's allocator holds free inside a region is not copied."""
+    """Blocks that torch's allocator holds free inside a region are not copied."""
     with ms.region(tag, restore="host"):
         pieces = [torch.randn(16 * MIB // 4, device="cuda") for _ in range(8)]
     del pieces[1::2]
@@ -64,7 +64,6 @@ def test_only_live_blocks_are_backed_up(tag: str) -> None:
 
 @pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_release_waits_for_kernels_in_flight(tag: str) -> None:
-    """Nothing is unmapped under a running kernel."""
     with ms.region(tag, restore="host"):
         data = torch.zeros(64 * MIB // 4, device="cuda")
     torch.cuda._sleep(500_000_000)
@@ -76,7 +75,7 @@ def test_release_waits_for_kernels_in_flight(tag: str) -> None:
 
 @pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_graph_replays_after_release(tag: str) -> None:
-    """A graph's pool bytes go, measured, and its replay is right afterwards without a recapture."""
+    """The bytes of its pool are freed, as measured, and replay is correct without a new capture."""
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda().half()
     with ms.region(tag + "-w", restore="host"):
         ms.adopt(model, tag + "-w", restore="host")
@@ -106,7 +105,7 @@ def test_graph_replays_after_release(tag: str) -> None:
 
 
 def test_region_inside_a_capture(tag: str) -> None:
-    """A workspace that is created lazily during capture lands under its own tag, not in the graph's pool."""
+    """A workspace allocated during capture is under its own tag, not in the graph's pool."""
     stream = torch.cuda.Stream()
     data = torch.ones(1024, device="cuda")
     captured = torch.cuda.CUDAGraph()
@@ -129,7 +128,7 @@ def test_region_inside_a_capture(tag: str) -> None:
 
 @pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_out_of_memory_reaches_torch(tag: str) -> None:
-    """Out of memory in a region raises torch's error, torch frees its caches first, and the process goes on."""
+    """torch frees its caches, tries again and raises its own error; the process goes on."""
     free, _ = torch.cuda.mem_get_info()
     cached = torch.empty(free // 2, dtype=torch.uint8, device="cuda")
     del cached  # torch keeps it cached: the next allocation succeeds only if torch frees that and tries again
@@ -144,7 +143,7 @@ def test_out_of_memory_reaches_torch(tag: str) -> None:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_while_another_process_holds_the_memory(tag: str) -> None:
-    """Out of memory on resume is an error, nothing is lost, and the retry works."""
+    """It is an error, nothing is lost, and the retry works."""
     with ms.region(tag, restore="host"):
         data = torch.randn(512 * MIB, device="cuda")  # 2 GiB
     expected = float(data.double().sum())
@@ -176,7 +175,7 @@ def test_meter_equals_nvidia_smi(tag: str) -> None:
 
 
 def test_a_reading_where_nvml_fails_is_the_drivers(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an update of the driver's files under a running process."""
+    """For example after an update of the driver's files under a running process."""
     shown = ms.read_devices()[0]
 
     def fail(*_: object, **__: object) -> None:
@@ -194,7 +193,7 @@ def test_a_reading_where_nvml_fails_is_the_drivers(tag: str, monkeypatch: pytest
 
 
 def test_memory_does_not_creep_with_churn(tag: str) -> None:
-    """Frees inside shared chunks make their ranges reusable; what is retained is accounted for and goes on release."""
+    """Ranges freed inside shared chunks are reused; what is retained is accounted for, and a release frees it."""
     with ms.region(tag):
         tensors = [torch.empty(20 * MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
     ms.release([tag])
@@ -214,7 +213,7 @@ def test_memory_does_not_creep_with_churn(tag: str) -> None:
 
 @pytest.mark.guards("expandable segments made a release free nothing")
 def test_expandable_segments_in_regions() -> None:
-    """With expandable segments on, memory of a region still goes, measured (or the region refuses)."""
+    """The region's memory is freed, as measured, or the region refuses."""
     told = output_of(
         """
         import torch, memsaver_core as ms

@@ -1,4 +1,4 @@
-"""Processes that are killed while their memory goes or comes: the device has it back, and nobody else notices."""
+"""Processes that are killed during a release or a resume: the device gets all their memory back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ assert all(bool((tensor == i + 1).all()) for i, tensor in enumerate(held))
 @pytest.mark.parametrize("operation", ["release", "resume"])
 @pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_in_the_middle(operation: str) -> None:
-    """The device has all of it back, a neighbour's content is whole, and a new process runs a full cycle."""
+    """The device has all of it back, a co-tenant's content is intact, and a new process runs a full cycle."""
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
         ours = torch.arange(64 * MIB, dtype=torch.int32, device="cuda")

@@ -1,4 +1,4 @@
-"""Regions in a process whose torch was told to use expandable segments, which it takes past allocators' hooks."""
+"""Regions in a process with expandable segments, which torch allocates without calling pluggable allocators."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ else:
 @pytest.mark.parametrize("where", [*NAMES, "at run time"])
 @pytest.mark.guards("expandable segments made a release free nothing")
 def test_memory_of_a_region_goes_all_the_same(where: str) -> None:
-    """Measured, and with its content back; or the region says that it cannot be had."""
+    """It is freed, as measured, and its content comes back; or the region refuses."""
     inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
     if where == "at run time":
         told = output_of(PROGRAM, SETTING, inherited=inherited)

@@ -1,4 +1,4 @@
-"""Hibernation on a real GPU: the last byte goes, and everything is there again afterwards."""
+"""Hibernation on a real GPU: the device holds nothing, and everything comes back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def process_mib(pid: int) -> float:
-    """What the device counts for a process, MiB; 0 where it is not listed."""
+    """What the device counts for a process, MiB; 0 if it is not listed."""
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -124,7 +124,7 @@ def test_killed_engine_leaves_nothing() -> None:
 
 
 def test_released_but_resident_tags_survive() -> None:
-    """Content that was not released is kept by the driver's own checkpoint."""
+    """The driver's checkpoint keeps content that was not released."""
     told = run(
         """
         ms.release(["kv_cache"], hibernate=True)
@@ -139,7 +139,7 @@ def test_released_but_resident_tags_survive() -> None:
 
 
 def test_each_failed_step_is_undone_and_told() -> None:
-    """The process runs on, or is still hibernated, and says which; nothing is lost, and the repeat works."""
+    """The process runs on or is still hibernated, and the error says which; nothing is lost, and the repeat works."""
     told = run(
         """
         def refused(call, words):
@@ -187,7 +187,7 @@ def test_each_failed_step_is_undone_and_told() -> None:
 
 
 def test_a_process_that_cannot_be_restored_is_failed() -> None:
-    """Nothing waits for a device that will not come back."""
+    """No call waits for the device, which will not come back."""
     told = run(
         """
         ms.release(hibernate=True)
@@ -207,7 +207,8 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
-    """Refused with figures before the driver is asked, which would lose the process; then the same call works."""
+    """Refused with figures before the driver is asked, because its failure would lose the process; then the same
+    call works."""
     told = run(
         """
         ms.release(["kv_cache"], hibernate=True)
@@ -238,7 +239,7 @@ def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
 
 
 def test_managed_memory_is_seen_and_refused() -> None:
-    """The driver would not keep a process in a good state that it finds this in."""
+    """The driver's checkpoint of such a process fails and leaves it unusable."""
     told = run(
         """
         import ctypes
@@ -262,7 +263,7 @@ def test_managed_memory_is_seen_and_refused() -> None:
 
 
 def test_nccl_of_one_process_sleeps_along() -> None:
-    """vLLM has such a group even where it uses one device; there is nobody that it shares memory with."""
+    """vLLM has such a group even on one device; it shares memory with no other process."""
     told = run(
         """
         import tempfile
@@ -339,7 +340,7 @@ def test_nccl_of_two_processes_is_seen_and_refused() -> None:
 
 @two_devices
 def test_devices_that_reach_each_other_are_seen_and_refused() -> None:
-    """CUDA tells so of two GPUs with NVLink between them as soon as both are in use, before anything is copied."""
+    """CUDA reports two GPUs with NVLink between them as soon as both are in use, before anything is copied."""
     told = run(
         """
         other = torch.ones(1000, device="cuda:1")
@@ -355,7 +356,7 @@ def test_devices_that_reach_each_other_are_seen_and_refused() -> None:
 
 
 def test_each_step_of_a_trim_gives_back_what_it_names() -> None:
-    """Of a process without graphs, the workspaces go too; with one, they stay, and the report says so."""
+    """Without graphs the workspaces are freed too; with a graph they stay, and the report says so."""
     told = run(
         """
         held = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
@@ -383,7 +384,7 @@ def test_each_step_of_a_trim_gives_back_what_it_names() -> None:
 
 
 def test_what_remains_is_explained() -> None:
-    """Every byte of the device has an owner, and a captured graph's own memory is one of them."""
+    """Every byte of the device has a source, among them the memory of captured graphs."""
     told = run(
         """
         from memsaver_server.device_monitor import Reading

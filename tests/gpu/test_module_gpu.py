@@ -1,4 +1,4 @@
-"""Attached modules on a CUDA device: the memory really goes, graphs replay, every device is reached."""
+"""Attached modules on a CUDA device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_device_memory_is_refused_where_the_host_is_managed() -> None:
 
 
 def test_the_documented_graph() -> None:
-    """The example of docs/module.md, as it stands."""
+    """The example of docs/module.md, unchanged."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/module.md").read_text(), re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "ms.graph(" in block]
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_the_documented_graph() -> None:
 @two_devices
 @pytest.mark.guards("only the current device was synchronized or restored")
 def test_parts_on_two_devices() -> None:
-    """Each part moves under its tag on its own device, and goes and comes back there."""
+    """Each part is released and resumed under its tag on its own device."""
 
     class Split(nn.Module):
         def __init__(self) -> None:

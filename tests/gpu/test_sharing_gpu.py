@@ -1,4 +1,4 @@
-"""Tensors of regions and other processes, on a GPU: CUDA IPC."""
+"""Sharing tensors with other processes by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_the_memory_of_a_graph_is_not_shared() -> None:
-    """Nor is what a graph's pool holds."""
     graph = torch.cuda.CUDAGraph()
     with ms.graph(graph, tag="t-shared-graph"):
         output = torch.ones(5000, device="cuda")
@@ -33,7 +32,7 @@ def receive(pipe: Connection) -> None:
 
 @pytest.mark.guards("sharing a tensor by CUDA IPC failed")
 def test_a_copy_is_shared() -> None:
-    """What the error advises: another process writes to a clone from outside of any region."""
+    """As the error recommends: another process writes to a clone made outside any region."""
     with ms.region("t-shared", restore="host"):
         tensor = torch.arange(5000.0, device="cuda")
     copy = tensor.clone()

@@ -67,8 +67,8 @@ def tokens(http: httpx.Client) -> list[list[int]]:
     "health probes confused a sleeping engine with a dead one",
 )
 def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """503 with the figures, the engine lives with its backup intact, alive and not ready; after the
-    co-tenant let go the retry is token-identical."""
+    """503 with figures; the engine is alive and not ready, with its backup intact; after the co-tenant freed its
+    memory the retry gives the same tokens."""
     before = tokens(http)
     released = http.post("/release_memory_occupation").raise_for_status().json()["released_bytes"]
     assert released > 11 * GIB
@@ -95,8 +95,8 @@ def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: C
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_co_tenant_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """With `wait_for_memory_s` the resume succeeds as soon as the memory is let go, without another request and an
-    hour before the wait is over."""
+    """With `wait_for_memory_s` the resume succeeds once the memory is free, long before the one-hour limit and
+    without another request."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -111,7 +111,7 @@ def test_resume_waits_for_a_co_tenant_to_let_go(http: httpx.Client, tenant: CoTe
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_co_tenant_that_is_killed(http: httpx.Client, tenant: CoTenant) -> None:
-    """What a co-tenant held that ends without a word ends the wait, too."""
+    """The memory of a killed co-tenant ends the wait, too."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -123,7 +123,7 @@ def test_resume_waits_for_a_co_tenant_that_is_killed(http: httpx.Client, tenant:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """What is not enough ends no wait; what is added to it later does."""
+    """Too little free memory does not end the wait; more of it later does."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(7 * GIB)
@@ -141,8 +141,7 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """After the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
-    works."""
+    """503 with figures; released tags and the reason for refusing requests are as before; the retry works."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -166,7 +165,7 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
     "a request during sleep hung or used released memory",
 )
 def test_a_part_that_fits_comes_back_while_the_rest_does_not(http: httpx.Client, tenant: CoTenant) -> None:
-    """What fits beside the co-tenant is resumed, what does not is refused, and nothing is computed."""
+    """The tag that fits is resumed, the other is refused, and no request is computed."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(6 * GIB)

@@ -1,4 +1,4 @@
-"""Two engines on one GPU, each a process with CUDA graphs, that release and resume at once."""
+"""Two engines on one GPU, each a process with CUDA graphs, that release and resume concurrently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL_S = 60
 
 
 class Load:
-    """Asks an engine for tokens all the time, and counts the answers by status."""
+    """Continuously requests tokens from an engine, and counts the answers by status."""
 
     def __init__(self, url: str) -> None:
         self.statuses: Counter[int] = Counter()
@@ -71,7 +71,7 @@ def cycle(server: Server, both: threading.Barrier) -> Counter[int]:
 
 @pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_release_and_resume_at_once() -> None:
-    """200 cycles of each, under load, on one GPU at the same time: both finish, every token right."""
+    """200 cycles each, under load: both finish, and every token is right."""
     both = threading.Barrier(2)
     with serving(*OPTIONS, changes=ON_CUDA) as one, serving(*OPTIONS, "--seed", "1", changes=ON_CUDA) as other:
         with ThreadPoolExecutor(2) as pool:

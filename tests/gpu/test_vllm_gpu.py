@@ -1,4 +1,4 @@
-"""Real vLLM with the plugin: its API server with our routes, and an ``LLM`` with the service beside it."""
+"""Real vLLM with the plugin: its API server with memsaver's routes, and an ``LLM`` with the service beside it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """vLLM's own API server, as anybody starts it."""
+    """vLLM's own API server, started in the usual way."""
     port = free_port()
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
@@ -126,7 +126,7 @@ def complete(client: httpx.Client, number: int, tokens: int = 24) -> list[int]:
 
 
 def completions(client: httpx.Client) -> list[list[int]]:
-    """One prompt at a time, none from the prefix cache: only then are greedy tokens the same from run to run."""
+    """One prompt at a time and none from the prefix cache, because only then greedy tokens are reproducible."""
     answers = []
     for number in range(3):
         client.post("/flush_cache").raise_for_status()
@@ -152,7 +152,7 @@ def held(client: httpx.Client) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.guards("releasing a graph freed nothing", "tensors were recorded under the wrong tag")
 def test_all_that_vllm_holds_for_long_is_under_a_tag(served: httpx.Client) -> None:
-    """Graphs, buffers and scratch too; nothing but the cache itself is under the cache's tag."""
+    """Graphs, buffers and scratch too; the cache's tag holds only the cache."""
     tags = held(served)
     assert {"weights", "kv_cache", "cuda_graph", "runtime", "workspace"} <= set(tags)
     assert all(tag["bytes"] > 0 for tag in tags.values())
@@ -170,7 +170,7 @@ def test_all_that_vllm_holds_for_long_is_under_a_tag(served: httpx.Client) -> No
     "replaying a graph failed after its memory was discarded",
 )
 def test_tokens_are_equal_after_sleep_and_wake_up(served: httpx.Client) -> None:
-    """The answer comes when the device has the memory back, and the engine answers as before."""
+    """The answer comes when the device has the memory back, and later tokens are the same."""
     before = completions(served)
     assert all(len(set(answer)) > 5 for answer in before)
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_tokens_are_equal_after_sleep_and_wake_up(served: httpx.Client) -> None:
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_a_sleeping_engine_refuses_work(served: httpx.Client) -> None:
-    """The request is told so, and never reaches the device."""
+    """The request is refused with the reason, and never reaches the device."""
     post(served, "/release_memory_occupation")
     body = {"model": "m", "prompt": prompt(0), "max_tokens": 4}
     refused = served.post("/v1/completions", json=body)
@@ -221,7 +221,7 @@ def test_tags_go_and_come_in_any_order(served: httpx.Client) -> None:
 @pytest.mark.parametrize("first", ["weights", "kv_cache"])
 @pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, first: str) -> None:
-    """Level 2, whichever comes back first; buffers that no checkpoint has are back with the weights."""
+    """Level 2, in either order of resuming; buffers that are in no checkpoint return with the weights."""
     before = completions(served)
     post(served, "/sleep", level=2)
     second = "kv_cache" if first == "weights" else "weights"
@@ -235,7 +235,7 @@ def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, fi
 
 
 def test_the_worker_hibernates(served: httpx.Client) -> None:
-    """A process group of one shares no memory with anybody: its process can be checkpointed."""
+    """A process group of one shares no memory, so its process can be checkpointed."""
     before = completions(served)
     loaded = used()
     released = post(served, "/sleep", level=1)["released_bytes"]
@@ -312,7 +312,7 @@ def generated(llm: Any, number: int = 1) -> list[int]:
 
 @pytest.mark.guards("a second release or resume failed")
 def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
-    """``LLM.sleep`` and ``LLM.wake_up``, in part and as a whole, each of them twice."""
+    """``LLM.sleep`` and ``LLM.wake_up``, for single tags and all, each of them twice."""
     before, loaded = generated(llm), used()
     [told] = llm.collective_rpc("memsaver", args=("hello",))
     size = sum(tag["bytes"] for tag in told["status"]["tags"])
@@ -329,7 +329,8 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_the_service_beside_an_llm(llm: Any) -> None:
-    """A call of ``generate`` is a request: a release waits for it, and it is refused while memory is away."""
+    """A call of ``generate`` counts as a request: a release waits for it, and it is refused while memory is
+    released."""
     from memsaver_server.engine import AdmissionClosedError
     from memsaver_server.integrations.vllm.engine import attach_to
 

@@ -1,10 +1,9 @@
-"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing, modules and the reference
-engine, racecheck over the digest kernel.
+"""Runs GPU tests under compute-sanitizer: memcheck for the core, graphs, sharing, modules and the reference engine,
+racecheck for the digest kernel.
 
-    python -m tests.reliability.compute_sanitizer
-
-Errors that calls return are not counted (`--report-api-errors no`): many tests cause them on purpose. The figures are
-kept for docs/reliability.md; the exit code is 1 where there was any finding, or a test failed.
+Run it as ``python -m tests.reliability.compute_sanitizer``. Errors that calls return are not counted (`--report-api-
+errors no`), because many tests cause them on purpose. The figures are kept for docs/reliability.md; the exit code is 1
+if there was a finding or a test failed.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ process.saver().digest(0, data.data_ptr() + data.numel() - 4096, 8192, (1, 2, 3,
 
 
 def find() -> str:
-    """The tool, on the path or where CUDA is usually installed."""
+    """The tool's path, from the PATH or CUDA's usual folder."""
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if found is None:
         sys.exit("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin; it comes with the CUDA toolkit")
@@ -91,7 +90,7 @@ LIMIT_S = 540
 
 
 def watch(tool: str, options: list[str], *program: str) -> tuple[int | None, str, str]:
-    """Run a Python program under the tool: its exit code (None where it did not end), its output, the report."""
+    """Run a Python program under the tool: its exit code (None if it did not end), its output, the report."""
     with tempfile.TemporaryDirectory() as folder:
         log, shape, output = (Path(folder) / name for name in ("log", "config.json", "output"))
         shape.write_text(json.dumps({**json.loads(SHAPE.read_text()), **SMALLER}))

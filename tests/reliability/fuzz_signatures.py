@@ -1,4 +1,4 @@
-"""Fuzz target: TensorRT-LLM's signed calls. What is signed and what is sent differ in what the input says, or not."""
+"""Fuzz target: TensorRT-LLM's signed calls, in which what is signed and what is sent may differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALID_S, CLOSE_S = 300, 30
 
 @dataclass(frozen=True)
 class Signed:
-    """What a signature is over. The older kind has neither a timestamp nor a nonce, and is over the body alone."""
+    """What a signature covers. The older kind has no timestamp and no nonce, and covers only the body."""
 
     key: str
     method: str

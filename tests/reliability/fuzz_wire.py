@@ -50,7 +50,7 @@ DICTIONARY = [*ROUTES, *LINES, "Authorization: Bearer ", "Idempotency-Key: ", " 
 
 
 class Line(asyncio.Transport):
-    """The caller's end of a connection: keeps what it is told, and hangs up on what would never end."""
+    """The caller's end of a connection: records what it receives, and closes streams that would never end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Line(asyncio.Transport):
 
 
 class Served:
-    """An application and what uvicorn keeps of it."""
+    """An application and the state that uvicorn keeps for it."""
 
     def __init__(self, engine: TensorEngine, key: str | None) -> None:
         self.app = create_app(engine, Settings(api_key=key, max_body_bytes=2048))
@@ -131,7 +131,7 @@ class Served:
         return line
 
     async def reopen(self) -> None:
-        """Let everybody go who is held, and have all memory back: no request outlasts that."""
+        """Let all held requests go and resume all memory, which no request outlasts."""
         self.service.occupation.continue_generation()
         if self.service.occupation.operations.running is not None or self.service.occupation.state != "resident":
             self.service.occupation.resume(ResumeRequest(tags=None), wait=True).done.result()
@@ -188,7 +188,7 @@ class Target:
         return line, after
 
     def _repeats(self, served: Served, key: bytes) -> None:
-        """The same request under the same key is the same operation; another one is refused."""
+        """The same request under the same key is the same operation; a different one is refused."""
         self.repeats += 1  # no earlier input had the key
         head = b"Idempotency-Key: %d" % self.repeats + key + b"\nAuthorization: Bearer " + KEY.encode()
         ids = []
@@ -206,7 +206,7 @@ class Target:
             assert ids[0] == ids[1]
 
     def _seen(self, served: Served) -> object:
-        """What no caller without the key may change."""
+        """What a caller without the key must not change."""
         newest = [operation.id for operation in served.service.occupation.operations.recent()[:1]]
         return newest, self.engine.is_closed, self.engine.tokens_computed, self.engine.weights._version
 

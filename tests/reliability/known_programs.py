@@ -1,4 +1,4 @@
-"""Programs as data and as text, and those that failed once, for the model's sake or the saver's."""
+"""Random programs as data and as text, and those that failed once because of the model or the saver."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Program = Sequence[tuple[str, dict[str, Any]]]
 
 
 def written(program: Program) -> str:
-    """A program as text, a step in each line."""
+    """A program as text, one step per line."""
     return "".join(f"{each},\n" for each in program)
 
 
 def read(text: str) -> Program:
-    """A program from such a text."""
+    """A program from such text."""
     program: Program = ast.literal_eval(f"[{text}]")
     return program
 

@@ -1,4 +1,4 @@
-"""Two devices in one process, of which one fails."""
+"""Two devices in one process, one of which fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = (0, 1)
 
 
 class Cards:
-    """Kept and discarded memory on each of two devices."""
+    """Memory that is kept, and memory that is discarded, on each of two devices."""
 
     def __init__(self) -> None:
         self.saver = _native.Saver(
@@ -37,7 +37,7 @@ class Cards:
 
 
 def occurrences(call: str, operation: str) -> range:
-    """Each occurrence of a call in an operation over both devices, counted from the operation's start."""
+    """Each occurrence of a call in an operation over both devices, counted from its start."""
     cards = Cards()
     if operation == "resume":
         cards.saver.release([], [], {})
@@ -52,8 +52,8 @@ def occurrences(call: str, operation: str) -> range:
 @pytest.mark.parametrize("call", ["synchronize", "copy_to_host", "record", "wait", "unmap", "release"])
 @pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_release_that_fails_on_one_device(call: str) -> None:
-    """Nothing is discarded on any device before all of them have kept what is to be kept; until then a resume
-    brings every device back as it was."""
+    """Nothing is discarded on any device before all devices have backed up; until then a resume brings every device
+    back unchanged."""
     failed = undone = 0
     for nth in occurrences(call, "release"):
         cards = Cards()

@@ -1,4 +1,4 @@
-"""Every call of the core to the driver, to host memory, files and threads, made to fail at each of its occurrences."""
+"""Every call of the core to the driver and to the system (memory, files, threads) fails at each of its occurrences."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "3"))
     "only the current device was synchronized or restored",
 )
 def test_every_call_at_every_occurrence() -> None:
-    """Whatever call fails, all is as before or released with its backup, and the retry works, with its
-    content; frees of released memory and failed ones leave nothing behind; on every device. All of it by
-    MEMSAVER_EVERY_CALL_STRIDE=1."""
+    """Everything is then as before, or released with its backup, and the retry works with correct content; frees of
+    released memory and failed ones leave nothing behind, on every device. MEMSAVER_EVERY_CALL_STRIDE=1 runs all
+    cases."""
     figures = json.loads(run(built() / "every_call", "--stride", str(STRIDE)).splitlines()[-1])
     keep("every_call", figures | {"stride": STRIDE})
     assert figures["problems"] == 0

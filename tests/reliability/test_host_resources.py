@@ -1,4 +1,4 @@
-"""The host's memory and disk run out, for real: in a control group and on a small disk of a child's own."""
+"""Host memory and disk space really run out: in a control group and on a small disk of a child process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
 
 
 def mark(address: int, nbytes: int) -> None:
-    """Write a word to each page; holds no copy of the content, which would count, too."""
+    """Write a word to each page, without a copy of the content, which would count too."""
     for at in range(0, nbytes, PAGE):
         ctypes.c_uint64.from_address(address + at).value = at + 1
 
@@ -74,7 +74,7 @@ def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> N
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: ControlGroup) -> None:
-    """Pinning memory ahead of the first release takes none that is not there."""
+    """Pinning ahead of the first release does not exceed the limit."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -95,7 +95,7 @@ def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: C
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) -> None:
-    """What the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
+    """Page cache that the kernel can reclaim, such as that of weight files, causes no refusal."""
     nbytes = 64 * MIB
 
     def body() -> None:
@@ -120,7 +120,7 @@ def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) 
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path) -> None:
-    """Files of a file system in memory count as memory, however much the file system says is free."""
+    """Files in tmpfs count as memory, however much space the file system reports."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -158,7 +158,7 @@ def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup,
 )
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str, str], available: int) -> None:
-    """The files as the kernel writes them, where it has put the root of this process's groups."""
+    """From files as the kernel writes them, wherever this process's group is mounted."""
 
     def body() -> None:
         keep_mounts_private()
@@ -175,7 +175,7 @@ def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str,
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """What was not written yet stays where it is, what was written comes back; with space again all goes on."""
+    """What was not written stays resident, what was written comes back; with space the release works."""
     part = 8 * MIB
 
     def body() -> None:

@@ -1,4 +1,4 @@
-"""Resources that run out, for real, in a process of their own; and a copy that stalls."""
+"""Resources that really run out, in child processes; and a copy that stalls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Save
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_file_descriptors_run_out(tmp_path: Path) -> None:
-    """Without a descriptor for the backup file a release is refused with nothing unmapped, and works afterwards."""
+    """Without a descriptor for the backup file a release is refused with nothing unmapped; it works afterwards."""
 
     def body() -> None:
         saver = make(tmp_path)
@@ -50,7 +50,7 @@ def test_file_descriptors_run_out(tmp_path: Path) -> None:
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_address_space_runs_out() -> None:
-    """Host memory that the system refuses is an error with nothing lost, and the retry works."""
+    """If the system refuses host memory, it is an error, nothing is lost, and the retry works."""
 
     def body() -> None:
         saver = make()
@@ -75,7 +75,7 @@ def test_address_space_runs_out() -> None:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_device_is_taken_during_a_resume() -> None:
-    """Memory that goes between the look at it and its use fails the resume, undone, and the retry works."""
+    """If memory is taken between the check and its use, the resume fails and is undone, and the retry works."""
     saver = make(capacity=16 * MIB)
     addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
     written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
@@ -109,7 +109,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_status_answers_while_a_copy_stalls() -> None:
-    """While a copy makes no progress, status says which operation is under way, again and again."""
+    """It keeps reporting which operation is running."""
     saver = make()
     fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
     saver.delay("copy_to_host", 3600)
@@ -128,7 +128,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
 
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
-    """The resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
+    """The resume is over and its memory in use while host memory that is no longer needed is unpinned."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
@@ -154,8 +154,8 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
 @pytest.mark.parametrize("retention", ["trim", "free"])
 @pytest.mark.guards("an operation waited forever, and nothing said why", "memory grew with every cycle")
 def test_retention_never_blocks(retention: str) -> None:
-    """The thread that unpins backups after a resume and the next resume do not wait for each other for ever;
-    cycle after cycle, host memory stays the same."""
+    """The thread that unpins backups after a resume and the next resume do not deadlock, and host memory stays the
+    same over many cycles."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention=retention, verify="full")
     address = saver.allocate(0, "t", "host", 2 * MIB)
     written = fill(address, 2 * MIB, 1)

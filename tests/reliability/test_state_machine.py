@@ -47,7 +47,7 @@ def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[st
 
 
 def run_programs(core: str) -> dict[str, int]:
-    """The figures of a run. Where it fails, hangs or ends without a word, the program at work is told."""
+    """The figures of a run. If it fails, hangs or crashes, the current program is reported."""
     why = "it did not end"
     try:
         ran = run("-m", "tests.reliability.random_programs", "--core", core, timeout=1500)
@@ -71,9 +71,8 @@ def run_programs(core: str) -> dict[str, int]:
     "host memory stayed resident after a resume, or freeing it slowed the resume",
 )
 def test_random_programs_agree_with_the_model() -> None:
-    """Repeats are success; after parts comes the rest; allocations while released live; what is
-    freed twice is refused; nothing is kept for what was freed. Longer by MEMSAVER_MACHINE_EXAMPLES and
-    MEMSAVER_MACHINE_STEPS."""
+    """Repeats succeed; after some tags come the rest; allocations under a released tag are usable; double frees are
+    refused; nothing is kept of freed memory. MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS make it longer."""
     runs = [run_programs(core) for core in CORES]
     keep("state_machine", {name: round(sum(ran[name] for ran in runs), 1) for name in ("programs", "steps", "seconds")})
     assert sum(ran["steps"] for ran in runs) > 3000

@@ -1,4 +1,4 @@
-"""Kinds of modules as people write them, each made releasable in at most five lines, and what must then hold."""
+"""Examples of modules, each made releasable in at most five lines, and the checks that all of them pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memsaver_server.integrations.module.held_tensors import held_by
 
 @dataclass
 class Example:
-    """An attached module. ``run`` uses it as its program would; ``held`` is what a release must take."""
+    """An attached module. ``run`` uses it as its program would; ``held`` is the memory that a release must free."""
 
     engine: ModuleEngine
     server: Attachment
@@ -30,14 +30,14 @@ class Example:
 
     @property
     def bytes(self) -> int:
-        """Of the memory under ``held``, counted once where it is shared."""
+        """The size of the memory under ``held``; shared memory counts once."""
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in self.held}
         return sum(storages.values())
 
 
 @contextmanager
 def example(make: Callable[[int], Example], width: int) -> Iterator[Example]:
-    """One of the examples below for the length of the block, ``width`` wide."""
+    """One of the examples below, ``width`` wide, while the block runs."""
     torch.manual_seed(11)
     with torch.inference_mode(False), torch.no_grad():
         made = make(width)
@@ -50,7 +50,7 @@ def example(make: Callable[[int], Example], width: int) -> Iterator[Example]:
 
 
 def check_occupation(made: Example, slack_bytes: int) -> None:
-    """Release and resume over HTTP, twice: measured, at the same addresses, and with the same outputs."""
+    """Release and resume over HTTP, twice: measured, with the same addresses and the same outputs."""
     expected = made.run().cpu()
     assert expected.isfinite().all()
     assert expected.std() > 0

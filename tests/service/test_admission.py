@@ -1,4 +1,4 @@
-"""Who is let in while memory comes and goes."""
+"""Which requests are admitted while memory is released and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post(http: httpx.Client, path: str, **body: object) -> httpx.Response:
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_generation_while_released_is_refused(http: httpx.Client, engine: TensorEngine) -> None:
-    """503 with Retry-After and the reason; no kernel is reached."""
+    """503 with Retry-After and the reason; no kernel runs."""
     post(http, "/release_memory_occupation")
     computed = engine.tokens_computed
     response = generate(http)
@@ -40,7 +40,7 @@ def test_generation_while_released_is_refused(http: httpx.Client, engine: Tensor
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_generation_while_released_is_queued_where_asked_for(serve: Serve, engine: TensorEngine) -> None:
-    """Held until everything is back, then served; one more than fits is refused."""
+    """Held until everything is resident, then served; requests beyond the limit are refused."""
     http = serve(while_released="queue", queue_limit=1)
     expected = generate(http).json()["output_ids"]
     post(http, "/release_memory_occupation")
@@ -68,7 +68,7 @@ def test_continue_before_the_kv_cache_is_back_is_remembered(http: httpx.Client) 
 def test_nothing_opens_admission_while_a_release_runs(
     http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
 ) -> None:
-    """Neither ``continue_generation`` nor a pause that fails lets a request in before memory goes."""
+    """Neither ``continue_generation`` nor a failing pause admits a request before memory is released."""
     with ThreadPoolExecutor(1) as pool:
         releasing = pool.submit(post, http, "/release_memory_occupation")
         engine.wait_until(lambda engine: engine.is_closed)
@@ -135,7 +135,7 @@ def in_flight(http: httpx.Client, engine: TensorEngine) -> Future[httpx.Response
 def test_a_drain_that_takes_too_long_releases_nothing(
     http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
 ) -> None:
-    """The answer names the phase and the requests that held it up; admission is as it was."""
+    """The answer names the phase and the requests that delayed it; admission is as before."""
     response = post(http, "/release_memory_occupation", timeout_s=0.05)
     assert response.status_code == 504
     assert response.json()["error"]["phase"] == "drain"

@@ -1,4 +1,4 @@
-"""Serving from a thread of the engine's process, and leaving no trace of it."""
+"""Serving from a thread of the engine's process, and removing every trace of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
 
 @pytest.mark.guards("memory grew with every cycle")
 def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that ran for a server keeps the engine, and so its memory, once both are closed."""
+    """No leftover of a server keeps the engine's memory alive after both are closed."""
     monkeypatch.setattr("memsaver_server.operation_queue.IDLE_S", threading.TIMEOUT_MAX)
     engine = TensorEngine(Memory(bare=True))
     with attach(engine) as server:
@@ -61,7 +61,7 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_caller_hears_that_the_server_ends(engine: TensorEngine, driver: Driver) -> None:
-    """With an operation that does not end in time, its caller is told; the operation goes on."""
+    """If an operation does not end in time, its caller is told; the operation goes on."""
     driver.delay("unmap", 3600)
     with ThreadPoolExecutor(1) as pool, attach(engine) as server:
         answer = pool.submit(httpx.post, f"{server.url}/release_memory_occupation", timeout=60)
@@ -90,7 +90,6 @@ def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Pat
 
 @pytest.mark.guards("a process was killed in the middle of an operation")
 def test_the_socket_of_a_server_that_died_is_replaced(engine: TensorEngine, tmp_path: Path) -> None:
-    """A stale socket does not keep the next server from starting."""
     path = tmp_path / "engine.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -145,7 +144,7 @@ def test_closing_ends_streams(engine: TensorEngine) -> None:
 )
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")
 def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None, registers: bool) -> None:
-    """NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also where torch chose the backend."""
+    """NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also if torch chose the backend."""
     assert nccl_registers_graphs(backends, setting) is registers
 
 
@@ -153,7 +152,6 @@ def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None
 def test_other_backends_are_no_reason_to_warn(
     engine: TensorEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The warning at attach is NCCL's alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
     try:
         with caplog.at_level(logging.WARNING, "memsaver"), attach(engine):

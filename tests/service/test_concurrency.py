@@ -1,4 +1,4 @@
-"""Many clients at once: every answer must fit one order of the operations, in which each took effect at one moment."""
+"""Many clients at once: the answers must fit one order of the operations, each taking effect at one moment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation as the server remembers it: while it runs, what is released is between ``before`` and ``after``."""
+    """An operation as the server recorded it. While it runs, the released tags change from ``before`` to ``after``."""
 
     operation_id: str
     operation: str
@@ -43,7 +43,7 @@ class Step:
 
 
 class Model:
-    """What may have been released when, if the operations took effect one after the other."""
+    """Which tags may have been released at which time, if the operations took effect one after another."""
 
     def __init__(self, operations: list[dict[str, object]]) -> None:
         self.steps: list[Step] = []
@@ -68,7 +68,7 @@ class Model:
         return next(step for step in self.steps if step.operation_id == operation_id)
 
     def possible(self, call: Call) -> list[tuple[frozenset[str], bool]]:
-        """Return each (released, operation in work) that held at some moment of the call."""
+        """Return each (released tags, running operation) that held at some moment of the call."""
         found: list[tuple[frozenset[str], bool]] = []
         quiet_since, released = 0.0, frozenset[str]()
         for step in self.steps:
@@ -130,7 +130,7 @@ def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -
 
 @pytest.mark.guards("two engines on one GPU hung")
 def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
-    """On the service's side, no wrong answer, no deadlock, and no generation reads what is not there."""
+    """No wrong answer, no deadlock, and no generation reads released memory."""
     http = serve(history=CLIENTS * CALLS, drain_timeout_s=60)
     expected = http.post("/generate", json=PROMPT).json()["output_ids"]
     calls: list[Call] = []

@@ -1,4 +1,4 @@
-"""Threads that answer need nothing of the kernel while it may keep them waiting."""
+"""Threads that answer probes need no memory from the kernel while it may keep them waiting."""
 
 from __future__ import annotations
 

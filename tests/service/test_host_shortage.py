@@ -1,4 +1,4 @@
-"""The host runs out under a served engine: its control group of memory, the disk of space, the process of files."""
+"""A served engine on a host that runs out of memory (control group), disk space or file descriptors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ON_DISK = {"restore": {"weights": "file", "kv_cache": "file"}}
 
 
 def is_untouched(http: httpx.Client) -> bool:
-    """Whether all is resident and requests are let in."""
+    """Whether everything is resident and requests are admitted."""
     occupation = http.get("/memory_occupation").json()
     return (
         occupation["state"] == "resident"
@@ -49,7 +49,7 @@ def is_untouched(http: httpx.Client) -> bool:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_over_the_control_groups_limit(version: int) -> None:
-    """507 with the figures instead of the OOM killer; still resident, and serving; with room the retry works."""
+    """507 with figures instead of the OOM killer; it stays resident and serves; with room the retry works."""
     with control_group(22 * MIB, version) as group, Program(**ENVIRONMENT) as engine, client(engine) as http:
         before = tokens(http)
         group.enter(engine.process.pid)
@@ -73,8 +73,8 @@ def test_a_backup_over_the_control_groups_limit(version: int) -> None:
     "a backup larger than host memory ended in the OOM killer",
 )
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """507 that says what to do; what was not written stays, and what was written comes back; with space again
-    all goes on."""
+    """507 that says what to do. What was not written stays, what was written comes back, and with space the release
+    works."""
 
     def body() -> None:
         keep_mounts_private()
@@ -114,8 +114,8 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_descriptors_run_out() -> None:
-    """Whoever has a connection is answered, a release goes as far as it needs no descriptor and else is refused,
-    and a resume needs none; with descriptors again all goes on."""
+    """Open connections are answered, a release is refused if it needs a descriptor, and a resume needs none; with
+    descriptors again everything works."""
     with Program(**ENVIRONMENT) as engine, client(engine) as http, client(engine) as observer:
         before = tokens(http)
         assert observer.get("/readyz").status_code == 200
@@ -156,7 +156,7 @@ def test_descriptors_run_out() -> None:
 def test_a_connection_that_cannot_be_accepted_costs_little(
     serve: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is a line in the log now and then, not thousands at once, for which those who are connected would wait."""
+    """A log line now and then, instead of thousands at once that delay the connected clients."""
     http = serve()
     assert http.get("/livez").status_code == 200
     with socket.socket() as new:

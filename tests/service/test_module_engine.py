@@ -1,4 +1,4 @@
-"""Any torch module attached: modules of several kinds, and what their calls see while memory is away."""
+"""Attached torch modules of several kinds, and the effect of released memory on their calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_what_the_first_call_makes_is_a_workspace() -> None:
 
 
 class Blocking(nn.Module):
-    """Its calls stay inside until they are told to go on."""
+    """Its calls stay inside until they may go on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Blocking(nn.Module):
 
 @pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_a_release_waits_for_calls_in_flight() -> None:
-    """Nothing is unmapped under a running forward; one that runs too long is named."""
+    """Nothing is unmapped during a forward; one that runs too long is named."""
     model = Blocking()
     engine = ModuleEngine(model)
     with ThreadPoolExecutor() as threads, attach(engine) as server, Client(server.url) as client:
@@ -69,7 +69,7 @@ def test_a_release_waits_for_calls_in_flight() -> None:
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_calls_are_held_where_the_service_is_set_up_so() -> None:
-    """A call during a release waits for the resume, and computes with what came back."""
+    """A call during a release waits for the resume, and computes with the restored weights."""
     model = nn.Linear(64, 64)
     engine = ModuleEngine(model)
     inputs = torch.randn(2, 64)
@@ -90,7 +90,7 @@ def test_calls_are_held_where_the_service_is_set_up_so() -> None:
 
 
 def test_weights_that_are_given_up_come_back_by_a_state_dict_and_the_rest_by_itself() -> None:
-    """vLLM's level 2: the buffers that no state dict has are kept."""
+    """As vLLM's level 2: buffers that are in no state dict are kept."""
     model = nn.BatchNorm1d(64).eval()
     model.register_buffer("table", torch.randn(64), persistent=False)
     model.offsets = [torch.randn(64)]

@@ -1,4 +1,4 @@
-"""Headers that nobody would write, on every route: refused or passed over."""
+"""Malformed headers on every route are refused or ignored."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: bool = True) -> int:
-    """Send a request that is not JSON, and return the status; 0 where the server hung up without a word.
+    """Send a request that is not JSON, and return the status; 0 if the server closed the connection without an
+    answer.
 
-    Where it may not have an end, the caller hangs up after it: the server must notice.
+    If the request may have no end, the caller disconnects after it, and the server must notice.
     """
     names = {name.lower() for name, _ in headers}
     plain = {b"Host": b"127.0.0.1", b"Content-Length": b"1"}
@@ -94,7 +95,7 @@ def is_alive(http: httpx.Client) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("caller", ["needs no key", "has the key", "has no key"])
 def test_odd_headers_change_nothing(serve: Callable[..., httpx.Client], engine: TensorEngine, caller: str) -> None:
-    """No 500, no hang, and what is refused changes nothing; without the key all is refused that needs it."""
+    """No 500 and no hang; a refused request changes nothing, and without the key every route that needs one refuses."""
     http = serve(api_key=None if caller == "needs no key" else KEY)
     own: Headers = [(b"Authorization", f"Bearer {KEY}".encode())] if caller == "has the key" else []
     client = httpx.Client(base_url=http.base_url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)

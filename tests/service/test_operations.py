@@ -1,4 +1,4 @@
-"""Operations as clients see them: joined, queued, refused, left alone, watched, remembered."""
+"""Operations as clients see them: joined, queued, refused, abandoned, watched, remembered."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def events(http: httpx.Client, operation_id: str) -> Iterator[tuple[str, dict[st
 
 
 def until_done(http: httpx.Client, operation_id: str) -> dict[str, object]:
-    """Follow the events of an operation; return its answer."""
+    """Follow the events of an operation, and return its answer."""
     return next(data for name, data in events(http, operation_id) if name == "done")
 
 
 def asked(http: httpx.Client, path: str) -> HTTPConnection:
-    """A connection on which a request was sent, whose answer nobody has read yet."""
+    """A connection on which a request was sent and whose answer is not read yet."""
     connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
     connection.request("POST", path)
     return connection
@@ -58,7 +58,7 @@ def asked(http: httpx.Client, path: str) -> HTTPConnection:
 
 @contextmanager
 def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
-    """The driver's ``call`` stands still while the block runs; what it gets waits until one does."""
+    """Hold the driver's ``call`` while the block runs; the yielded function waits until a call is held."""
     before = driver.counts().get(call, 0)
 
     def wait() -> None:
@@ -74,7 +74,7 @@ def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def drain_held_up(http: httpx.Client, engine: TensorEngine) -> Iterator[ThreadPoolExecutor]:
-    """A request that does not end until the block does: a release inside stays in its drain."""
+    """A request that lasts as long as the block, so that a release inside stays in its drain."""
     engine.block()
     with ThreadPoolExecutor(8) as pool:
         pool.submit(post, http, "/generate", **PROMPT)
@@ -93,7 +93,7 @@ def release_in_drain(http: httpx.Client, engine: TensorEngine, **body: object) -
 
 @pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -> None:
-    """A repeat of a call in flight joins it, and both get the one operation's answer."""
+    """The second call joins the first, and both get the operation's answer."""
     with drain_held_up(http, engine) as pool:
         operation_id = release_in_drain(http, engine, tags=["kv_cache", "weights"])
         repeats = [
@@ -110,7 +110,7 @@ def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -
 
 @pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
-    """All who ask for a resume while one maps memory join it, and get the one operation's answer."""
+    """All resumes that arrive while one maps memory join it, and get its answer."""
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
         callers = [asked(http, "/resume_memory_occupation")]
@@ -162,7 +162,7 @@ def test_releases_of_different_tags_follow_each_other(http: httpx.Client, engine
 
 @pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: TensorEngine) -> None:
-    """The operation completes by itself, and the state is true."""
+    """The operation completes by itself, and the reported state is true."""
     with drain_held_up(http, engine):
         connection = asked(http, "/release_memory_occupation")
         engine.wait_until(lambda engine: engine.is_closed)
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: Ten
 
 @pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Client, driver: Driver) -> None:
-    """The resume completes by itself, and the state is true."""
+    """The resume completes by itself, and the reported state is true."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
@@ -193,7 +193,7 @@ def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Clien
 
 @pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_resume_that_fails_after_its_client_went_away(http: httpx.Client, driver: Driver) -> None:
-    """It is undone by itself, the state is true, and the next one works."""
+    """It is undone by itself, the reported state is true, and the next one works."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     maps = driver.counts()["map"]
@@ -309,7 +309,7 @@ def test_at_least_so_much_takes_what_is_discarded_first(http: httpx.Client) -> N
 def test_a_phase_that_makes_no_progress_is_named(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callers of an operation that is stuck are told the phase; the operation goes on, and the state is true."""
+    """Callers of a stuck operation are told its phase; it goes on, and the reported state is true."""
     http = serve(phase_timeout_s=0.2)
     drain = engine.drain
 
@@ -333,7 +333,7 @@ def test_a_phase_that_makes_no_progress_is_named(
 @pytest.mark.parametrize(("path", "call", "phase"), [("release", "unmap", "pause"), ("resume", "map", "restore")])
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: str, call: str, phase: str) -> None:
-    """A driver that does not come back is told by the phase it is in; probes answer, and the end is true."""
+    """By its phase; probes answer meanwhile, and the final state is true."""
     http = serve(phase_timeout_s=0.2)
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
@@ -351,9 +351,8 @@ def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: s
 def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     serve: Serve, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An operation that goes on by itself says in its record, its events, the metrics and the log that it is stuck,
-    and in which phase; it goes on all the same, and then says so no more.
-    """
+    """A stuck operation without a waiting caller reports itself and its phase in its record, its events, the metrics
+    and the log. When it continues, the report ends."""
     http = serve(phase_timeout_s=0.2)
     driver.delay("unmap", 3600)
     started = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()
@@ -381,7 +380,7 @@ def test_what_nobody_waits_for_is_told_when_it_is_stuck(
 def weights_being_written(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], httpx.Response]]:
-    """A weight update that does not end until the block does, or until its answer is asked for."""
+    """A weight update that lasts until the block ends, or until its answer is asked for."""
     writing, ends = threading.Event(), threading.Event()
 
     def write(_path: str, **_how: object) -> int:
@@ -408,7 +407,7 @@ def weights_being_written(
 def test_a_release_waits_for_weights_as_for_requests(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No longer than its drain may take; the error names what it waited for, and nothing is released."""
+    """Up to the drain deadline; the error names what it waited for, and nothing is released."""
     with weights_being_written(http, engine, monkeypatch) as update:
         late = post(http, "/release_memory_occupation", timeout_s=0.05)
         assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
@@ -423,7 +422,7 @@ def test_a_release_waits_for_weights_as_for_requests(
 def test_a_resume_says_that_it_waits_for_weights(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a deadline, after which nothing is resumed and the error names what it waited for."""
+    """After a deadline nothing is resumed, and the error names what it waited for."""
     http = serve(phase_timeout_s=0.2)
     post(http, "/release_memory_occupation", tags=["kv_cache"])
     with weights_being_written(http, engine, monkeypatch) as update:
@@ -440,7 +439,7 @@ def test_a_resume_says_that_it_waits_for_weights(
 def test_a_weight_update_does_not_wait_without_end(
     serve: Serve, engine: TensorEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind another update, or an operation that is stuck, it is refused after a while, and says behind what."""
+    """Behind another update or a stuck operation it is refused after a while, and the error names that."""
     http = serve(phase_timeout_s=0.2)
     with weights_being_written(http, engine, monkeypatch):
         second = post(http, "/update_weights_from_disk", model_path="/trained")
@@ -463,7 +462,7 @@ def test_a_weight_update_does_not_wait_without_end(
 )
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path: str, call: str, phase: str) -> None:
-    """Also where the phase failed instead of hanging."""
+    """Also if the phase failed instead of hanging."""
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
     driver.fail(call, kind="invalid_value")
@@ -476,7 +475,7 @@ def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path:
 def test_an_engine_that_cannot_be_made_whole_says_in_which_phase(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the error is not one of ours."""
+    """Also for errors of unknown types."""
     post(http, "/release_memory_occupation").raise_for_status()
 
     def repair(_tags: list[str], _lost: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The service in a SGLang scheduler's process, over a stand-in for the scheduler, through real sockets."""
+"""The service in an SGLang scheduler's process, with a stand-in for the scheduler, through real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [5, 17, 60, 2]
 
 
 class Serving:
-    """A scheduler that runs, what its clients were answered, and a client of the service."""
+    """A running scheduler, its clients' answers, and a client of the service."""
 
     def __init__(self, scheduler: standin.Scheduler, **settings: Any) -> None:
         self.scheduler = scheduler
@@ -42,7 +42,7 @@ class Serving:
         return request.rid
 
     def answer(self, rid: str) -> Any:
-        """What became of a request."""
+        """The result of a request."""
         while rid not in self.answers:
             name, output = self.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=30)
             self.answers[name] = output
@@ -101,7 +101,7 @@ def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
 
 @pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_release_and_resume(serve: Callable[..., Serving]) -> None:
-    """The same tokens afterwards, and no prefix is taken from a cache whose pages are gone."""
+    """The tokens are the same afterwards, and no prefix is read from a cache without pages."""
     serving = serve()
     expected = serving.generate()
     assert serving.scheduler.tree_cache.prefixes
@@ -146,7 +146,7 @@ def test_a_release_that_aborts(serve: Callable[..., Serving]) -> None:
 
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_a_release_that_keeps_requests(serve: Callable[..., Serving], keep_cache: bool) -> None:
-    """Requests that were running go on after the resume, and end with the tokens that they would have had."""
+    """Running requests continue after the resume, and get the tokens that they would have got."""
     serving = serve()
     expected = serving.generate()
     serving.scheduler.stalled = True
@@ -179,7 +179,7 @@ def test_requests_that_wait_for_the_memory(serve: Callable[..., Serving]) -> Non
 
 @pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_health_checks_by_generation_are_answered_while_released(serve: Callable[..., Serving]) -> None:
-    """A sleeping worker is not a dead one."""
+    """So that a sleeping worker is not taken for a dead one."""
     serving = serve()
     serving.call("/release_memory_occupation")
     serving.send(rid="HEALTH_CHECK_1")
@@ -188,7 +188,7 @@ def test_health_checks_by_generation_are_answered_while_released(serve: Callable
 
 
 def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
-    """An update writes the weights again, and never the buffers: those are kept beside them."""
+    """An update rewrites the weights but never the buffers, which are kept beside them."""
     serving = serve(weights_cpu_backup=False)
     expected = serving.generate()
     model = serving.scheduler.tp_worker.model_runner.model
@@ -228,7 +228,7 @@ def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     "an operation waited forever, and nothing said why",
 )
 def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
-    """The dead engine is told from the sleeping one, and nobody waits for it."""
+    """A dead engine is distinguished from a sleeping one, and no caller waits for it."""
     serving = serve()
     serving.generate()
     serving.scheduler.gracefully_exit = True

@@ -1,4 +1,4 @@
-"""An engine and its co-tenants that compete for one device, and an engine whose saver is switched off."""
+"""An engine and its co-tenants that compete for one device, and an engine with memsaver disabled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AN_HOUR = {"wait_for_memory_s": 3600}
 
 
 def new_device() -> dict[str, str]:
-    """Settings of processes that share a device of their own."""
+    """Settings of processes that share a new device."""
     return {
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
@@ -34,7 +34,7 @@ def new_device() -> dict[str, str]:
 
 
 class CoTenant:
-    """This process as a co-tenant of a device: takes memory part by part, and gives the last part back first."""
+    """This process as a co-tenant: takes memory in parts, and frees the last part first."""
 
     def __init__(self, device: dict[str, str]) -> None:
         self._saver = _native.Saver(
@@ -84,7 +84,7 @@ def tenant(device: dict[str, str]) -> Iterator[CoTenant]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start programs on a device of the test's own."""
+    """Start programs on a device of this test's own."""
     programs: list[Program] = []
     own = new_device()
 
@@ -119,7 +119,7 @@ def is_waiting(http: httpx.Client) -> bool:
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """503 with the figures; still released with the backup intact; the retry works once the trainer lets go."""
+    """503 with figures; released with the backup intact; the retry works after the trainer frees memory."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -139,7 +139,7 @@ def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> N
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """The answer comes when the memory is there, an hour before the wait is over."""
+    """The answer comes once the memory is free, long before the one-hour limit."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -153,7 +153,7 @@ def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTena
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant, engine: Program) -> None:
-    """What is not enough ends no wait; what is added to it later does."""
+    """Too little free memory does not end the wait; more of it later does."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     for part in (48 * MIB, 8 * MIB):
@@ -172,7 +172,7 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
     "a process was killed in the middle of an operation",
 )
 def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: dict[str, str]) -> None:
-    """What a co-tenant held that ends without a word counts as free, and ends the wait."""
+    """The memory of a killed co-tenant counts as free, and ends the wait."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     trainer = Program("trainer", str(56 * MIB), **device)
@@ -184,8 +184,7 @@ def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: d
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """After the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
-    works."""
+    """503 with figures; released tags and the reason for refusing requests are as before; the retry works."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -214,7 +213,7 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
 def test_two_engines_do_not_wait_for_each_other(
     http: httpx.Client, engine: Program, start: Start, device: dict[str, str]
 ) -> None:
-    """One engine goes and comes back while the other stands still in the middle of an operation of its own."""
+    """One engine releases and resumes while the other is held in the middle of an operation."""
     with client(start(**device)) as other:
         before = tokens(http), tokens(other)
         for path, call, state in (("release", "unmap", "releasing"), ("resume", "map", "resuming")):
@@ -236,7 +235,7 @@ def test_two_engines_do_not_wait_for_each_other(
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_release_without_enough_host_memory(start: Start) -> None:
-    """507 with the figures before anything is unmapped; still resident, and serving."""
+    """507 with figures before anything is unmapped; it stays resident and serves."""
     with client(start(MEMSAVER_HOST_BACKUP_LIMIT=str(MIB))) as http:
         before = tokens(http)
         response = http.post("/release_memory_occupation")
@@ -250,7 +249,7 @@ def test_release_without_enough_host_memory(start: Start) -> None:
 
 @pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_a_lost_context_is_fatal_and_says_so(start: Start) -> None:
-    """The process is neither alive nor ready, every answer says why, and it still does not die."""
+    """The process is neither alive nor ready, every answer says why, and it does not exit."""
     engine = start()
     with client(engine) as http:
         engine.fail("synchronize", "context_lost")

@@ -1,4 +1,4 @@
-"""Callers that are slow, or many: what they keep from others."""
+"""Slow or numerous callers: they must not keep others from being served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHUNKED = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
 
 @pytest.fixture
 def key() -> str | None:
-    """What the service asks for; a test that has it ask for something says so."""
+    """The key that the service asks for; empty unless a test sets one."""
     return None
 
 
@@ -40,7 +40,7 @@ def http(serve: Serve, key: str | None) -> httpx.Client:
 
 @pytest.fixture
 def connect(http: httpx.Client) -> Iterator[Connect]:
-    """Open a connection to the served engine; all of them end with the test."""
+    """Open a connection to the served engine; all of them are closed at the end of the test."""
     opened: list[socket.socket] = []
 
     def run() -> socket.socket:
@@ -53,7 +53,7 @@ def connect(http: httpx.Client) -> Iterator[Connect]:
 
 
 def was_dropped(one: socket.socket) -> bool:
-    """Wait until the server ends the connection."""
+    """Wait until the server closes the connection."""
     try:
         return one.recv(1) == b""
     except ConnectionResetError:
@@ -61,7 +61,7 @@ def was_dropped(one: socket.socket) -> bool:
 
 
 def all_of(one: socket.socket) -> bytes:
-    """Everything that the server says until it ends the connection."""
+    """Everything that the server sends until it closes the connection."""
     said = b""
     try:
         while more := one.recv(65536):
@@ -117,7 +117,7 @@ def test_headers_that_never_end_are_dropped(
 
 
 def test_headers_have_their_own_bound(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another connection's runs out while this one's body is on its way."""
+    """The limit of one connection's headers applies while another one's body is being sent."""
     monkeypatch.setattr(connection_limits, "HEADERS_S", 0.2)
     slow = connect()
     slow.sendall(HEAD.replace(b"100", b"21") + b'\r\n{"tags": ["weig')
@@ -138,7 +138,7 @@ def test_a_body_that_stops_is_answered(
     path: bytes,
     sent: bytes,
 ) -> None:
-    """After its time, by a 408 that says what is wanted; the connection ends, and nothing has happened."""
+    """After a time limit by a 408 that says what is required. The connection is closed, and nothing has changed."""
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(sent.replace(b"/release_memory_occupation", path))
@@ -156,7 +156,7 @@ def test_a_body_that_stops_is_answered(
 def test_a_body_that_trickles_is_answered(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte by byte a small body could take for ever, and would never be silent."""
+    """Sent byte by byte, a small body could take forever without ever being idle."""
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000") + b"\r\n")
@@ -171,7 +171,7 @@ def test_a_body_that_trickles_is_answered(
 def test_a_large_body_may_take_longer(
     http: httpx.Client, connect: Connect, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that come slowly come all the same, while bodies that stop are ended beside them, one after the other."""
+    """Slow weights arrive in full, while bodies that stop are ended on other connections."""
     monkeypatch.setattr(connection_limits, "BODY_S", 1.0)
     monkeypatch.setattr(connection_limits, "BODY_BYTES", 1)
     payload = base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()}))
@@ -199,7 +199,7 @@ def test_a_large_body_may_take_longer(
 def test_slow_bodies_without_the_key_keep_nobody_out(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
 ) -> None:
-    """They take all connections that there may be, and lose them."""
+    """They take all allowed connections, and lose them."""
     monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
@@ -234,7 +234,7 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
     http: httpx.Client, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told at the level of debugging, and of what."""
+    """It is logged at debug level, with its path."""
     caplog.set_level(logging.DEBUG, "memsaver")
     paths = ["/release_memory_occupation", "/sleep", "/generate", "/update_weights_from_tensor"]
     for path in paths:
@@ -253,7 +253,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[connection_limits.BoundedProtocol]:
-    """The connections that can take nothing more until their reader reads. They have little room, to be so soon."""
+    """The connections whose write buffer is full until their reader reads. Buffers are small, so that this comes
+    soon."""
     found: set[connection_limits.BoundedProtocol] = set()
     made, pause = connection_limits.BoundedProtocol.connection_made, connection_limits.BoundedProtocol.pause_writing
 
@@ -277,7 +278,7 @@ def test_readers_that_never_read_hinder_nobody(
     engine: TensorEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streams of an operation that runs, the dashboard's feed and metrics: their writers wait, and nobody else."""
+    """Event streams, the dashboard's feed and metrics: only their own writers wait."""
     monkeypatch.setattr(dashboard, "BEAT_S", 0.0)
     monkeypatch.setattr(dashboard, "RUNNING_BEAT_S", 0.0)
     monkeypatch.setattr(dashboard, "TICK_S", 0.0)
