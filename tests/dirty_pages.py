@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-GARBAGE = 0xFF  # of which a float is made that is no number, whatever its type
+GARBAGE = 0xFF  # NaN as a float of any size
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def dirty_pages(address: int, nbytes: int) -> Iterator[None]:
             os.pwrite(device, page, at)
         yield
     finally:
-        # What was not handed out is no garbage any more for whoever comes next.
+        # Bytes that were not handed out must not be garbage for later tests.
         os.truncate(device, max([end, *(each.end_in_file for each in _mappings() if each.file == device_file)]))
         os.close(device)
 

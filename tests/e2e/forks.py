@@ -57,7 +57,7 @@ def stand(call: str) -> None:
 
 
 gc.collect()
-gc.freeze()  # what is loaded is not looked through, and so not copied, in each fork
+gc.freeze()  # the collector does not touch loaded objects, so forks do not copy their pages
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()

@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
 
-#: Small enough for every test machine; each test that needs more says so.
+#: Small enough for every test machine; tests that need more override it.
 HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB"}
 
 

@@ -98,7 +98,7 @@ def test_watch_shows_operations_as_they_come(server: Server, client: Client) -> 
     )
     try:
         assert watching.stdout is not None
-        # The watcher may not look yet: act until it has seen something.
+        # The watcher may not have started: repeat until it has seen something.
         seen = threading.Event()
 
         def act() -> None:
@@ -164,7 +164,7 @@ class Terminal:
     def end(self) -> int:
         """Read to the end and return the exit code."""
         assert self._child is not None
-        with suppress(OSError):  # how a terminal says that its last program has gone
+        with suppress(OSError):  # reported by a terminal after its last program's exit
             while chunk := os.read(self._master, 65536):
                 self.shown += chunk.decode(errors="replace")
         return self._child.wait(60)

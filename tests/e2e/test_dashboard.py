@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")
 
-#: No sandbox: containers have no user namespaces to make one of. Nothing else is called but our own page.
+#: No sandbox, because containers have no user namespaces for one. Only our own page is loaded.
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -49,7 +49,7 @@ def page(browser: playwright.Browser, request: pytest.FixtureRequest) -> Iterato
     page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
     yield page
     context.close()
-    # A missing key and a server that goes away are told on the page, and by the browser too.
+    # The browser logs a missing key and a lost server too, beside the page.
     assert [error for error in errors if not error.startswith("Failed to load resource")] == []
 
 

@@ -27,7 +27,7 @@ from .serving import Forks
 CAPACITY = 128 * MIB
 SMALL = ("--kv-cache-bytes", "16MiB")
 TENANT = 8 * MIB
-#: The phases that a served engine is killed in, each with the call to the driver that it is in the middle of, if any.
+#: The phases in which a served engine is killed, each with the driver call at which it is held, if any.
 PLACES = [
     ("drain", ""),
     ("pause", "copy_to_host"),
@@ -115,7 +115,7 @@ class Tenant:
         self.saver.free(self.rest)
 
     def check(self) -> None:
-        assert self.saver.audit() == []  # nobody else holds anything
+        assert self.saver.audit() == []  # no other process holds anything
         self.saver.release([], [], {})
         self.saver.resume([])
         assert content(self.address, TENANT) == self.written
@@ -172,7 +172,7 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
     for phase, call in PLACES:
         url = forks.serve(*SMALL, *where, changes=host.environment(), phase=phase, call=call)
         with Client(url) as client:
-            expected.append(check_cycle(client))  # what the last one left is in nobody's way
+            expected.append(check_cycle(client))  # what the last one left does not interfere
             assert tenant.others_hold() > 0
             if phase == "wait_for_memory":
                 client.release()
@@ -186,7 +186,7 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
             tenant.give_the_rest_back()
         assert tenant.others_hold() == 0, phase
         assert list(host.backups.iterdir()) == [], phase
-        assert host.shared_memory() == [str(host.account)], phase  # which is the co-tenant's now
+        assert host.shared_memory() == [str(host.account)], phase  # which belongs to the co-tenant now
         assert path.exists() == (over == "unix")
         tenant.check()
     forks.serve(*SMALL, *where, changes=host.environment())

@@ -33,7 +33,7 @@ class CoTenant(Child):
 
     def __init__(self, device: int = 0) -> None:
         super().__init__("-c", TENANT, str(device))
-        self.let_go()  # it has its context from here on
+        self.let_go()  # creates its CUDA context
 
     def leave(self, nbytes: int) -> int:
         """Take all free memory but ``nbytes``. Returns the bytes that are free now."""

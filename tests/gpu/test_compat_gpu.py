@@ -256,7 +256,7 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
             tensor = torch.randint(0, 255, (GIB,), dtype=torch.uint8, device="cuda")
         with saver.region("first", enable_cpu_backup=True):
             first = full(MIB, 1)
-        saver.pause("first")  # what the first operation loads is not counted
+        saver.pause("first")  # memory that the first operation loads does not count
         saver.resume("first")
         before = rss()
         for _ in range(2):
@@ -447,7 +447,7 @@ def test_training_engine() -> None:
         first = full(int(total * 0.3), 1)
         second = full(int(total * 0.3), 1)
         del first, second
-        third = full(int(total * 0.6), 1)  # fits once torch has given back what it holds of the other two
+        third = full(int(total * 0.6), 1)  # fits once torch has freed the cached blocks of the other two
         initial += 1
         assert all_equal(initial, 42) and all(all_equal(weight, 42) for weight in weights)
         """,
@@ -464,7 +464,7 @@ def test_raw_allocation_of_an_odd_size() -> None:
         api = ctypes.CDLL(None)
         pointer = ctypes.c_void_p()
         size = ctypes.c_size_t(6912)
-        torch.cuda.empty_cache()  # the pause gives torch's caches back, which are under the default tag, too
+        torch.cuda.empty_cache()  # a pause frees torch's caches, which are under the default tag too
         level = sum(tag.bytes for tag in ms.status().tags)
         assert api.cudaMalloc(ctypes.byref(pointer), size) == 0
         assert process.saver().owns(pointer.value)
@@ -584,7 +584,7 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
             core.prepare_backup()
             core.wait_until_prepared()
             assert ms.status().host_backup.capacity_bytes >= GIB
-            core.drop_backups([])  # gives back, in the background, what nobody uses
+            core.drop_backups([])  # frees unused memory in the background
             while ms.status().host_backup.capacity_bytes:
                 time.sleep(0.01)
             done.append(True)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 
-#: What the first operations of a process take of the device for themselves (streams, a module, page tables).
+#: Device memory that a process's first operations take (streams, a module, page tables).
 SLACK = 16 * MIB
 
 

@@ -22,7 +22,7 @@ pytestmark = [
 MIB = 1 << 20
 GIB = 1 << 30
 
-#: Kills itself once some of the operation's copies are done and others are not; ends well where it was too late.
+#: Kills itself when some of the operation's copies are done and others are not; exits normally if it was too late.
 KILLED = """
 import os, signal, sys, threading, time
 import torch, memsaver_core as ms

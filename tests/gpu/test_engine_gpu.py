@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-#: MEMSAVER_TEST_SHAPE names another, for tools under which this one takes hours.
+#: MEMSAVER_TEST_SHAPE names another, for tools under which this one would take hours.
 QWEN2 = Path(os.environ.get("MEMSAVER_TEST_SHAPE", Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"))
 VOCABULARY = json.loads(QWEN2.read_text())["vocab_size"]
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -17,7 +17,7 @@ import sys, warnings, torch, memsaver_core as ms
 warnings.simplefilter("ignore")
 if sys.argv[1:]:
     torch.cuda.memory._set_allocator_settings(sys.argv[1])
-outside = torch.ones(64 << 20, device="cuda")  # in a segment that does expand
+outside = torch.ones(64 << 20, device="cuda")  # in an expandable segment
 try:
     with ms.region("weights", restore="host"):
         inside = torch.ones(64 << 20, device="cuda")

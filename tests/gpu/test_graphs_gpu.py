@@ -63,7 +63,7 @@ class Attention:
 
 
 def replayed(graph: torch.cuda.CUDAGraph, out: torch.Tensor) -> torch.Tensor:
-    out.fill_(2)  # nothing that a step yields
+    out.fill_(2)  # a value that no step yields
     graph.replay()
     return out.cpu()
 
@@ -148,7 +148,7 @@ def test_graph_destroyed_while_released(tag: str) -> None:
     del graph, out, pool
     gc.collect()
     torch.cuda.empty_cache()
-    assert bytes_of(engine.tags[2]) == 2 * MIB  # torch's segment with the static input
+    assert bytes_of(engine.tags[2]) == 2 * MIB  # torch's segment that holds the static input
     ms.resume(engine.tags)
     assert torch.equal(engine.given.cpu(), given)
 

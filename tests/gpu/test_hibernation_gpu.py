@@ -36,7 +36,7 @@ SETUP = textwrap.dedent(
     import memsaver_core as ms
     from memsaver_core import hibernation
 
-    def used():  # in another process: NVML waits in one that is hibernated
+    def used():  # in another process, because NVML blocks in a hibernated one
         command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -113,7 +113,7 @@ def test_killed_engine_leaves_nothing() -> None:
         assert process_mib(engine.process.pid) <= 16
         engine.kill()
 
-    def has_ended() -> bool:  # it sees the socket close
+    def has_ended() -> bool:  # once it sees the socket close
         try:
             return "Z" in Path(f"/proc/{helper}/stat").read_text()
         except FileNotFoundError:
@@ -161,7 +161,7 @@ def test_each_failed_step_is_undone_and_told() -> None:
             hibernation.fail(step)
             refused(hibernate, f"{step} failed: INJECTED; the process runs on as before")
             assert not ms.status().hibernated and not hibernation.is_away()
-            torch.cuda.synchronize()  # its calls do not wait
+            torch.cuda.synchronize()  # CUDA calls do not block
             awake()
         hibernation.fail("checkpoint")
         hibernation.fail("unlock")  # of the undo
@@ -198,7 +198,7 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
             except ms.ContextLostError as error:
                 print(error)
         print(ms.status().state, ms.status().failure, ms.read_devices()[0].used_bytes >= 0, flush=True)
-        os._exit(0)  # an orderly end would wait for the device
+        os._exit(0)  # a normal exit would wait for the device
         """
     )
     assert told.count("the driver cannot restore this process; restart it") == 4
@@ -227,7 +227,7 @@ def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
                 raise AssertionError("there was room")
         assert ms.status().hibernated
         other.communicate()
-        while used() - empty > 16:  # its memory goes a moment after it
+        while used() - empty > 16:  # its memory is freed shortly after it ends
             time.sleep(0.05)
         ms.resume()
         graph.replay()
@@ -297,7 +297,7 @@ def test_shared_tensors_are_seen_and_refused() -> None:
         del shared
         assert ms.hibernation_blockers() == [], ms.hibernation_blockers()
         print("fine", flush=True)
-        os._exit(0)  # nobody takes from the queue
+        os._exit(0)  # the queue has no reader
         """
     )
     assert "fine" in told

@@ -29,7 +29,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-#: What the first operations of a process take of the device for themselves (streams, a module, page tables).
+#: Device memory that a process's first operations take (streams, a module, page tables).
 SLACK = 16 * MIB
 
 
@@ -54,7 +54,7 @@ def test_attaching_needs_room_for_a_batch_and_not_for_a_second_model() -> None:
     try:
         torch.cuda.empty_cache()
         after = ms.read_devices()[torch.cuda.current_device()].used_bytes
-        assert after - before <= 4 * SLACK  # nothing of the old memory is left
+        assert after - before <= 4 * SLACK  # the old memory is freed
         assert torch.cuda.max_memory_allocated() - allocated <= 512 * MIB
         assert all(owned(each) for each in model.parameters())
     finally:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
 GIB = 1 << 30
 
-#: Whoever sleeps such a wait out, instead of going on as soon as the memory is there, meets the client's time limit.
+#: A resume that waits this long, instead of continuing once the memory is free, exceeds the client's timeout.
 AN_HOUR = {"wait_for_memory_s": 3600}
 
 
@@ -74,7 +74,7 @@ def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: C
     assert released > 11 * GIB
     free = tenant.leave(GIB)
     assert free < 2 * GIB
-    for _ in range(3):  # a client that tries again changes nothing
+    for _ in range(3):  # retries change nothing
         response = http.post("/resume_memory_occupation")
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
@@ -131,7 +131,7 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
         second.leave(GIB)
         with resume_that_waits(http) as waiting:
             assert second.let_go() < 11 * GIB
-            for _ in range(20):  # each looks at the device, as the wait does
+            for _ in range(20):  # each reads the device, as the wait does
                 assert free_bytes(http) < 11 * GIB
             assert not waiting.done()
             tenant.let_go()

@@ -26,7 +26,7 @@ DEVICES = (0, 1)
 def tag() -> Iterator[str]:
     """A tag that no other test uses; memory left under it is resumed at the end."""
     name = f"t-{uuid.uuid4().hex[:8]}"
-    for device in DEVICES:  # what a device takes once for itself does not count
+    for device in DEVICES:  # one-time memory of a device does not count
         with ms.region(f"first-{device}", device=device):
             torch.zeros(1, device=f"cuda:{device}")
     ms.release([f"first-{device}" for device in DEVICES])

@@ -161,7 +161,7 @@ def test_all_that_vllm_holds_for_long_is_under_a_tag(served: httpx.Client) -> No
         "cuda_graph": "host",
         "runtime": "host",
     }
-    assert tags["kv_cache"]["allocations"] == 4  # one per layer, and nobody else's
+    assert tags["kv_cache"]["allocations"] == 4  # one per layer, and no others
 
 
 @pytest.mark.guards(
@@ -254,7 +254,7 @@ def test_a_request_that_was_frozen_goes_on(served: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, served, 1, 1500)
         wait_until(running.running)
-        time.sleep(0.3)  # somewhere in the middle of its 1,500 tokens; wherever it is, it must end whole
+        time.sleep(0.3)  # into the 1,500 tokens; wherever it is, it must complete
         post(served, "/release_memory_occupation", mode="keep")
         assert not running.done()
         post(served, "/resume_memory_occupation")

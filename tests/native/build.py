@@ -20,7 +20,7 @@ def built() -> Path:
     assert cmake is not None, "cmake is among the build tools of constraints.txt"
     folder = ROOT / "build" / "native-tests"
     options = [
-        "-GNinja",  # compiles what tests need side by side
+        "-GNinja",  # compiles in parallel
         "-DCMAKE_BUILD_TYPE=Release",
         "-DMEMSAVER_NATIVE_TESTS=ON",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",

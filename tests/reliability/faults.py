@@ -14,7 +14,7 @@ from memsaver_core import _native, process
 Fault = tuple[str, "str | int", int, int]
 SHORT = -1  # a transfer that ends early
 
-#: What may fail on the way: calls to the driver, or to the operating system, and how.
+#: The driver and system calls that may fail, and how.
 UNDO = {"unmap": ("invalid_value",), "release": ("invalid_value",), "synchronize": ("invalid_value",)}
 ALLOCATING = {
     "create": ("invalid_value", "out_of_memory"),

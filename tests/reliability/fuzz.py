@@ -59,7 +59,7 @@ def fuzz(target: ModuleType, runs: int, seconds: int, seed: int, folder: Path) -
         try:
             return int(read(data))
         except BaseException:
-            # Here, and not by libFuzzer: that ends the process in an orderly way, which other threads may not survive.
+            # Not by libFuzzer, whose orderly exit may crash other threads.
             broken = FOLDER / f"broken-{hashlib.sha1(data).hexdigest()}"
             broken.write_bytes(data)
             traceback.print_exc()

@@ -37,7 +37,7 @@ SHARE = 0.2
 LIMIT = 1 << 16
 TENSOR = "model.norm.weight"
 SAMPLING = [*Sampling.__dataclass_fields__, *_NEUTRAL, "sampling_seed"]
-#: Element types of safetensors and their bits, and one that there is not.
+#: Element types of safetensors with their bits, and one that does not exist.
 KINDS = {"F32": 32, "BF16": 16, "F64": 64, "I64": 64, "U16": 16, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "?": 8} | {
     "F4": 4,
     "F6_E2M3": 6,

@@ -34,7 +34,7 @@ from tests.reliability.fuzz_inputs import (
 )
 from tests.service.tensor_engine import Memory, TensorEngine
 
-#: Every kind of body that is described.
+#: Every kind of body in the API description.
 MODELS = sorted(schemas.Fields.__subclasses__(), key=lambda model: model.__name__)
 SHARE = 0.5
 SEEDS = [

@@ -19,7 +19,7 @@ from memsaver_server.http import errors
 KEY = "the key"
 REFUSALS = (errors.BadRequestError, errors.BodyTooLargeError, errors.ForbiddenError, errors.UnauthorizedError)
 
-#: libFuzzer ends its process without a word to Python, so that these are kept where the parent sees them.
+#: libFuzzer ends the process without running Python code, so these lie in memory shared with the parent.
 COUNTED = ("inputs", "understood", "refused")
 counters = memoryview(mmap.mmap(-1, 8 * len(COUNTED))).cast("Q")
 
@@ -92,7 +92,7 @@ def request_of(
     return Request(scope, receive)
 
 
-@atheris.instrument_func  # so that other bodies are new ground
+@atheris.instrument_func  # so that other bodies count as new coverage
 def body_for(names: Sequence[str], data: bytes) -> bytes:
     """JSON with some of these fields and values of every type, because random bytes are rarely JSON."""
     provider = atheris.FuzzedDataProvider(data)
@@ -116,7 +116,7 @@ def value_from(provider: atheris.FuzzedDataProvider, depth: int) -> Any:
         case 2:
             return provider.ConsumeInt(12)
         case 3:
-            return provider.ConsumeFloat()  # infinities and what is no number, too
+            return provider.ConsumeFloat()  # infinities and NaN too
         case 4:
             return provider.ConsumeUnicode(provider.ConsumeIntInRange(0, 300))
         case 5 | 6:

@@ -25,9 +25,9 @@ from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine
 
 SHARE = 0.2
-#: What requests may be answered. 500 is none.
+#: Valid statuses of answers. 500 is not one.
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 408, 409, 413, 422, 503, 504, 507}
-#: How long the caller of a request that was sent in full stays: it may be one that is held until generation goes on.
+#: How long the caller of a complete request stays, which may be held until generation continues.
 STAYS_S = 0.05
 ROUTES = [f"{method} {path}".format(operation_id="7", name="page.js") for method, path in routes()]
 LINES = ["Content-Length: 2", "Transfer-Encoding: chunked", "Expect: 100-continue", "Connection: close", "Host: a"]
@@ -144,7 +144,7 @@ class Target:
     """One engine, served with a key and without one."""
 
     def __init__(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not each request that is none
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no line for each invalid request
         self.engine = TensorEngine(Memory(weights_bytes=4096, kv_bytes=4096, bare=True))
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._note)

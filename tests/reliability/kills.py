@@ -27,10 +27,10 @@ from memsaver_core import _native
 from tests.unit.saver_memory import PAGE, content, fill
 
 CAPACITY = 1 << 20
-#: Tag, policy and bytes of what an engine holds.
+#: Tag, policy and bytes of an engine's memory.
 HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
 OPERATIONS = ("start", "allocate", "release", "resume", "free", "end")
-#: What the co-tenant does while an engine is killed, in turn.
+#: The co-tenant's operations while an engine is killed, in turn.
 TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
 
@@ -81,7 +81,7 @@ def run_until(operation: str, nth: int, after: bool, device: str, folder: Path, 
         finally:
             os._exit(1)
     os.close(theirs)
-    call = os.read(ours, 100).decode()  # nothing where the engine has ended by itself
+    call = os.read(ours, 100).decode()  # empty if the engine ended by itself
     if call:
         if tenant is not None:
             tenant.begin()
@@ -132,7 +132,7 @@ class Tenant:
     def check(self) -> None:
         self.thread.join()
         assert self.failure is None, self.failure
-        assert self.saver.audit() == []  # the device has given out what the tenant holds, and no more
+        assert self.saver.audit() == []  # the device's account holds the co-tenant's memory and no more
         self.saver.resume([])
         self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - 7 * PAGE))
         self.saver.release([], [], {})

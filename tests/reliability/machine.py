@@ -43,11 +43,11 @@ from tests.reliability.known_programs import Program, written
 from tests.reliability.memory_model import PAGE, Kind, Memory, mapped_pages, pages_of
 
 DEVICES = (0, 1)
-#: Of each device; and of host memory for backups, which is less than what can be released.
+#: Bytes of each device; and of host memory for backups, less than what can be released.
 CAPACITY = 512 * PAGE
 BACKUP_LIMIT = 300 * PAGE
 POLICIES = ("discard", "zero", "host", "file")
-#: What is allocated: few, so that several lie side by side.
+#: Sizes of allocations: few, so that several are adjacent.
 KINDS = (
     *[("weights", "host", 0)] * 4,
     ("weights", "host", 1),
@@ -60,10 +60,10 @@ KINDS = (
     ("b", "file", 1),
 )
 TAGS = ("weights", "kv_cache", "a", "b")
-#: Calls of an operation that nothing else makes: while it stands still there, everything else goes on.
+#: Calls that only a release or a resume makes: while it is held there, everything else must continue.
 HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "record", "wait")
 HOLD_SECONDS = 60.0
-#: A step that takes longer than this ends the process, and tells where its threads stand.
+#: A step that takes longer ends the process, and prints its threads' stacks.
 HANG_SECONDS = 120.0
 TENANT = """
 import sys
@@ -113,7 +113,7 @@ overrides_of_a_call = st.just({}) | st.dictionaries(st.sampled_from(TAGS), st.sa
 several_pages = st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=1, max_size=5)
 contents = st.sampled_from(("random", "random", "zeros", "nothing"))
 numbers = st.integers(0, 999)
-#: What the other thread does meanwhile.
+#: The work of the other thread.
 works = st.lists(
     st.tuples(st.just("allocate"), st.sampled_from(KINDS), st.integers(1, 20))
     | st.tuples(st.sampled_from(("write", "free", "free_twice", "status")), numbers),
@@ -125,7 +125,7 @@ works = st.lists(
 class Machine(RuleBasedStateMachine):
     tenant: Tenant
     faults: Faults
-    #: Where the program at work is written down, for when it ends the process.
+    #: File with the current program, in case it crashes the process.
     journal: Path | None = None
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.freed: list[int] = []
         self.program: list[tuple[str, dict[str, Any]]] = []
         self.random = np.random.default_rng(0)
-        self.orphans = False  # the driver may have refused to unmap or take back what is nobody's any more
+        self.orphans = False  # the driver may have refused to unmap or free abandoned memory
         if self.journal is not None:
             self.journal.write_text("")
 
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self._release([], {}, [])
         self._resume([], [])
 
-    # What the program does.
+    # The steps of a program.
 
     @rule(
         kind=st.sampled_from(KINDS),
@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
         if again is not None:
             self._release(tags, again, [])
 
-    release_in_part_as_often = release_in_part_more_often = release_in_part  # a rule for each name
+    release_in_part_as_often = release_in_part_more_often = release_in_part  # one rule per name
 
     @rule(tags=tags_of_a_call, faults=st.just([]) | faults_of(RESUMING))
     @step
@@ -569,12 +569,12 @@ class Machine(RuleBasedStateMachine):
             assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()} are resident, or not, against it: {memory}"
             memory.look()
 
-    # The end, of a program that failed too: the next one finds the saver as if it were the first.
+    # The end, also of a failed program: the next one must find the saver as new.
 
     def teardown(self) -> None:
         failure = sys.exc_info()[1]
         if not isinstance(failure, Exception):
-            failure = None  # what Hypothesis ends a program with is not an Exception
+            failure = None  # Hypothesis ends a program by something that is not an Exception
         self.faults.end()
         self.tenant.hold(0)
         try:
@@ -632,7 +632,7 @@ def two_devices() -> Iterator[None]:
         verify="full",
         fault_injection=True,
     )
-    for tag in TAGS:  # from here on they are known, and so are the devices
+    for tag in TAGS:  # tags and devices exist from here on
         for device in DEVICES:
             with ms.region(tag, device=device):
                 torch.empty(PAGE, dtype=torch.uint8)

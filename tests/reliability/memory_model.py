@@ -24,15 +24,15 @@ class Memory:
     tag: str
     policy: str
     device: int
-    expected: np.ndarray  # what each page must hold,
-    sure: np.ndarray  # where it must hold something
-    or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
-    here: np.ndarray = field(init=False)  # it is resident
-    #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
+    expected: np.ndarray  # the expected content of each page,
+    sure: np.ndarray  # pages with expected content
+    or_zeros: np.ndarray = field(init=False)  # zeros are allowed instead: a failed release may have owed them
+    here: np.ndarray = field(init=False)  # resident pages
+    #: Released pages that a resume cannot restore, or perhaps cannot, because their backup was changed.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
-    told: bool = False  # a resume said so,
-    perhaps_told: bool = False  # or may have noted so
+    told: bool = False  # a resume reported it,
+    perhaps_told: bool = False  # or may have noted it
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
@@ -105,7 +105,7 @@ class Memory:
         if not self.here.any():
             return
         at = np.flatnonzero(self.here)
-        now = self.content()[at]  # a copy: what a failure's traceback holds shall not keep the memory
+        now = self.content()[at]  # a copy, so that a failure's traceback does not keep the memory alive
         right = ~self.sure[at] | (now == self.expected[at]).all(axis=1)
         right |= self.or_zeros[at] & (now == 0).all(axis=1)
         assert right.all(), f"wrong content in pages {at[~right].tolist()} of {self}"

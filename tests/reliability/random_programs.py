@@ -25,7 +25,7 @@ from tests.native.build import small_module
 from tests.reliability.figures import FOLDER
 
 CORES = ("small", "shipped")
-#: Where the program at work is written down, by core: there it is found when it ended the process.
+#: File with the current program, by core, to be read if it crashed the process.
 JOURNALS = {core: FOLDER / f"program-on-{core}-core.txt" for core in CORES}
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
     arguments = parser.parse_args()
-    faulthandler.enable()  # what ends the process is told, too
+    faulthandler.enable()  # crashes are reported too
     if arguments.core == "small":
         load_small_core()
     from tests.reliability import machine

@@ -65,7 +65,7 @@ def fork() -> Iterator[Fork]:
         child = FORK.Process(target=target, args=(*arguments, theirs))
         children.append(child)
         child.start()
-        theirs.close()  # so that a child that dies early is an error to who listens
+        theirs.close()  # so that a child that dies early is an error to the reader
         return child, ours
 
     yield start
@@ -273,11 +273,11 @@ def test_killed_before_and_after_each_system_call() -> None:
 
 PROGRAM = """
 import os, sys, threading, time
-import torch, torch._dynamo  # which is loaded at the first region otherwise
+import torch, torch._dynamo  # otherwise loaded at the first region
 import memsaver_core as ms
 from memsaver_core import process
 
-# One fork for each line: what starts is a process that has loaded all, and used nothing.
+# One fork per line: each starts with everything loaded and nothing used.
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -323,7 +323,7 @@ elif state == "failed":
         pass
 elif state == "allocating":
     stand_still_in("create", allocate)
-os.dup2(os.open(said, os.O_WRONLY), 2)  # what it says from now on
+os.dup2(os.open(said, os.O_WRONLY), 2)  # its output from now on
 print(ms.status().state, os.getpid(), flush=True)
 if then == "wait":
     sys.stdin.readline()
@@ -427,10 +427,10 @@ def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: F
                 getattr(saver, name)(*arguments)
             except Exception as error:
                 refused.append(type(error).__name__)
-        if under_way is None:  # else the frames of the thread that the fork left out hold it, too
+        if under_way is None:  # else the frames of the other thread, which the fork does not have, hold it too
             assert sys.getrefcount(saver) == 2
         saver = None  # its destructor runs in the child
-        fresh = make(device, tmp_path)  # a saver of its own is welcome
+        fresh = make(device, tmp_path)  # it may have a saver of its own
         full_cycle(fresh, populate(fresh))
         pipe.send(refused)
 

@@ -63,7 +63,7 @@ def test_a_release_that_fails_on_one_device(call: str) -> None:
         except MemsaverError:
             failed += 1
         else:
-            continue  # done without it
+            continue  # the operation is over without it
         cards.saver.heal()
         whole = cards.released("lost") == 0
         assert whole or cards.released("kept") == 4 * MIB

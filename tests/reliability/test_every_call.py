@@ -10,12 +10,12 @@ import pytest
 from tests.native.build import built, run
 from tests.reliability.figures import keep
 
-#: One case in so many: with 3, each call still fails at each of its occurrences, in a third of the ways it may.
+#: Every STRIDE-th case: with 3, each call still fails at each of its occurrences, with a third of the errors.
 STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "3"))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # it may be the first that builds the core
+@pytest.mark.timeout(1200)  # it may have to build the core
 @pytest.mark.guards(
     "running out of memory or other resources killed the process",
     "content was wrong after a restore",

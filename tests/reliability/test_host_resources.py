@@ -104,7 +104,7 @@ def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) 
         path.write_bytes(bytes(2 * nbytes))
         with path.open("rb") as file:
             os.fsync(file.fileno())
-            for _ in range(2):  # read twice it is in active use, for all that the kernel knows
+            for _ in range(2):  # after the second read the kernel considers it in active use
                 file.seek(0)
                 while file.read(MIB):
                     pass
@@ -192,7 +192,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             except OutOfHostMemoryError as error:
                 failures.append(error)
 
-        saver.delay("copy_to_host", 3600)  # until heal(); the look at the disk has been taken when this is reached
+        saver.delay("copy_to_host", 3600)  # until heal(); the disk space has been checked by then
         thread = threading.Thread(target=release)
         thread.start()
         while saver.counts().get("copy_to_host", 0) == 0:

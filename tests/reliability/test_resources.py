@@ -64,7 +64,7 @@ def test_address_space_runs_out() -> None:
             saver.release([], [], {})
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
         assert saver.audit() == []
-        saver.resume([])  # undoing the release needs a little memory itself
+        saver.resume([])  # the undo needs a little memory too
         assert content(address, 128 * MIB) == written
         saver.release([], [], {})
         saver.resume([])
@@ -80,7 +80,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
     addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
     written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
     saver.release([], [], {})
-    saver.delay("create", 3600)  # the look has been taken when this is reached
+    saver.delay("create", 3600)  # free memory has been checked by then
     taken: list[int] = []
     failures: list[Exception] = []
 
@@ -95,7 +95,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
     thread.start()
     while saver.counts()["create"] == before:
         pass
-    saver.delay("create", 0)  # for others
+    saver.delay("create", 0)  # for other allocations
     taken.append(saver.allocate(0, "tenant", "discard", 14 * MIB))
     saver.heal()
     thread.join()
@@ -117,7 +117,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
     thread.start()
     while saver.counts().get("copy_to_host", 0) == 0:
         pass
-    answers = [saver.status() for _ in range(50)]  # all of them while the copy stands still
+    answers = [saver.status() for _ in range(50)]  # while the copy is held
     saver.heal()
     thread.join()
     assert {answer["state"] for answer in answers} == {"releasing"}
@@ -139,7 +139,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     resume.join(60)
     waited = resume.is_alive()
     while saver.counts().get("unregister_host", 0) == 0:
-        pass  # it is freed all the same
+        pass  # the memory is freed all the same
     status = saver.status()
     found = content(address, 4 * MIB)
     fill(address, 4 * MIB, 2)

@@ -15,7 +15,7 @@ from tests.reliability.random_programs import CORES, JOURNALS
 
 ROOT = Path(__file__).parents[2]
 
-#: A program that fails while it holds memory, and whose failure is still known to somebody when the next one runs.
+#: A program that fails while it holds memory, with a reference to the failure alive when the next one runs.
 FAILING = """
 from tests.reliability.machine import Machine, replay, two_devices
 
@@ -61,7 +61,7 @@ def run_programs(core: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # it may be the first that builds the core, and a program that fails is made shorter
+@pytest.mark.timeout(3600)  # it may have to build the core, and shorten a failing program
 @pytest.mark.guards(
     "a second release or resume failed",
     "releasing everything failed after one tag had been released",

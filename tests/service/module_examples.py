@@ -134,7 +134,7 @@ def embedder(width: int) -> Example:
     return Example(engine, server, lambda: model(ids), tensors_of(model))
 
 
-# A mixture of experts: its first call makes a workspace for itself, and another for all of its kind.
+# A mixture of experts: the first call allocates a workspace for the module, and one for its class.
 
 
 class Experts(nn.Module):
@@ -226,7 +226,7 @@ def vision(width: int) -> Example:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        model(static_images)  # what is made once must not be made in the capture
+        model(static_images)  # one-time allocations must not happen in the capture
     torch.cuda.current_stream().wait_stream(stream)
     with ms.graph(graph, stream=stream):
         features = model(static_images)
@@ -236,6 +236,6 @@ def vision(width: int) -> Example:
         with engine.request():
             static_images.copy_(images)
             graph.replay()
-            return features.clone()  # the graph's memory goes with a release
+            return features.clone()  # a release takes the graph's memory
 
     return Example(engine, server, run, [*tensors_of(model), static_images, features])

@@ -80,7 +80,7 @@ class TensorEngine:
         self._blocked = False
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="engine")
 
-    # -- the port --------------------------------------------------------------------------------------------------
+    # -- the protocol --------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         return self.alive
@@ -157,7 +157,7 @@ class TensorEngine:
         self.flush_cache()
         return 1
 
-    # -- the inside ------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:

@@ -160,7 +160,7 @@ def test_verl(http: httpx.Client) -> None:
     def post(endpoint: str, payload: dict[str, object]) -> None:
         for _ in range(2):
             send_and_go_away(http, f"/{endpoint}", json.dumps(payload).encode())
-        # By a connection of its own, as those before it: one that is open already would overtake them.
+        # On a new connection like the earlier ones: an open connection would overtake them.
         httpx.post(http.base_url.join(f"/{endpoint}"), json=payload, timeout=60).raise_for_status()
 
     http.get("/flush_cache", params={"reset_connector": True}).raise_for_status()

@@ -56,7 +56,7 @@ class Model:
                 unnamed = unnamed - tags if operation["tags"] else after
             else:
                 after = released - tags
-                # What was released without being named comes back with the last of what clients name.
+                # Tags released without being named come back with the last named one.
                 after = frozenset() if after <= unnamed and not after & COMMON else after
                 unnamed &= after
             began, ended = operation["started_at"], operation["finished_at"]
@@ -86,7 +86,7 @@ def check(call: Call, model: Model, expected: list[int]) -> None:
     possible = model.possible(call)
     if call.kind == "generate" and call.status == 200:
         assert call.answer["output_ids"] == expected, "a wrong token"
-        # It may end inside a release, which waits for it, and begins where nothing is away.
+        # A release waits for it, so it may end inside one; it begins while everything is resident.
         assert any(not released for released, _ in possible), call
     elif call.kind == "generate":
         assert call.status == 503, call
@@ -97,7 +97,7 @@ def check(call: Call, model: Model, expected: list[int]) -> None:
     elif call.status == 409:
         in_the_way = model.step(call.answer["error"]["operation_id"])
         assert in_the_way.operation != call.kind
-        # It was in the queue when the call came: it ended after the call was sent.
+        # It was queued when the call came, and so it ended after the call was sent.
         assert in_the_way.ended >= call.sent, call
     elif call.kind in ("release", "resume"):
         assert call.status == 200, call

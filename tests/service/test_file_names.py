@@ -19,7 +19,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import _native
 
-#: The field whose job it is: the checkpoint folder of a weight update.
+#: The one field that is a path: the checkpoint folder of a weight update.
 NAMES_A_FILE = ("/update_weights_from_disk", "model_path")
 CONTENT = "not for callers"
 IN_ALL_EVENTS = 0xFFF
@@ -101,7 +101,7 @@ def bodies(schema: dict[str, Any], word: str) -> Iterator[tuple[str, dict[str, A
     for name in schema.get("properties", {}):
         for value in (word, [word], {word: "file"}, {word: word}, {"weights": word}, [{"name": word}]):
             yield name, {name: value}
-    if "restore" in schema.get("properties", {}):  # so that a file is made meanwhile
+    if "restore" in schema.get("properties", {}):  # so that a file is created
         yield "", {"restore": {"weights": "file", "kv_cache": "file", word: "file"}, "other": word}
 
 

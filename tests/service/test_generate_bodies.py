@@ -32,7 +32,7 @@ def engine(transformers_engine: TransformersEngine) -> TransformersEngine:
 
 
 def generate(http: httpx.Client, **sampling: Any) -> httpx.Response:
-    # Not json=, which refuses to write what is no number.
+    # Not json=, which refuses to write NaN.
     body = json.dumps({"text": PROMPT, "sampling_params": {"max_new_tokens": 8, **sampling}})
     return http.post("/generate", content=body)
 

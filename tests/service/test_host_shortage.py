@@ -88,7 +88,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
                 engine.wait_for("copy_to_host", more_than=copies)  # the look at the disk has been taken
                 intruder = tmp_path / "intruder"
                 with intruder.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, 12 * MIB)  # leaves space for one of the two tags
+                    os.posix_fallocate(file.fileno(), 0, 12 * MIB)  # space for one of the two tags
                 engine.heal()
                 response = releasing.result()
             assert response.status_code == 507
@@ -100,7 +100,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             assert http.post("/resume_memory_occupation").json()["state"] == "resident"
             assert is_untouched(http)
             assert tokens(http) == before
-            refused = http.post("/release_memory_occupation", json=ON_DISK)  # now by the look at the disk
+            refused = http.post("/release_memory_occupation", json=ON_DISK)  # now by the check of disk space
             assert (refused.status_code, refused.json()["state"]) == (507, "resident")
             assert refused.json()["error"]["needed_bytes"] > refused.json()["error"]["free_bytes"] >= 0
             assert is_untouched(http)
@@ -124,8 +124,8 @@ def test_descriptors_run_out() -> None:
                 assert observer.get(path).status_code == 200
             assert tokens(http) == before
             new = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
-            new.request("GET", "/livez")  # waits in the kernel for somebody to accept it
-            refused = http.post("/release_memory_occupation", json=KEPT)  # may it pin memory? it cannot read the limits
+            new.request("GET", "/livez")  # waits in the kernel to be accepted
+            refused = http.post("/release_memory_occupation", json=KEPT)  # it cannot read the memory limits
             assert refused.status_code == 500
             assert refused.json()["error"]["type"] == "backup_error"
             assert "ulimit -n" in refused.json()["message"]

@@ -55,7 +55,7 @@ def test_it_is_in_no_log_line_and_no_answer(
     http = serve(api_key=KEY)
     described = http.get("/openapi.json").json()["paths"]
     said = [http.get("/openapi.json").text]
-    monkeypatch.setattr(engine, "flush_cache", lambda: 1 / 0)  # one route fails in a way that nobody foresaw
+    monkeypatch.setattr(engine, "flush_cache", lambda: 1 / 0)  # an unexpected error in one route
     for word in (KEY, WRONG):
         for scheme in ("Bearer", "Basic"):
             for path in described:
@@ -167,7 +167,7 @@ COMMANDS: list[Sequence[str]] = [
     ("watch", "no-such-operation"),
     ("top",),
 ]
-#: These end before anything is asked.
+#: Options with which the command ends before any request.
 WRONG_COMMANDS: list[Sequence[str]] = [
     ("status", "-v"),
     ("status", "--api-key"),
@@ -178,7 +178,7 @@ WRONG_COMMANDS: list[Sequence[str]] = [
     ("status", "--uds", "/nowhere"),
     ("status", "--url", "http://127.0.0.1:9"),
 ]
-#: No header can carry them; files and secrets that end with their line give the first.
+#: Keys that no header can carry; the first comes from files and secrets with a final newline.
 UNFIT = [f"{KEY}\n", f"{KEY} ", f"{KEY}\r\nX-Other: 1", f"{KEY}\udcff", f"{KEY}\x01"]
 
 

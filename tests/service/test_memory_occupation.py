@@ -46,7 +46,7 @@ def test_memory_is_back_when_the_answer_comes(http: httpx.Client) -> None:
     """The device's own count has fallen by the reported bytes, and tokens are the same after a resume."""
     before = tokens(http)
     full = used_bytes()
-    unused = sum(tag.retained_bytes for tag in ms.status().tags)  # goes for good
+    unused = sum(tag.retained_bytes for tag in ms.status().tags)  # freed for good
     response = release(http, {})
     assert full - used_bytes() >= BOTH
     assert response.status_code == 200
@@ -199,7 +199,7 @@ def test_kv_pages_come_back_as_zeros(http: httpx.Client, engine: TensorEngine) -
     with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
         release(http, {"restore": {"kv_cache": "discard"}}).raise_for_status()
         resume(http)
-    assert bool((engine.kv == -1).all())  # so it is what such pages hold
+    assert bool((engine.kv == -1).all())  # shows that the new pages hold garbage
     with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
         assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
         resume(http)
@@ -271,7 +271,7 @@ def test_a_device_that_cannot_be_read_fails_nothing_that_is_done(http: httpx.Cli
     assert released.json()["phases"]
     assert not released.json()["devices"]
     assert not any(phase["devices"] for phase in released.json()["phases"])
-    refused = resume(http)  # which must know what is free
+    refused = resume(http)  # which needs the free memory
     assert (refused.status_code, refused.json()["error"]["call"], refused.json()["state"]) == (
         500,
         "memory_info",

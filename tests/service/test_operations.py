@@ -116,7 +116,7 @@ def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
         callers = [asked(http, "/resume_memory_occupation")]
         wait()
         callers += [asked(http, "/resume_memory_occupation") for _ in range(7)]
-        # Requests take turns, so that the others have joined when this one has: it asks last, and waits for nothing.
+        # Requests are served in order: when this one, the last, is answered, the others have joined.
         operation_id = post(http, "/resume_memory_occupation", **{"async": True}).json()["operation_id"]
     responses = [caller.getresponse() for caller in callers]
     answers = [json.load(response) for response in responses]

@@ -46,7 +46,7 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
     assert statuses.get(200, 0) > 0
 
 
-#: What fits no field of any body: neither a text or number nor a list or map of such.
+#: Fits no field of any body: neither a text or number nor a list or map of those.
 WRONG = (
     lambda word: [{"a": word}],
     lambda word: {word: [word]},
@@ -55,7 +55,7 @@ WRONG = (
     lambda word: [None],
     lambda word: [word, [word]],
 )
-#: What else does not fit, by the field.
+#: Further values that do not fit, by field.
 WRONG_VALUES: dict[str, list[Any]] = {
     "tags": ["weights", 7, {"weights": True}, [1], ["weights", 7], [["weights"]], ["x" * 300], ["\ud800"]],
     "timeout_s": [-1, 1e400, float("nan"), "soon", 86401],
@@ -72,7 +72,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "text": ["x", 7],
 }
 UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
-#: It has its own tag, and ignores others.
+#: Has its own tag, and ignores others.
 KNOWS_ITS_TAG = "/release_kv_cache_memory"
 BAD_REQUESTS = 10_000
 
@@ -105,7 +105,7 @@ def test_bad_requests_leave_everything_as_it_was(serve: Callable[..., httpx.Clie
     choose = random.Random(2026)
     bodies = posts(engine)
     assert sorted(bodies) == [path for method, path in routes() if method == "POST"]
-    http.post("/generate", json={"input_ids": [1, 2, 3]}).raise_for_status()  # so that there is a cache to forget
+    http.post("/generate", json={"input_ids": [1, 2, 3]}).raise_for_status()  # so that there is a cache to drop
     for state in ("resident", "released"):
         if state == "released":
             http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status()

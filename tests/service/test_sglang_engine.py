@@ -194,7 +194,7 @@ def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
     model = serving.scheduler.tp_worker.model_runner.model
     weights = model.table.detach().clone()
     serving.call("/release_memory_occupation")
-    serving.call("/release_memory_occupation")  # what is kept of the buffers survives a release of nothing
+    serving.call("/release_memory_occupation")  # the kept buffers survive a release of nothing
     serving.call("/resume_memory_occupation", tags=["weights"])
     with torch.no_grad():
         model.table.copy_(weights)

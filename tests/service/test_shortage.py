@@ -19,7 +19,7 @@ from .tensor_engine import ALL_TAGS, MIB
 Start = Callable[..., Program]
 CAPACITY = 64 * MIB  # of which an engine takes 26 MiB
 
-#: Whoever sleeps such a wait out, instead of going on as soon as the memory is there, meets the client's time limit.
+#: A resume that waits this long, instead of continuing once the memory is free, exceeds the client's timeout.
 AN_HOUR = {"wait_for_memory_s": 3600}
 
 
@@ -70,7 +70,7 @@ def engine(device: dict[str, str]) -> Iterator[Program]:
 @pytest.fixture
 def http(engine: Program) -> Iterator[httpx.Client]:
     with client(engine) as http:
-        engine.heal()  # whatever a test that failed has left
+        engine.heal()  # what a failed test may have left
         http.post("/resume_memory_occupation", json={"wait": True}).raise_for_status()
         yield http
 
@@ -160,7 +160,7 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
         tenant.take(part)
     with resume_that_waits(http) as waiting:
         tenant.let_go()
-        engine.wait_for("memory_info", more_than=engine.count("memory_info") + 5)  # it has seen the 16 MiB
+        engine.wait_for("memory_info", more_than=engine.count("memory_info") + 5)  # the wait has seen the 16 MiB
         assert not waiting.done()
         tenant.let_go()
         assert waiting.result().raise_for_status().json()["state"] == "resident"
@@ -196,7 +196,7 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
         error = response.json()["error"]
         assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
         assert error["needed_bytes"] > error["free_bytes"] == 8 * MIB
-        # It looked, waited, and looked again.
+        # It tried, waited, and tried again.
         phases = [phase["name"] for phase in response.json()["phases"]]
         assert (phases[:2], phases[-1]) == (["restore", "wait_for_memory"], "restore")
         occupation = http.get("/memory_occupation").json()
@@ -226,7 +226,7 @@ def test_two_engines_do_not_wait_for_each_other(
                     assert other.post("/release_memory_occupation").json()["state"] == "released"
                     assert other.post("/resume_memory_occupation").json()["state"] == "resident"
                     assert tokens(other) == before[1]
-                with client(engine) as observer:  # it stood still all the while
+                with client(engine) as observer:  # it was held all the time
                     assert observer.get("/memory_occupation").json()["state"] == state
                 engine.heal()
                 assert under_way.result().raise_for_status().json()["success"] is True

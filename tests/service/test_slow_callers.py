@@ -93,7 +93,7 @@ def test_a_body_that_is_cut_off_changes_nothing(http: httpx.Client, connect: Con
     one = connect()
     one.sendall(HEAD + b'\r\n{"tags": ["weights"]}')
     one.shutdown(socket.SHUT_WR)
-    one.recv(65536)  # an answer or none
+    one.recv(65536)  # an answer or nothing
     assert http.get("/memory_occupation").json()["state"] == "resident"
     assert http.get("/operations").json()["operations"] == []
 
@@ -160,7 +160,7 @@ def test_a_body_that_trickles_is_answered(
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000") + b"\r\n")
-    for _ in range(50_000):  # all of it together is less than a body has to bring in its time
+    for _ in range(50_000):  # together less than the minimum upload rate requires
         if has_news(one):
             break
         one.sendall(b" ")
@@ -310,7 +310,7 @@ def test_readers_that_never_read_hinder_nobody(
 
 
 def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.get("/livez").status_code == 200  # this connection is one of them
+    assert http.get("/livez").status_code == 200  # this connection counts
     monkeypatch.setattr(connection_limits, "MOST_CONNECTIONS", 10)
     before = len(os.listdir("/proc/self/fd"))
     held = [connect() for _ in range(9)]

@@ -15,7 +15,7 @@ import memsaver_core as ms
 from memsaver_core._native import Saver
 from tests.unit.saver_memory import MIB, fill
 
-#: What a release does to the device, by the phase that it is in; and a resume, all of it while it restores.
+#: The driver calls of a release, by phase, and of a resume, all of them in its restore phase.
 RELEASING = {
     "synchronize": "synchronize",
     "copy_to_host": "pause",
@@ -94,7 +94,7 @@ def test_everything_else_answers_while_an_allocation_stalls(http: httpx.Client, 
         assert float(allocating.result().sum()) == MIB
 
 
-#: Every call that can take its time, those included that a process makes once.
+#: Every call that can take long, also those that a process makes once.
 CALLS = [
     "device_info",
     "memory_info",
@@ -187,7 +187,7 @@ def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Cl
         while driver.counts()["memory_info"] == calls:
             pass
         answers = [http.get("/memory_occupation").json() for _ in range(3)]
-        assert not stuck.done()  # all of them came while the device was silent
+        assert not stuck.done()  # all answers came while the device was stalled
         driver.heal()
     assert all(answer["devices"][0]["total_bytes"] == before[0]["total_bytes"] for answer in answers)
     assert all(answer["state"] == "resident" for answer in answers)

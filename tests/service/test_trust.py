@@ -18,7 +18,7 @@ from .surface import OPEN
 from .tensor_engine import TensorEngine
 
 Serve = Callable[..., httpx.Client]
-#: Halves of a character, which JSON can say and UTF-8 cannot: as an escape, and as the bytes that are not allowed.
+#: Unpaired surrogates, which JSON allows and UTF-8 does not: as an escape, and as invalid bytes.
 HALVES = [rb"\ud800", rb"a\uDFFFb", rb"\ude00\ud83d", b"\xed\xa0\x80"]
 
 
@@ -162,7 +162,7 @@ def test_text_outside_of_bodies_can_always_be_repeated(http: httpx.Client, engin
     for method, path in calls(engine):
         address = path.replace("{operation_id}", half).replace("{name}", half)
         for name in ("tags", "mode", "level", "model_path", "serialized_named_tensors", "wait", half):
-            if path != "/dashboard/feed":  # has no end
+            if path != "/dashboard/feed":  # an endless stream
                 response = http.request(method, f"{address}?{name}={half}", headers=headers)
                 assert response.status_code != 500, (method, path, response.text)
                 if "json" in response.headers["content-type"] and method != "HEAD":

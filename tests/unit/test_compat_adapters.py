@@ -118,7 +118,7 @@ class Scheduler:
             self._stashed = [(name, buffer.detach().clone()) for name, buffer in self.model.named_buffers()]
             self.adapter.pause("weights")
         if "cuda_graph" in tags:
-            self.adapter.pause("cuda_graph")  # nothing was captured: passed over
+            self.adapter.pause("cuda_graph")  # nothing was captured: ignored
 
     def resume_memory_occupation(self, tags: list[str]) -> None:
         if "cuda_graph" in tags:

@@ -94,7 +94,7 @@ def test_a_temperature_too_small_to_matter_is_greedy(temperature: float) -> None
     assert sampler.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
 
 
-#: Scores as a model may have them, one that is broken or has lost its weights included; and what may be drawn of them.
+#: Possible scores of a model, also of a broken one, and the tokens that may be sampled from them.
 SCORES = [
     ([0.0, 3.0, 2.9, -1.0], {0, 1, 2, 3}),
     ([3e38, 1.0, -3e38, 0.0], {0}),
@@ -120,7 +120,9 @@ def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[in
         sampler = Sampler(Sampling.parse(given))
         assert not sampler.greedy
         assert {sampler.pick(logits) for _ in range(5)} <= allowed, given
-    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # the engine's own, which the next token may read
+    assert torch.equal(
+        logits.nan_to_num(), before.nan_to_num()
+    )  # the engine's own scores, which the next token may read
 
 
 def test_an_answer_ends_at_its_stop_tokens() -> None:
@@ -154,7 +156,7 @@ def test_a_new_prompt_takes_the_slot_that_loses_least() -> None:
     table.give_back(1)
     table.give_back(0)
     assert table.take([9, 9])[0] == 2  # holds nothing
-    assert table.take([9, 9])[0] == 1  # given back first
+    assert table.take([9, 9])[0] == 1  # freed first
     assert table.free == 1
 
 

@@ -94,7 +94,7 @@ def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, 
     engine.drain(60)
     with torch.no_grad():
         for _, tensor in checkpoint.tensors_of(engine._runner.model):
-            tensor.fill_(float("nan"))  # what pages that come back undefined may hold
+            tensor.fill_(float("nan"))  # as undefined pages may hold
     engine.repair(["weights"], ["weights"])
     engine.update_weights_from_tensor(payload(trained[1]))
     engine.open_admission()

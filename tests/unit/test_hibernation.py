@@ -192,7 +192,7 @@ def test_each_step_of_a_trim_has_its_own_delta() -> None:
     assert not [name for name in phases(ms.resume()) if name.startswith("trim")]
 
 
-# What ends a process, or needs a second one.
+# Tests in a child process.
 
 SETUP = textwrap.dedent(
     """

@@ -20,7 +20,7 @@ MIB = 1 << 20
 def name() -> Iterator[str]:
     device = f"test-{uuid.uuid4().hex[:12]}"
     yield device
-    gc.collect()  # an exception that a test caught keeps its saver in a cycle
+    gc.collect()  # a caught exception keeps its test's saver in a reference cycle
     assert not os.path.exists(account_of(device)), "the last process to leave takes the account with it"
 
 
@@ -127,7 +127,7 @@ with ms.region("weights"):
     weights = torch.ones(1 << 20)
 child = os.fork()
 if child == 0:
-    sys.exit(0)  # through the interpreter's own end, with a copy of all that the parent knows
+    sys.exit(0)  # through the interpreter's normal exit, with a copy of the parent's state
 os.waitpid(child, 0)
 print(os.path.exists(sys.argv[1]), flush=True)
 sys.exit(0)  # the saver lives to the very end

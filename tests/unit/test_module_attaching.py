@@ -47,7 +47,7 @@ def owned(tensor: Tensor) -> bool:
     return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 
-# What moves, and under which tag.
+# What is moved, and under which tag.
 
 
 class Assorted(nn.Module):
@@ -179,12 +179,12 @@ def test_subclasses_move_by_the_tensors_that_they_wrap_or_stay(
     assert owned(module.pair.a)
     assert owned(module.pair.b)
     assert torch.equal(module.conjugate, content)
-    # No error: they may have been made in a region.
+    # No error: they may have been allocated in a region.
     assert "odd, conjugate are of a kind that cannot be moved" in caplog.text
     assert module.odd.sum() == 16
 
 
-# What is refused, before anything has changed.
+# Refusals, before anything has changed.
 
 
 def test_meta_tensors_are_refused_by_name(engine_of: Callable[..., ModuleEngine]) -> None:
@@ -376,7 +376,7 @@ def test_a_generator_is_one_request_from_its_first_step_to_its_last(engine_of: C
     assert inside(engine) == []
     assert next(stream) == ["Streams #2"]
     engine.close_admission("memory is being released")
-    with pytest.raises(AdmissionClosedError), engine.request():  # its consumer is not inside
+    with pytest.raises(AdmissionClosedError), engine.request():  # its consumer holds no request
         pass
     assert stream.send("sent") == "sent"
     assert stream.throw(KeyError()) == "caught"
@@ -522,7 +522,7 @@ def test_a_copy_is_a_module_of_its_own_and_not_attached(
 ) -> None:
     module = Assorted()
     x = torch.randn(2, 16)
-    if own_forward:  # as libraries do that wrap it
+    if own_forward:  # as wrapping libraries do
         module.forward = torch.neg
     expected = module(x)
     engine = engine_of(module)
@@ -533,7 +533,7 @@ def test_a_copy_is_a_module_of_its_own_and_not_attached(
     with torch.no_grad():
         for parameter in restored.parameters():
             parameter.zero_()
-    assert torch.equal(restored(x), expected) is own_forward  # it computes with its own
+    assert torch.equal(restored(x), expected) is own_forward  # it computes with its own weights
 
 
 def test_a_closed_engine_gates_nothing(engine_of: Callable[..., ModuleEngine]) -> None:
@@ -541,7 +541,7 @@ def test_a_closed_engine_gates_nothing(engine_of: Callable[..., ModuleEngine]) -
     own = module.forward = module.forward
     engine = engine_of(module, wrapped)
     outer = wrapped.forward
-    wrapped.forward = lambda work: outer(work)  # by somebody else, since
+    wrapped.forward = lambda work: outer(work)  # replaced by other code meanwhile
     engine.close_admission("memory is released")
     engine.close()
     engine.close()

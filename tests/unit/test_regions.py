@@ -57,7 +57,7 @@ def test_from_pretrained(tag: str, tmp_path: Path, dtype: str) -> None:
     with ms.region(tag, restore="host"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     assert all(owned(each) for each in [*model.parameters(), *model.buffers()])
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # tied, and still is
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # still tied
     ids = torch.arange(8)[None]
     with torch.no_grad():
         expected = model(ids).logits
@@ -171,7 +171,7 @@ def test_pages_of_zero_are_really_zero() -> None:
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
         ms.release(["kv_cache"], restore={"kv_cache": "discard"})
         ms.resume(["kv_cache"])
-    assert cache.isnan().all()  # so it is what such pages hold
+    assert cache.isnan().all()  # shows that the new pages hold garbage
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
         ms.release(["kv_cache"])
         ms.resume(["kv_cache"])

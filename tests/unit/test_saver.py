@@ -67,7 +67,7 @@ def test_each_policy_gives_what_it_owes(policy: str) -> None:
             assert content(address, size) == expected
         else:
             assert (view(address, size) == (0 if policy == "zero" else GARBAGE)).all()
-        view(address, size)[:] = 1  # readable and writable whatever the policy
+        view(address, size)[:] = 1  # readable and writable with any policy
 
 
 def test_resident_memory_falls() -> None:
@@ -154,7 +154,7 @@ def test_shared_chunks_and_churn() -> None:
     assert tag_status(saver, "t")["retained_bytes"] == 32 * MIB
     assert used(saver) == 64 * MIB
     again = [saver.allocate(0, "t", "discard", MIB) for _ in range(32)]
-    assert used(saver) == 64 * MIB  # the free ranges were used
+    assert used(saver) == 64 * MIB  # the free ranges were reused
     assert tag_status(saver, "t")["retained_bytes"] == 0
     for address in again[:10]:
         saver.free(address)
@@ -260,7 +260,7 @@ def test_retention(retention: str, capacity: int) -> None:
     expected = fill(address, 40 * MIB, 1)
     release(saver)
     resume(saver)
-    wait_until(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # what is freed is freed after the resume
+    wait_until(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # freed after the resume, in the background
     release(saver)
     resume(saver)
     assert content(address, 40 * MIB) == expected
@@ -446,7 +446,7 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     other = saver.allocate(0, "other", "discard", MIB)
     view(other, MIB)[:] = 1
     saver.free(other)
-    late = saver.allocate(0, "t", "host", PAGE)  # lives: it is not part of the release
+    late = saver.allocate(0, "t", "host", PAGE)  # usable: it is not part of the release
     view(late, PAGE)[:] = 5
     saver.free(busy)  # takes effect when the release has ended
     state = saver.status()["state"]

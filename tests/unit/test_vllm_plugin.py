@@ -408,7 +408,7 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
-    assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
+    assert [phase.name for phase in report.phases].count("pause") == 2  # first the kept tags, then the discarded ones
     memory.resume()
     assert memory.status().state == "resident"
     assert all(rank.content()["weights"] and rank.content()["runtime"] for rank in group)
@@ -469,7 +469,7 @@ def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None
 def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
     executor = Executor(group)
     memory = RankMemory(executor)
-    executor.ranks = []  # asks nobody, and cannot say what became of them
+    executor.ranks = []  # calls no rank, and cannot tell their state
 
     def ask(command: str, *arguments: Any) -> list[dict[str, Any]]:
         raise RuntimeError("worker 1 died")
