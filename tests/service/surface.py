@@ -11,7 +11,7 @@ from memsaver_server import routes as package
 
 from .tensor_engine import TensorEngine
 
-#: Open without a key on purpose: the dashboard page and its files, which hold no data, the description, probes, metrics.
+#: Open without a key on purpose: the dashboard page and its files (without data), the description, probes and metrics.
 OPEN = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"}
 
 

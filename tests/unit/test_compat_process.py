@@ -320,7 +320,7 @@ assert content(kept, 100) == bytes([9]) * 100
 assert content(later, 100) == bytes(100)
 assert api.cudaFreeAsync(later, stream) == 0
 saver.pause("weights")
-assert api.cudaFree(kept) == 0 and runtime.fake_frees() == 2  # R7: freed while paused
+assert api.cudaFree(kept) == 0 and runtime.fake_frees() == 2  # freed while paused
 assert all(tag.bytes == 0 for tag in ms.status().tags), ms.status()
 """,
     )
