@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Three things can be taken from this file:
-#   docker build --target wheel -o dist .   the wheel alone, to install into the image of an engine of your own
+#   docker build --target wheel -o dist .   the wheel alone, to install with [server] into the image of an engine of your own
 #   docker build -t memsaver .              the reference engine with torch's default (CUDA) build
 #   docker build --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_FIND_LINKS=... -t memsaver:cpu .
 

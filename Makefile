@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.10 to 3.13 with venv, and a C++17 compiler. All else, cmake and ninja
+# `make demo` and `make test` need Python 3.10 to 3.14 with venv, and a C++17 compiler. All else, cmake and ninja
 # included, goes into .venv from constraints.txt; a second run starts at once. `make help` lists the targets.
 
 SHELL := /bin/bash
@@ -14,10 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-reliability test-service test-whole test-unit sanitize soak fuzz lint format ready clean
+.PHONY: help demo test test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site wheel-check \
+  ready clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## start an engine, release its memory, resume it, compare the tokens; ends by itself
 	@$(BIN)/memsaver demo $(ARGS)
@@ -44,16 +45,31 @@ soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant;
 fuzz: $(READY)  ## requests that nobody would write, for as long as ARGS='--seconds N' says (a minute)
 	MEMSAVER_DRIVER=host $(BIN)/python -m tests.reliability.fuzz $(ARGS)
 
-lint: $(READY)  ## ruff, mypy --strict, clang-format; changes nothing
+lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, sync client, workflows; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python .ci/check_imports.py
+	$(BIN)/python .ci/check_includes.py
+	$(BIN)/python .ci/check_sizes.py
+	$(BIN)/python .ci/check_locks.py
+	$(BIN)/python .ci/generate_sync_client.py --check
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
 format: $(READY)  ## format Python and C++ in place
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
+
+site: $(READY)  ## the documentation site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file docs/site/mkdocs.yml
+
+wheel-check:  ## build sdist and wheels, install them in empty environments elsewhere, run doctor and demo (minutes)
+	.ci/check_wheel $(PYTHONS)
 
 ready: $(READY)  ## set up .venv and build the native module, no more
 
@@ -62,8 +78,8 @@ clean:  ## remove .venv, the build folder and the caches
 	find memsaver_core -name '*.so' -delete
 
 $(BIN)/python:
-	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else \
-	  f"memsaver needs Python 3.10 to 3.13, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 15) else \
+	  f"memsaver needs Python 3.10 to 3.14, $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.11 ...")'
 	@"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo 'This Python has no venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 
@@ -73,5 +89,5 @@ $(READY): constraints.txt pyproject.toml CMakeLists.txt $(NATIVE) | $(BIN)/pytho
 	  echo 'A C++17 compiler is needed; on Debian and Ubuntu: apt install g++' >&2; exit 1; }
 	@echo 'Setting up $(VENV) (some minutes the first time) ...'
 	@$(PIP) install -c constraints.txt $(BUILD_TOOLS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[engine,test,lint]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[test,lint,docs]'
 	@touch $@
