@@ -32,7 +32,7 @@ test: lint  ## lint, type-check and run every test (those that need a GPU are sk
 test-reliability: TESTS := tests/native tests/reliability
 test-service: TESTS := tests/service
 test-whole: TESTS := tests/e2e
-test-unit: TESTS := tests/unit
+test-unit: TESTS := tests/unit tests/devices
 test-reliability test-service test-whole test-unit: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
 

@@ -12,6 +12,12 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Folders that run on the host driver set it when they are collected; a run of GPU tests is to use CUDA throughout.
+    if config.option.markexpr == "gpu" and torch.cuda.is_available():
+        os.environ.setdefault("MEMSAVER_DRIVER", "cuda")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -21,7 +27,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the tests of each folder took, set-up and teardown included."""
+    seconds: dict[str, float] = {}
+    tests: dict[str, set[str]] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = os.path.dirname(report.location[0])
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+                tests.setdefault(folder, set()).add(report.nodeid)
+    if seconds:
+        terminalreporter.section("time per folder")
+    for folder in sorted(seconds):
+        terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {len(tests[folder]):5} tests  {folder}")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_is_left_over() -> None:
-    """What earlier files no longer use holds no memory: engines that ended are often parts of reference cycles."""
+    """Free what earlier files no longer use: closed engines are often parts of reference cycles."""
     gc.collect()

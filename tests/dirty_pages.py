@@ -1,4 +1,4 @@
-"""Fresh memory of a host device that holds garbage, as that of a GPU may hold what somebody else left there."""
+"""Fresh pages of a host device that hold garbage, as those of a GPU hold what an earlier process left."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-GARBAGE = 0xFF  # of which a float is made that is no number, whatever its type
+GARBAGE = 0xFF  # NaN as a float of any size
 
 
 @contextmanager
 def dirty_pages(address: int, nbytes: int) -> Iterator[None]:
     """While the block runs, at least the next ``nbytes`` that the host device of ``address`` hands out are garbage.
 
-    The device is a file, of which it takes the next bytes each time and leaves what is in them. ``address`` has to be
-    mapped now.
+    The device is a file; it hands out the next bytes of it each time and does not clear them. ``address`` must be
+    mapped.
     """
     device_file = next(each.file for each in _mappings() if each.begin <= address < each.end)
     device = next(os.open(each, os.O_RDWR) for each in Path("/proc/self/fd").iterdir() if _file(each) == device_file)
@@ -26,13 +26,13 @@ def dirty_pages(address: int, nbytes: int) -> Iterator[None]:
             os.pwrite(device, page, at)
         yield
     finally:
-        # What was not handed out is no garbage any more for whoever comes next.
+        # Bytes that were not handed out must not be garbage for later tests.
         os.truncate(device, max([end, *(each.end_in_file for each in _mappings() if each.file == device_file)]))
         os.close(device)
 
 
 class _Mapping:
-    """A line of this process's memory map; its file is named by the numbers of its device and its inode."""
+    """A line of this process's memory map; its file is identified by device number and inode."""
 
     def __init__(self, line: str) -> None:
         addresses, _, offset, device, inode = line.split()[:5]

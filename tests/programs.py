@@ -1,4 +1,4 @@
-"""Python programs as child processes of a test: run to their end, or talked to."""
+"""Python programs as child processes: run to their end, or in a dialogue line by line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Own = TypeVar("Own", bound="Child")
 def run_python(
     code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, however it ends."""
+    """Run a program to its end, with success or not."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
@@ -27,14 +27,14 @@ def run_python(
 
 
 def output_of(code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str) -> str:
-    """What a program prints that ends well. Fails with what it said where it does not."""
+    """The output of a program that must succeed; if not, fails with its output."""
     ran = run_python(code, *arguments, inherited=inherited, **environment)
     assert ran.returncode == 0, f"exit {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
 
 class Child:
-    """A program that a test talks to, line by line; its arguments are those of the interpreter."""
+    """A program with which a test exchanges lines; its arguments are the interpreter's."""
 
     def __init__(self, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -50,7 +50,7 @@ class Child:
         print(line, file=self.process.stdin, flush=True)
 
     def read_line(self) -> str:
-        """The next line that it prints; empty where it has ended."""
+        """The next line that it prints; empty if it has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().rstrip("\n")
 
@@ -59,7 +59,7 @@ class Child:
         return self.read_line()
 
     def end(self) -> None:
-        """Close its input, and see it end well."""
+        """Close its input; it must exit with 0."""
         self.process.communicate(timeout=60)
         assert self.process.returncode == 0
 

@@ -18,6 +18,7 @@
 #define RELEASE(...) MEMSAVER_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
 #define TRY_ACQUIRE(...) MEMSAVER_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
 #define ACQUIRED_BEFORE(...) MEMSAVER_THREAD_ANNOTATION(acquired_before(__VA_ARGS__))
+#define ACQUIRED_AFTER(...) MEMSAVER_THREAD_ANNOTATION(acquired_after(__VA_ARGS__))
 #define RETURN_CAPABILITY(mutex) MEMSAVER_THREAD_ANNOTATION(lock_returned(mutex))
 #define NO_THREAD_SAFETY_ANALYSIS MEMSAVER_THREAD_ANNOTATION(no_thread_safety_analysis)
 
@@ -38,6 +39,8 @@ class MEMSAVER_THREAD_ANNOTATION(capability("mutex")) Mutex {
 class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) Lock {
  public:
   explicit Lock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  // Takes over a mutex that the caller has locked, for example by try_lock().
+  Lock(Mutex& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
   ~Lock() RELEASE() {

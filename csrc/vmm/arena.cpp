@@ -1,33 +1,12 @@
 #include "vmm/arena.hpp"
 
 #include <algorithm>
-#include <cstdint>
-#include <cstdio>
 #include <iterator>
-#include <tuple>
 #include <utility>
 
 #include "support/sizes.hpp"
 
 namespace memsaver {
-
-const char* name_of(Restore restore) noexcept {
-  switch (restore) {
-    case Restore::discard:
-      return "discard";
-    case Restore::zero:
-      return "zero";
-    case Restore::host:
-      return "host";
-    case Restore::file:
-      return "file";
-  }
-  return "";
-}
-
-namespace {
-constexpr std::size_t kPage = 4096;  // no driver maps less at once
-}
 
 bool Arena::owns(Address address) const {
   auto span = spans_.upper_bound(address);
@@ -86,6 +65,13 @@ bool Arena::needed(const Chunk& chunk) const {
   return next->first + next->second.bytes > chunk.address;
 }
 
+const Allocation* Arena::allocation_around(Address address, std::size_t bytes) const {
+  auto found = allocations_.upper_bound(address);
+  if (found == allocations_.begin()) return nullptr;
+  const Allocation& allocation = (--found)->second;
+  return address + bytes <= allocation.address + allocation.bytes ? &allocation : nullptr;
+}
+
 std::vector<Chunk> Arena::remove_allocation(Address address) {
   const auto found = allocations_.find(address);
   const Address end = address + found->second.bytes;
@@ -94,7 +80,7 @@ std::vector<Chunk> Arena::remove_allocation(Address address) {
   live_ -= end - address;
 
   std::vector<Chunk> unneeded;
-  Address at = address;  // the part of the range that is accounted for
+  Address at = address;  // accounted for up to here
   auto chunk = chunks_.upper_bound(address);
   if (chunk != chunks_.begin()) {
     const auto before = std::prev(chunk);
@@ -184,7 +170,7 @@ std::vector<RangeSet::Range> Arena::released_runs() const {
   return runs;
 }
 
-// The beginning of the block around this address; the address itself where there is none.
+// The beginning of the block around this address, or the address itself if there is none.
 Address Arena::block_boundary(Address address) const {
   auto allocation = allocations_.upper_bound(address);
   if (allocation == allocations_.begin()) return address;
@@ -256,89 +242,6 @@ bool Arena::is_mapped(Address address, std::size_t bytes) const {
   if (chunk != chunks_.begin()) --chunk;
   for (; chunk != chunks_.end() && chunk->first <= at; ++chunk) at = std::max(at, chunk->first + chunk->second.bytes);
   return at >= address + bytes;
-}
-
-std::vector<std::string> Arena::audit(const RangeSet& refused) const {
-  std::vector<std::string> problems;
-  const auto problem = [&](const char* what, Address address, std::size_t bytes) {
-    char text[160];
-    std::snprintf(text, sizeof text, "tag '%s', %s: %s [0x%zx, +%zu]", key_.tag.c_str(), name_of(key_.restore), what,
-                  static_cast<std::size_t>(address), bytes);
-    problems.emplace_back(text);
-  };
-  // Live and free ranges tile the spans.
-  std::map<Address, std::size_t> tiles;
-  std::size_t live = 0;
-  for (const auto& [address, allocation] : allocations_) {
-    tiles.emplace(address, allocation.bytes);
-    live += allocation.bytes;
-  }
-  for (const RangeSet* set : {&mapped_, &unmapped_, &refused}) {
-    for (const auto& [address, bytes] : set->ranges()) {
-      if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
-    }
-  }
-  if (live != live_) problem("live bytes are miscounted", live_, live);
-  auto tile = tiles.begin();
-  for (const auto& [address, bytes] : spans_) {
-    Address at = address;
-    while (tile != tiles.end() && tile->first == at && at < address + bytes) {
-      at += tile->second;
-      ++tile;
-    }
-    if (at != address + bytes) problem("a span is not tiled by what is live and what is free", at, 0);
-  }
-  if (tile != tiles.end()) problem("a range is outside all spans", tile->first, tile->second);
-  // Chunks lie in spans, apart from each other; free ranges have memory exactly where they say so.
-  Address end = 0;
-  for (const auto& [address, chunk] : chunks_) {
-    if (address != chunk.address || address < end) problem("chunks overlap", address, chunk.bytes);
-    if (!owns(address) || !owns(address + chunk.bytes - 1)) problem("a chunk is outside", address, chunk.bytes);
-    end = address + chunk.bytes;
-    if (unmapped_.overlaps(address, chunk.bytes))
-      problem("a free range has memory unknown to it", address, chunk.bytes);
-    for (const auto& [restore, ranges] : owed_) {
-      if (ranges.overlaps(address, chunk.bytes)) problem("content is owed where memory is", address, chunk.bytes);
-    }
-  }
-  for (const auto& [address, bytes] : mapped_.ranges()) {
-    if (!is_mapped(address, bytes)) problem("a free range lacks its memory", address, bytes);
-  }
-  // Each live range without memory is owed what one policy says, and content that is owed is kept.
-  for (const auto& run : released_runs()) {
-    std::size_t owed = 0;
-    for (Address at = run.begin; at < run.begin + run.bytes; at += kPage) {
-      for (const auto& [restore, ranges] : owed_) owed += ranges.contains(at, kPage) ? kPage : 0;
-    }
-    if (owed != run.bytes) problem("a released range is not owed what one policy says", run.begin, run.bytes);
-  }
-  for (const auto& [address, allocation] : allocations_) {
-    if (allocation.in_operation || allocation.dying) problem("an operation never ended", address, allocation.bytes);
-    const auto kept_at = [&](Address at) {
-      for (const auto& block : allocation.blocks) {
-        if (at >= address + block.offset && at < address + block.offset + block.bytes) return block.kept;
-      }
-      return Kept::nothing;
-    };
-    for (Address at = address; at < address + allocation.bytes; at += kPage) {
-      const bool content = owes(Restore::host, at, kPage) || owes(Restore::file, at, kPage);
-      if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
-    }
-    for (const auto& block : allocation.blocks) {
-      const Address begin = address + block.offset;
-      const bool cut = std::any_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
-        const Address chunk_end = chunk.first + chunk.second.bytes;
-        return (begin < chunk.first && chunk.first < begin + block.bytes) ||
-               (begin < chunk_end && chunk_end < begin + block.bytes);
-      });
-      if (cut) problem("a chunk begins or ends inside of a block", begin, block.bytes);
-      const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
-                               : block.kept == Kept::file ? block.file.bytes
-                                                          : SIZE_MAX;
-      if (room < block.content_bytes()) problem("a block keeps less than its content", begin, room);
-    }
-  }
-  return problems;
 }
 
 std::size_t Arena::mapped_bytes() const {

@@ -5,20 +5,15 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"
+#include "vmm/restore.hpp"
 
 namespace memsaver {
-
-// What resume owes to content.
-enum class Restore { discard, zero, host, file };
-[[nodiscard]] const char* name_of(Restore restore) noexcept;
-[[nodiscard]] inline bool keeps_content(Restore restore) {
-  return restore == Restore::host || restore == Restore::file;
-}
 
 // One physical handle and the range that it backs. It may span allocations, and an allocation may span chunks.
 struct Chunk {
@@ -27,19 +22,18 @@ struct Chunk {
   Handle handle;
 };
 
-// What was asked for: its address never changes while it lives.
 struct Allocation {
   Address address;
   std::size_t bytes;
-  std::vector<Block> blocks;  // what is kept of it, in order; empty until something is to be kept
-  bool in_operation = false;  // the operation that its arena is busy with works on it
-  bool dying = false;         // it was freed meanwhile
+  std::vector<Block> blocks;  // in order; empty until its content is first to be kept
+  bool in_operation = false;  // the operation under way on its arena works on it
+  bool dying = false;         // freed during that operation; removed at its end
 };
 
-// The address space of one device, tag and policy, and the account of what is where in it. It calls no driver and
-// takes no lock: its saver does both. Every address of its spans is in exactly one of these: a live allocation, a free
-// range with memory (inside a chunk that another allocation still needs), a free range without, or a range on its way
-// from one to the other that only its saver knows.
+// The address space of one device, tag and restore policy, and the account of what is where in it. It calls no driver
+// and takes no lock; the mutex of its MemoryMap guards it. Every address of its spans is in exactly one of: a live
+// allocation; a free range with memory (in a chunk that another allocation still needs); a free range without memory;
+// a range that a caller has taken out, to map or unmap it.
 class Arena {
  public:
   struct Key {
@@ -52,83 +46,86 @@ class Arena {
   };
   struct Place {
     Address address;
-    bool mapped;  // memory is behind it already
+    bool mapped;  // it has memory already
   };
 
   explicit Arena(Key key) : key_(std::move(key)) {}
 
   [[nodiscard]] const Key& key() const { return key_; }
   [[nodiscard]] bool owns(Address address) const;
+  // Adds reserved addresses, free and without memory.
   void add_span(Address address, std::size_t bytes);
+  [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_; }
 
-  // Takes a free range: one that has memory where there is one (unless busy), else one without. Nothing where no free
-  // range is large enough.
+  // Takes a free range out: one with memory if there is one and the arena is not busy, else one without. Empty if none
+  // is large enough.
   [[nodiscard]] std::optional<Place> take(std::size_t bytes);
-  // Gives a range without memory back.
+  // Puts a range without memory back.
   void reclaim(Address address, std::size_t bytes) { unmapped_.add(address, bytes); }
+  // Takes a particular free range without memory out, until it is reclaimed.
+  void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
 
   void add_allocation(Address address, std::size_t bytes);
-  // Forgets an allocation. Chunks that no live allocation needs any more are taken out of the account and returned:
-  // unmap them, then reclaim() each (or put it back by keep_chunk). Host and file space of its blocks is the caller's.
+  // Removes an allocation and returns the chunks that no live allocation needs any more, out of the account: unmap
+  // them, then reclaim() or keep_chunk() each. The caller has given the backups of its blocks back.
   std::vector<Chunk> remove_allocation(Address address);
+  // The allocation that holds all of the range, or null.
+  [[nodiscard]] const Allocation* allocation_around(Address address, std::size_t bytes) const;
+  // Whether a live allocation begins here that has not been freed.
+  [[nodiscard]] bool alive(Address address) const;
 
+  // A range has memory again; nothing is owed there any more.
   void add_chunk(const Chunk& chunk);
-  // A chunk lost its memory: free ranges inside it have none any more, and live ones are owed what `restore` says.
+  // A chunk lost its memory: live ranges in it are owed what `restore` says.
   void drop_chunk(Address address, Restore restore);
-  // Divides what is allocated into blocks, where that was not done yet. No chunk ever begins or ends inside of one: a
-  // block has memory or has none, and what was written to a part that a failed release left is never mixed with what
-  // was kept of the rest.
-  void make_blocks();
-  // A chunk that no live allocation needs stays mapped after all; its range is free, with memory.
+  // Puts back a chunk that no live allocation needs and that stays mapped: its range is free, with memory.
   void keep_chunk(const Chunk& chunk);
-  // A free range without memory is not to be had until it is reclaimed.
-  void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
-  // All that is released now is owed what `restore` says, and nothing else.
+
+  // Divides allocations that have no blocks yet into blocks. No chunk begins or ends inside a block, so a block is
+  // mapped or released as a whole and never mixes content written after a failed release with its backup.
+  void make_blocks();
+  // Ranges, each for one chunk, that together cover `range`, which has no memory: 64 MiB first, so that a release gives
+  // its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost goes with the number
+  // of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each; mapping 64 GiB takes 64 ms
+  // in handles of 32 MiB, 4 ms in handles of 1 GiB), and beyond 1 GiB it no longer shows beside the copy.
+  [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const;
+
+  // Everything released now is owed what `restore` says, and nothing else.
   void owe(Restore restore);
-  // Whether the last resume found content that it could not bring back.
+  // Whether some of the range was released under `restore` and has had no memory since.
+  [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
+  // Whether the last resume failed to restore some content from its backup.
   [[nodiscard]] bool damaged() const;
 
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
-
   // The longest runs of live addresses without memory, in address order.
   [[nodiscard]] std::vector<RangeSet::Range> released_runs() const;
-  // Ranges that shall each get a chunk of their own, to back this one, which has no memory: 64 MiB first, so that a
-  // release gives its first memory back after about 1.2 ms of copying, then doubling up to 1 GiB, because the
-  // driver's cost goes with the number of handles (on an H200 about 9 us create + 21 us access + 15 us unmap + 13 us
-  // release each; 64 GiB take 64 ms to map in handles of 32 MiB and 4 ms in handles of 1 GiB) and larger ones gain
-  // nothing that shows beside the copy. None ends inside of a block.
-  [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const;
-  // Whether some of the range was released under `restore` and has had no memory since.
-  [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
   [[nodiscard]] std::size_t mapped_bytes() const;
   // Mapped bytes that no live allocation uses.
   [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
-  // What keeping all that is live in host memory would take beyond what its blocks own there.
+  // Host memory that a backup of everything live would need beyond what its blocks own.
   [[nodiscard]] std::size_t unprepared_bytes() const;
 
-  // An operation works on this arena, on what is allocated in it now: from here to its end, frees of those allocations
-  // wait, and new ones take fresh ranges.
+  // Marks the arena busy: until end_operation(), frees of its present allocations are deferred, and new allocations
+  // take ranges without memory only.
   void begin_operation();
-  // Returns the allocations whose frees have waited.
+  // Returns the allocations whose frees were deferred.
   [[nodiscard]] std::vector<Address> end_operation();
   [[nodiscard]] bool busy() const { return busy_; }
-  // Whether there is an allocation that nobody has freed yet.
-  [[nodiscard]] bool alive(Address address) const;
-  // Whether a free of the allocation has to wait, and then shall.
+  // Defers a free if an operation works on the allocation; returns whether it did.
   [[nodiscard]] bool defer_free(Address address);
 
-  // What is wrong with this account, in words; empty where every address is in exactly one place, and every live one
-  // either has memory or is owed what one policy says. `refused`: ranges that the driver did not unmap. Only while
-  // nothing else uses the arena.
+  // Every broken invariant of this account, in words: each address is in exactly one place, each live range has memory
+  // or is owed what one policy says. `refused`: ranges that the driver did not unmap. Only while nothing else uses the
+  // arena.
   [[nodiscard]] std::vector<std::string> audit(const RangeSet& refused) const;
-  // The spans of addresses that it was given.
-  [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_; }
 
  private:
+  struct Audit;
   [[nodiscard]] bool needed(const Chunk& chunk) const;
   void settle_debts(Address address, std::size_t bytes);
   [[nodiscard]] Address block_boundary(Address address) const;
@@ -137,9 +134,9 @@ class Arena {
   bool busy_ = false;
   std::vector<Address> dying_;
   std::map<Address, std::size_t> spans_;
-  RangeSet mapped_;
-  RangeSet unmapped_;
-  std::map<Restore, RangeSet> owed_;  // by the policy under which it was released; may hold free addresses too
+  RangeSet mapped_;                   // free, with memory
+  RangeSet unmapped_;                 // free, without memory
+  std::map<Restore, RangeSet> owed_;  // released, by the policy at that time; may include free addresses
   std::map<Address, Allocation> allocations_;
   std::map<Address, Chunk> chunks_;
   std::size_t live_ = 0;

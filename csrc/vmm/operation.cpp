@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "support/error.hpp"
+#include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -34,21 +35,82 @@ std::size_t DeviceWork::bytes() const {
   return sum;
 }
 
+OperationResult Operation::perform(const MemoryMap::Tags& tags) {
+  core_.check_process();
+  const Lock one_at_a_time(core_.backups.operation_mutex);
+  core_.check_usable();
+  OperationResult result;
+  {
+    const ScopeExit at_end([this] { end(); });
+    try {
+      core_.orphans.retry(core_.map);
+      core_.check_usable();
+      begin(tags);
+      core_.backups.files().punch_holes();
+      run();
+      core_.check_usable();  // a failure that was only logged may have been the loss of the context
+      const Lock lock(core_.map.mutex);
+      result = this->result();
+    } catch (Error& error) {
+      name_work(error, tags);
+      throw;
+    }
+  }
+  result.seconds = seconds();
+  return result;
+}
+
+void Operation::begin(const MemoryMap::Tags& tags) {
+  const Lock lock(core_.map.mutex);
+  const std::vector<Arena*> selected = core_.map.select(tags);
+  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(*arena);
+  core_.map.set_operation(kind_);
+  for (Arena* const arena : selected) {
+    arenas_.push_back(arena);
+    arena->begin_operation();
+    plan(*arena);
+  }
+}
+
+void Operation::end() {
+  core_.progress.end();
+  std::vector<std::pair<Arena*, std::vector<Chunk>>> freed;
+  {
+    const Lock lock(core_.map.mutex);
+    for (Arena* const arena : arenas_) {
+      for (const Address address : arena->end_operation()) freed.emplace_back(arena, core_.forget(*arena, address));
+    }
+  }
+  for (const auto& [arena, chunks] : freed) core_.physical.give_back(*arena, chunks);
+  core_.backups.files().punch_holes();
+}
+
+void Operation::name_work(Error& error, const MemoryMap::Tags& tags) const {
+  std::string names;
+  for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
+  std::size_t bytes = 0;
+  for (const auto& [index, device] : devices_) {
+    if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
+    bytes += device.bytes();
+  }
+  error.with_tag(names).with_bytes(bytes);
+}
+
 DeviceWork& Operation::on(int device) {
-  DeviceWork& work = devices[device];
+  DeviceWork& work = devices_[device];
   work.device = device;
   return work;
 }
 
-void Operation::on_each_device(const std::function<void(DeviceWork&)>& run) {
-  std::vector<std::exception_ptr> failures(devices.size());
+void Operation::on_each_device(const std::function<void(DeviceWork&)>& work) {
+  std::vector<std::exception_ptr> failures(devices_.size());
   std::vector<std::function<void()>> unstarted;
   std::vector<std::thread> threads;
   std::size_t index = 0;
-  for (auto& [device, each] : devices) {
-    const auto task = [&run, &each = each, &failure = failures[index++]] {
+  for (auto& [device, each] : devices_) {
+    const auto task = [&work, &each = each, &failure = failures[index++]] {
       try {
-        run(each);
+        work(each);
       } catch (Error& error) {
         error.with_tag(each.tags()).with_device(each.device).with_bytes(each.bytes());
         failure = std::current_exception();
@@ -56,7 +118,7 @@ void Operation::on_each_device(const std::function<void(DeviceWork&)>& run) {
         failure = std::current_exception();
       }
     };
-    if (index == devices.size()) {
+    if (index == devices_.size()) {
       task();  // the last on this thread: with one device there is no other
     } else if (auto thread = sys::start_thread(task)) {
       threads.push_back(std::move(*thread));
@@ -72,14 +134,14 @@ void Operation::on_each_device(const std::function<void(DeviceWork&)>& run) {
 }
 
 double Operation::seconds() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
 }
 
 OperationResult Operation::result() const {
-  const bool releasing = kind == Progress::Operation::release;
+  const bool releasing = kind_ == Progress::Operation::release;
   OperationResult result;
   std::map<std::string, TagOutcome> tags;
-  for (const Arena* arena : arenas) {
+  for (const Arena* arena : arenas_) {
     TagOutcome& outcome = tags[arena->key().tag];
     outcome.tag = arena->key().tag;
     const std::string restore = name_of(arena->key().restore);
@@ -87,7 +149,7 @@ OperationResult Operation::result() const {
     outcome.bytes += arena->live_bytes();
     if (!arena->released_runs().empty()) outcome.state = "released";
   }
-  for (const auto& [index, device] : devices) {
+  for (const auto& [index, device] : devices_) {
     result.devices.push_back(index);
     result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
     result.work.raise_to(device.seconds);

@@ -8,78 +8,81 @@
 #include <vector>
 
 #include "backup/pipeline.hpp"
-#include "driver/driver.hpp"
+#include "support/error.hpp"
+#include "support/mutex.hpp"
 #include "support/progress.hpp"
 #include "support/transaction.hpp"
 #include "vmm/arena.hpp"
+#include "vmm/core.hpp"
+#include "vmm/memory_map.hpp"
+#include "vmm/result.hpp"
 
 namespace memsaver {
-
-struct TagOutcome {
-  std::string tag;
-  std::string restore;
-  std::string state;
-  std::size_t bytes = 0;
-  std::size_t released_bytes = 0;
-  std::size_t resumed_bytes = 0;
-  std::size_t backed_up_bytes = 0;
-  std::size_t unchanged_bytes = 0;
-  std::size_t zero_bytes = 0;
-  std::size_t restored_bytes = 0;
-  bool already = true;
-};
-
-struct OperationResult {
-  std::vector<TagOutcome> tags;
-  std::vector<int> devices;  // that were worked on
-  double seconds = 0;
-  PipelineSeconds work;  // the slowest device's
-  // Release: until the first 64 MiB (or all there was) were back with the driver, on the slowest device.
-  double first_memory_seconds = 0;
-};
 
 // What an operation does on one device.
 struct DeviceWork {
   struct Owned {
     Arena* arena;
     Chunk chunk;
-    Restore restore = Restore::discard;  // what its live ranges are owed: releasing, from then on; resuming, now
+    Restore restore =
+        Restore::discard;  // release: what its live ranges are owed from then on; resume: what they are owed
   };
   int device = -1;
   std::vector<ContentBlock> blocks;               // content to keep or restore
   std::vector<Owned> kept;                        // chunks under content
   std::vector<Owned> others;                      // chunks whose content is not kept
-  std::map<std::string, std::size_t> done_bytes;  // given back or mapped, by tag
+  std::map<std::string, std::size_t> done_bytes;  // released or mapped, by tag
   std::size_t freed_bytes = 0;
   double first_memory_seconds = 0;
   std::vector<Owned> acquired;
   Transaction transaction;
   PipelineSeconds seconds;
 
-  // Puts blocks, and the chunks under them, in address order, as Pipeline wants them.
+  // Sorts blocks, and the chunks under them, by address, as Pipeline expects them.
   void sort();
-  // What an error names where no single tag is in work.
+  // Names all tags, for errors.
   [[nodiscard]] std::string tags() const;
   [[nodiscard]] std::size_t bytes() const;
 };
 
-// One release or resume: the arenas that are busy with it, and what it does on each device.
-struct Operation {
-  explicit Operation(Progress::Operation what) : kind(what) {}
+// The frame in which a release or a resume runs: plan under the lock, work without it, report.
+class Operation {
+ public:
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+  virtual ~Operation() = default;
 
-  const Progress::Operation kind;
-  const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-  std::vector<Arena*> arenas;
-  std::map<int, DeviceWork> devices;  // by device; those with something to do
-  std::size_t content_bytes = 0;      // to keep or restore
+  // Marks the arenas of `tags` busy and plans them all at the same instant, then runs the plan. In every case the
+  // arenas are free again afterwards, and the frees that were deferred are done. An error names what the subclass says,
+  // and else the tags and bytes in work. Operations run one at a time.
+  OperationResult perform(const MemoryMap::Tags& tags);
 
+ protected:
+  Operation(Core& core, Progress::Operation kind) : core_(core), kind_(kind) {}
+
+  // Adds the work of one arena to devices_.
+  virtual void plan(Arena& arena) REQUIRES(core_.backups.operation_mutex, core_.map.mutex) = 0;
+  virtual void run() REQUIRES(core_.backups.operation_mutex) = 0;
+
+  // The work of a device, made if there is none yet.
   [[nodiscard]] DeviceWork& on(int device);
-  // Runs `run` for each device, side by side, and waits for all of them. Throws the first failure.
-  void on_each_device(const std::function<void(DeviceWork&)>& run);
-
+  // Calls `work` for each device in a thread of its own and waits for all of them. Throws the first failure.
+  void on_each_device(const std::function<void(DeviceWork&)>& work);
   [[nodiscard]] double seconds() const;
-  // What came of it. Only while nothing else changes the arenas.
-  [[nodiscard]] OperationResult result() const;
+
+  Core& core_;
+  const Progress::Operation kind_;
+  std::vector<Arena*> arenas_;         // busy with this operation
+  std::map<int, DeviceWork> devices_;  // those with something to do
+  std::size_t content_bytes_ = 0;      // to keep or restore
+
+ private:
+  void begin(const MemoryMap::Tags& tags) REQUIRES(core_.backups.operation_mutex);
+  void end();
+  [[nodiscard]] OperationResult result() const REQUIRES(core_.map.mutex);
+  void name_work(Error& error, const MemoryMap::Tags& tags) const;
+
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace memsaver

@@ -1,4 +1,4 @@
-"""What torch_memory_saver's README shows, as one script that knows nothing of memsaver.
+"""The script of torch_memory_saver's README, without any reference to memsaver.
 
 Run it as ``script.py HOOK_MODE BYTES``: the hook mode, and the size of a tensor.
 """

@@ -1,4 +1,4 @@
-"""One engine for all tests that only talk to it; each test gets it resident and open."""
+"""One engine for all tests that only talk to it; each test finds it resident and open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that loses things, between a client and the real service."""
+"""A TCP proxy that loses requests or answers, between a client and the real service."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _read_message(connection: socket.socket) -> bytes:
 
 @contextmanager
 def flaky_proxy(target: str) -> Iterator[FlakyProxy]:
-    """Run a proxy to ``target`` for the length of the block."""
+    """Run a proxy to ``target`` while the block runs."""
     proxy = FlakyProxy(target)
 
     class Handler(socketserver.BaseRequestHandler):

@@ -1,9 +1,8 @@
-"""``memsaver serve`` in forks of one program, one after the other, which stand still where a test is to kill them.
+"""Runs ``memsaver serve`` in forks of one program, one after another, each held at the place where a test kills it.
 
-A fork, since loading torch and transformers is most of what a start costs. Each line of input is a request in JSON:
-the command's ``arguments``, the ``environment`` that is added to this one's, and the ``phase`` and the driver's
-``call`` in which the fork is to stand still. The answer is the fork's process id; then comes what it prints itself, and
-once it has ended ``exit`` with its code.
+Forking saves most of the start time, which is importing torch and transformers. Each line of input is a JSON request:
+the command's ``arguments``, the ``environment`` to add, and the ``phase`` and driver ``call`` in which the fork is
+held. The output is the fork's process id, then what the fork prints, then ``exit`` and its exit code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from memsaver_server.cli import commands, main  # noqa: F401
 
 
 def stand_still(phase: str, call: str) -> None:
-    """In the second phase of that name: in its first ``call`` to the driver, and then say so; or at its beginning."""
+    """Hold in the second phase of that name: at its first ``call`` to the driver (and print so), or at its
+    beginning."""
     begin = PhaseLog.phase
     turns = itertools.count(1)
 
@@ -57,7 +57,7 @@ def stand(call: str) -> None:
 
 
 gc.collect()
-gc.freeze()  # what is loaded is not looked through, and so not copied, in each fork
+gc.freeze()  # the collector does not touch loaded objects, so forks do not copy their pages
 for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()

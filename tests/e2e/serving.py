@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
 
-#: Small enough for every test machine; each test that needs more says so.
+#: Small enough for every test machine; tests that need more override it.
 HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB"}
 
 
@@ -39,13 +39,13 @@ class Server:
             return log.read()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send ``number``, wait for the end and return the exit code."""
+        """Send ``number``, wait for the exit and return its code."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its own MEMSAVER_ settings, and with ``changes``."""
+    """This process's environment without its own MEMSAVER_ settings, plus ``changes``."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEMSAVER_")}
     return {**inherited, **HOST_ENVIRONMENT, **(changes or {})}
 
@@ -54,7 +54,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 def serving(
     *options: str, changes: Mapping[str, str] | None = None, program: tuple[str, ...] = MEMSAVER
 ) -> Iterator[Server]:
-    """Run ``memsaver serve`` with ``options`` for the length of the block; it answers when the block begins."""
+    """Run ``memsaver serve`` with ``options`` while the block runs; it is ready when the block begins."""
     where = () if {"--port", "--uds"} & set(options) else ("--port", "0")
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         process = subprocess.Popen(
@@ -87,13 +87,13 @@ def memsaver(*arguments: str, changes: Mapping[str, str] | None = None) -> subpr
 
 
 def python_blocks(page: str) -> list[str]:
-    """The Python examples of a page, named by its path in the project."""
+    """The Python examples of a page, given by its path in the project."""
     found: list[str] = BLOCK.findall((ROOT / page).read_text())
     return found
 
 
 class Example(Child):
-    """A page's example as a running program, spoken to as by its reader at a terminal."""
+    """A page's example as a running program, which the test operates as a reader at a terminal."""
 
     def __init__(self, code: str) -> None:
         super().__init__("-u", "-c", code, inherited=environment())
@@ -106,18 +106,17 @@ class Example(Child):
 
 
 class Forks(Child):
-    """Runs of ``memsaver serve`` that a test kills, one after the other: a start costs a second instead of five."""
+    """Runs of ``memsaver serve`` that a test kills, one after another. A start takes one second instead of five."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(__file__).with_name("forks.py")), inherited=environment())
         self.pid = 0
 
     def serve(self, *options: str, changes: Mapping[str, str], phase: str = "", call: str = "") -> str:
-        """Start one, once the last has ended. Its address.
+        """Start a run after the last one has ended, and return its address.
 
-        Args:
-            phase: stand still in the second phase of that name,
-            call: and there in the first call of that name to the driver; ``read_line`` tells when.
+        With ``phase`` it is held in the second phase of that name, and with ``call`` at the first such driver call
+        there; ``read_line`` then tells when it is held.
         """
         request = {"arguments": ["serve", *options], "environment": dict(changes), "phase": phase, "call": call}
         self.pid = int(self.ask(json.dumps(request)))
@@ -129,7 +128,7 @@ class Forks(Child):
         return address.group()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send the one that runs a signal, wait for its end and return the exit code."""
+        """Send a signal to the running one, wait for its exit and return its code."""
         os.kill(self.pid, number)
         self.pid = 0
         while not (line := self.read_line()).startswith("exit "):

@@ -98,7 +98,7 @@ def test_watch_shows_operations_as_they_come(server: Server, client: Client) -> 
     )
     try:
         assert watching.stdout is not None
-        # The watcher may not look yet: act until it has seen something.
+        # The watcher may not have started: repeat until it has seen something.
         seen = threading.Event()
 
         def act() -> None:
@@ -144,7 +144,7 @@ def test_a_long_operation_shows_on_a_terminal_where_it_is() -> None:
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command that runs on a terminal of its own."""
 
     def __init__(self, *arguments: str, **changes: str) -> None:
         self._command = [*MEMSAVER, *arguments]
@@ -162,9 +162,9 @@ class Terminal:
             self.shown += os.read(self._master, 65536).decode(errors="replace")
 
     def end(self) -> int:
-        """Read to the end; returns the exit code."""
+        """Read to the end and return the exit code."""
         assert self._child is not None
-        with suppress(OSError):  # how a terminal says that its last program has gone
+        with suppress(OSError):  # reported by a terminal after its last program's exit
             while chunk := os.read(self._master, 65536):
                 self.shown += chunk.decode(errors="replace")
         return self._child.wait(60)

@@ -1,4 +1,4 @@
-"""The clients against a running engine, over a network that loses things."""
+"""The clients against a running engine, over a lossy network."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def proxy(server: Server) -> Iterator[FlakyProxy]:
         yield proxy
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_lost_answer_is_asked_for_again_and_is_the_first_ones(client: Client, proxy: FlakyProxy) -> None:
-    """R10: the caller is gone in the middle; the operation completes, and its repeat gets its result."""
+    """The connection is lost in the middle; the operation completes, and the repeat gets its result."""
     before = len(client.operations())
     proxy.losses = ["answer"]
     with Client(proxy.url) as lossy:

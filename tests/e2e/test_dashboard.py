@@ -14,7 +14,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the packag
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")
 
-#: No sandbox: containers have no user namespaces to make one of. Nothing else is called but our own page.
+#: No sandbox, because containers have no user namespaces for one. Only our own page is loaded.
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -39,7 +39,7 @@ def browser() -> Iterator[playwright.Browser]:
 
 @pytest.fixture
 def page(browser: playwright.Browser, request: pytest.FixtureRequest) -> Iterator[playwright.Page]:
-    """A page of some width and colour scheme, that must report no error."""
+    """A page with a given width and colour scheme, which must report no error."""
     width, scheme = getattr(request, "param", (DESKTOP, "light"))
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
     page = context.new_page()
@@ -49,7 +49,7 @@ def page(browser: playwright.Browser, request: pytest.FixtureRequest) -> Iterato
     page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
     yield page
     context.close()
-    # A missing key and a server that goes away are told on the page, and by the browser too.
+    # The browser logs a missing key and a lost server too, beside the page.
     assert [error for error in errors if not error.startswith("Failed to load resource")] == []
 
 
@@ -175,7 +175,7 @@ def test_the_key_stays_in_the_tab(page: playwright.Page) -> None:
 
 
 def test_it_connects_again(page: playwright.Page) -> None:
-    """A server that goes away is told, and its successor is found without a reload."""
+    """A lost server is shown, and its successor is found without a reload."""
     with serving() as server:
         page.goto(server.url)
         state(page, "resident")

@@ -1,4 +1,4 @@
-"""The files under deploy/, by their own validators where those are installed, and against a running engine."""
+"""The files under deploy/, checked by their validators if installed, and against a running engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from memsaver_server.client import Client
+from tests.waiting import wait_until
 
 from .serving import Server
 
@@ -27,7 +27,7 @@ METRIC = re.compile(r"memsaver_[a-z_]+")
 
 
 def need(tool: str) -> str:
-    """Return the path of a tool, beside this Python or on the path; skip the test without it."""
+    """Return the path of a tool beside this Python or on the PATH; skip the test if there is none."""
     found = shutil.which(str(Path(sys.executable).with_name(tool))) or shutil.which(tool)
     if found is None:
         pytest.skip(f"{tool} is not installed")
@@ -45,7 +45,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> Iterator[str]:
-    """Every query of the dashboard, its variables filled in."""
+    """Every query of the dashboard, with its variables filled in."""
     board = dashboard()
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     queries += [annotation["expr"] for annotation in board["annotations"]["list"]]
@@ -158,15 +158,16 @@ def test_a_real_prometheus_scrapes_the_engine(server: Server, client: Client, tm
     try:
         client.release()
         query = {"query": 'memsaver_state{state="released"} == 1'}
-        while True:
+
+        def is_scraped() -> bool:
             assert running.poll() is None, (tmp_path / "log").read_text()
             try:
                 answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params=query).json()
             except httpx.TransportError:
-                answer = {}
-            if answer.get("data", {}).get("result"):
-                break
-            time.sleep(0.1)
+                return False
+            return bool(answer.get("data", {}).get("result"))
+
+        wait_until(is_scraped, interval_s=0.1)
         for expression in expressions():
             asked = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expression}).json()
             assert asked["status"] == "success", expression

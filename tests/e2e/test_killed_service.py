@@ -1,6 +1,5 @@
-"""A served engine that is killed or told to end in the middle: what its device, its callers' addresses and the next
-engine see.
-"""
+"""A served engine that is killed or terminated in the middle of work: effects on its device, its address and the
+next engine."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from .serving import Forks
 CAPACITY = 128 * MIB
 SMALL = ("--kv-cache-bytes", "16MiB")
 TENANT = 8 * MIB
-#: The phases that a served engine is killed in, each with the call to the driver that it is in the middle of, if any.
+#: The phases in which a served engine is killed, each with the driver call at which it is held, if any.
 PLACES = [
     ("drain", ""),
     ("pause", "copy_to_host"),
@@ -58,7 +57,7 @@ def forks(program: Forks) -> Iterator[Forks]:
 
 @dataclass
 class Host:
-    """A host device, and a folder for backups, that engines share."""
+    """A host device and a folder for backups, shared by engines."""
 
     name: str
     backups: Path
@@ -97,7 +96,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 class Tenant:
-    """A co-tenant in this process, whose content must stay whole, and who sees what the others hold."""
+    """A co-tenant in this process, whose content must stay intact, and which measures what others hold."""
 
     def __init__(self, host: Host) -> None:
         self.saver = host.saver()
@@ -116,7 +115,7 @@ class Tenant:
         self.saver.free(self.rest)
 
     def check(self) -> None:
-        assert self.saver.audit() == []  # nobody else holds anything
+        assert self.saver.audit() == []  # no other process holds anything
         self.saver.release([], [], {})
         self.saver.resume([])
         assert content(self.address, TENANT) == self.written
@@ -128,7 +127,7 @@ def tokens(client: Client) -> list[int]:
 
 
 def check_cycle(client: Client) -> list[int]:
-    """The tokens, which are the same after a release and a resume."""
+    """The tokens, after checking that they are the same after a release and a resume."""
     before = tokens(client)
     assert client.release().released_bytes > 0
     assert client.resume().success
@@ -137,13 +136,13 @@ def check_cycle(client: Client) -> list[int]:
 
 
 def wait_for_phase(client: Client, operation_id: str, phase: str) -> None:
-    """Return when the operation is in the phase, which it does not leave by itself."""
+    """Return once the operation is in the phase, which it does not leave by itself."""
     names = (event.data["name"] for event in client.events(operation_id) if event.name == "phase")
     assert phase in names, f"the operation ended without {phase}"
 
 
 def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
-    """Begin what comes into the phase, part of the backup on disk; return when the engine is there."""
+    """Begin the operation that reaches the phase, with part of the backup on disk; return once the engine is there."""
     if phase in RELEASING:
         operation = client.start_release(restore={"weights": "file"})
     else:
@@ -162,9 +161,10 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
 def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str) -> None:
-    """S5, B6: a served engine is killed in each phase. What it held is free at once, no backup file stays, the
-    co-tenant notices nothing, and the next engine takes address and device over, and completes a cycle."""
+    """Its memory is free at once, no backup file remains, the co-tenant is unaffected, and the next engine takes
+    over the address and device and completes a cycle."""
     path = tmp_path / "engine.sock"
     where = ("--uds", str(path)) if over == "unix" else ("--port", str(free_port()))
     tenant = Tenant(host)
@@ -172,7 +172,7 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
     for phase, call in PLACES:
         url = forks.serve(*SMALL, *where, changes=host.environment(), phase=phase, call=call)
         with Client(url) as client:
-            expected.append(check_cycle(client))  # what the last one left is in nobody's way
+            expected.append(check_cycle(client))  # what the last one left does not interfere
             assert tenant.others_hold() > 0
             if phase == "wait_for_memory":
                 client.release()
@@ -186,7 +186,7 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
             tenant.give_the_rest_back()
         assert tenant.others_hold() == 0, phase
         assert list(host.backups.iterdir()) == [], phase
-        assert host.shared_memory() == [str(host.account)], phase  # which is the co-tenant's now
+        assert host.shared_memory() == [str(host.account)], phase  # which belongs to the co-tenant now
         assert path.exists() == (over == "unix")
         tenant.check()
     forks.serve(*SMALL, *where, changes=host.environment())
@@ -198,9 +198,10 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
     assert not path.exists()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_what_the_only_engine_leaves_behind_is_taken_over(forks: Forks, host: Host, tmp_path: Path) -> None:
-    """S5: killed without a co-tenant, an engine leaves its device's account and its socket behind, which hold nothing:
-    the next one takes both over, though its device is of another size, and takes both along when it ends."""
+    """Without a co-tenant, the device's account and the socket remain, and hold no memory. The next engine takes
+    both over, even with another device size, and removes both at its end."""
     path = tmp_path / "engine.sock"
     url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment())
     with Client(url) as client:
@@ -228,9 +229,9 @@ def hold_all(host: Host, pipe: Connection) -> None:
     signal.pause()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, host: Host) -> None:
-    """S5: a resume that waits for memory goes on when the co-tenant that holds it is killed: what the dead hold is
-    free."""
+    """A resume that waits for memory continues once the co-tenant that holds it is killed."""
     url = forks.serve(*SMALL, "--port", "0", changes=host.environment())
     with Client(url) as client:
         before = tokens(client)
@@ -252,9 +253,10 @@ def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, hos
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["at-rest", "in-flight"])
+@pytest.mark.guards("a process was killed in the middle of an operation", "the process aborted at exit")
 def test_terminated_with_a_part_released(forks: Forks, host: Host, tmp_path: Path, in_flight: bool) -> None:
-    """S5, T2: SIGTERM with a part released and a part resident, or with a release in flight: exit code 0, all memory is
-    given back, and account, socket and backups are gone."""
+    """SIGTERM with memory partly released, or with a release in flight: exit code 0, all memory is free, and
+    account, socket and backups are gone."""
     path = tmp_path / "engine.sock"
     url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment(), phase="pause", call="copy_to_host")
     with open(host.account, "rb", buffering=0) as account, Client(url) as client:
@@ -272,7 +274,7 @@ def test_terminated_with_a_part_released(forks: Forks, host: Host, tmp_path: Pat
 
 
 def held(account: BinaryIO) -> int:
-    """What a host device's account says that processes hold, as its file says it: the living and the dead."""
+    """The bytes that a host device's account file records for all processes, living or dead."""
     account.seek(0)
     _capacity, *slots = struct.unpack("257Q", account.read(257 * 8))
     return sum(slots)

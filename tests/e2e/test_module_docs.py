@@ -1,4 +1,4 @@
-"""The examples of docs/module.md run as they stand. That of CUDA graphs does so in tests/gpu."""
+"""The examples of docs/module.md run unchanged. The one about CUDA graphs runs in tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``memsaver serve`` as a process: where it listens, what it refuses, how it ends."""
+"""``memsaver serve`` as a process: where it listens, what it refuses, how it exits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
 
 
 @pytest.mark.parametrize(("number", "released"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+@pytest.mark.guards("the process aborted at exit")
 def test_a_signal_ends_it_with_code_0_released_or_not(number: signal.Signals, released: bool) -> None:
-    """T2: clean exit, released or not."""
     with serving() as server:
         if released:
             with Client(server.url) as client:
@@ -68,7 +68,7 @@ main()
 
 
 def test_what_is_loaded_is_left_out_of_full_garbage_collections() -> None:
-    """One takes 0.2 s in a process with torch loaded, and no probe is answered meanwhile."""
+    """A full collection takes 0.2 s in a process with torch loaded, and no probe is answered meanwhile."""
     with serving(program=(sys.executable, "-c", COUNTED)) as server:
         assert server.end() == 0
         [count] = [int(line.split()[-1]) for line in server.log.splitlines() if line.startswith("left out:")]
@@ -122,8 +122,9 @@ def test_what_it_cannot_serve_it_names(options: tuple[str, str], says: str) -> N
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_two_engines_of_one_host_device_take_turns(tmp_path: Path) -> None:
-    """R3: out of memory on resume is an answer; what was released still is, and the retry works."""
+    """Out of memory on resume is an answer; released memory stays released, and the retry works."""
     shared = {"MEMSAVER_HOST_DEVICE": f"e2e-{os.getpid()}", "MEMSAVER_HOST_CAPACITY": "192MiB"}
     big = ("--kv-cache-bytes", "128MiB")
     with serving(*big, changes=shared) as first, Client(first.url) as one:

@@ -1,4 +1,4 @@
-"""What tests on a GPU need besides it: a second one, co-tenants that take its memory."""
+"""A second GPU and co-tenants for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ for line in sys.stdin:
 
 
 class CoTenant(Child):
-    """A process that takes plain device memory, as any other CUDA program does, and gives it back on demand."""
+    """A process that takes plain device memory, as any CUDA program does, and frees it on demand."""
 
     def __init__(self, device: int = 0) -> None:
         super().__init__("-c", TENANT, str(device))
-        self.let_go()  # it has its context from here on
+        self.let_go()  # creates its CUDA context
 
     def leave(self, nbytes: int) -> int:
-        """Take all but ``nbytes`` of what is free. Returns the bytes that are free now."""
+        """Take all free memory but ``nbytes``. Returns the bytes that are free now."""
         return int(self.ask(f"leave {nbytes}"))
 
     def let_go(self) -> int:
-        """Give everything back. Returns the bytes that are free now."""
+        """Free everything. Returns the bytes that are free now."""
         return int(self.ask("let go"))

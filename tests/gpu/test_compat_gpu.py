@@ -1,7 +1,7 @@
 """torch_memory_saver's API on a real GPU, in both hook modes.
 
-Each test is a process of its own, started as an engine starts its workers. One that fails tells what the device, the
-saver and torch's allocator held at that moment.
+Each test runs in a process of its own, started as an engine starts its workers. If it fails, it prints what the device,
+the saver and torch's allocator held.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def test_simple(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_cuda_graph(mode: str) -> None:
-    """G1, G2: the memory of the cache and of the graphs goes, and the replay is right afterwards."""
+    """The memory of the cache and of the graphs is freed, and replay is correct afterwards."""
     run(
         """
         size = 16 * MIB
@@ -212,7 +213,7 @@ def test_cpu_backup(mode: str, backend: str) -> None:
 
 @both_modes
 def test_retained_backup(mode: str) -> None:
-    """A retained backup stays at its address after a resume, and the next pause refreshes it."""
+    """It keeps its address after a resume, and the next pause refreshes it."""
     run(
         """
         assert saver.retain_cpu_backup is False
@@ -243,8 +244,9 @@ def test_retained_backup(mode: str) -> None:
 @both_modes
 @pytest.mark.parametrize("retain", ["0", "1"])
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) -> None:
-    """B2: without retention the host memory is back with the kernel after a resume; with it, it stays."""
+    """Without retention the host memory is returned to the kernel; with it, it stays."""
     run(
         """
         retain = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
@@ -254,7 +256,7 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
             tensor = torch.randint(0, 255, (GIB,), dtype=torch.uint8, device="cuda")
         with saver.region("first", enable_cpu_backup=True):
             first = full(MIB, 1)
-        saver.pause("first")  # what the first operation loads is not counted
+        saver.pause("first")  # memory that the first operation loads does not count
         saver.resume("first")
         before = rss()
         for _ in range(2):
@@ -274,8 +276,9 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
 
 
 @both_modes
+@pytest.mark.guards("backup files were left behind")
 def test_disk_backup_over_three_cycles(mode: str, tmp_path: Path) -> None:
-    """B6: the same bytes each time, the same space on disk, and no file left behind."""
+    """The same bytes and disk space each time, and no file left behind."""
     run(
         """
         folder = os.environ["FOLDER"]
@@ -354,7 +357,7 @@ def test_tags_of_an_rl_step(mode: str) -> None:
 
 @both_modes
 def test_leaving_a_region(mode: str) -> None:
-    """disable(), the private setter, nested regions; what was allocated outside goes back when disable() ends."""
+    """disable(), the private setter and nested regions; memory allocated outside is freed when disable() ends."""
     run(
         """
         with saver.region("outer", enable_cpu_backup=True):
@@ -385,8 +388,9 @@ def test_leaving_a_region(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_memory_margin(mode: str) -> None:
-    """T1: torch frees its caches, tries again, and raises its own error; the process lives."""
+    """torch frees its caches, tries again and raises its own error; the process goes on."""
     run(
         """
         free, _ = torch.cuda.mem_get_info()
@@ -409,7 +413,8 @@ def test_memory_margin(mode: str) -> None:
 
 
 def test_training_engine() -> None:
-    """All of a trainer's memory is under the default tag; it works on in disable(), and torch can evict its cache."""
+    """All of a trainer's memory is under the default tag; it keeps working in disable(), and torch can evict its
+    cache."""
     run(
         """
         def forward(weights):
@@ -442,7 +447,7 @@ def test_training_engine() -> None:
         first = full(int(total * 0.3), 1)
         second = full(int(total * 0.3), 1)
         del first, second
-        third = full(int(total * 0.6), 1)  # fits once torch has given back what it holds of the other two
+        third = full(int(total * 0.6), 1)  # fits once torch has freed the cached blocks of the other two
         initial += 1
         assert all_equal(initial, 42) and all(all_equal(weight, 42) for weight in weights)
         """,
@@ -453,13 +458,13 @@ def test_training_engine() -> None:
 
 
 def test_raw_allocation_of_an_odd_size() -> None:
-    """6,912 bytes by cudaMalloc, paused and resumed through C, freed by cudaFree."""
+    """6,912 bytes from cudaMalloc, paused and resumed through C, freed by cudaFree."""
     run(
         """
         api = ctypes.CDLL(None)
         pointer = ctypes.c_void_p()
         size = ctypes.c_size_t(6912)
-        torch.cuda.empty_cache()  # the pause gives torch's caches back, which are under the default tag, too
+        torch.cuda.empty_cache()  # a pause frees torch's caches, which are under the default tag too
         level = sum(tag.bytes for tag in ms.status().tags)
         assert api.cudaMalloc(ctypes.byref(pointer), size) == 0
         assert process.saver().owns(pointer.value)
@@ -515,7 +520,7 @@ def test_nested_regions_under_init_enable() -> None:
 
 
 def test_graphs_of_torch_under_init_enable() -> None:
-    """A graph captured by torch.cuda.graph is under the default tag; all of its pool is content."""
+    """A graph captured by torch.cuda.graph is under the default tag, and its whole pool keeps its content."""
     run(
         """
         inputs = torch.ones(16 * MIB, device="cuda")
@@ -540,7 +545,7 @@ def test_graphs_of_torch_under_init_enable() -> None:
 
 
 def test_asynchronous_allocator_of_torch() -> None:
-    """cudaMallocAsync and cudaFreeAsync go to the saver too."""
+    """cudaMallocAsync and cudaFreeAsync are intercepted too."""
     run(
         """
         tensor = full(GIB, 42)
@@ -565,7 +570,7 @@ def test_asynchronous_allocator_of_torch() -> None:
 
 @both_modes
 def test_backup_memory_changes_during_a_capture(mode: str) -> None:
-    """Host memory is pinned and given back by other threads; a capture that is under way stays whole."""
+    """Other threads pin and free host memory during a capture, which stays valid."""
     run(
         """
         import threading
@@ -579,7 +584,7 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
             core.prepare_backup()
             core.wait_until_prepared()
             assert ms.status().host_backup.capacity_bytes >= GIB
-            core.drop_backups([])  # gives back, in the background, what nobody uses
+            core.drop_backups([])  # frees unused memory in the background
             while ms.status().host_backup.capacity_bytes:
                 time.sleep(0.01)
             done.append(True)
@@ -604,8 +609,9 @@ def test_backup_memory_changes_during_a_capture(mode: str) -> None:
 
 
 @both_modes
+@pytest.mark.guards("the process aborted at exit")
 def test_pools_that_end_inside_a_region(mode: str) -> None:
-    """T2: torch ends the process where a pool is destroyed while another one is in use."""
+    """torch ends the process if a pool is destroyed while another one is in use."""
     run(
         """
         graph = torch.cuda.CUDAGraph()
@@ -634,7 +640,7 @@ def test_pools_that_end_inside_a_region(mode: str) -> None:
 
 @both_modes
 def test_pools_that_are_let_go_of(mode: str) -> None:
-    """What torch holds free in a region's pool goes back once the pool is dropped, and the rest lives on."""
+    """Blocks that torch holds free in a region's pool are freed once the pool is dropped; the rest stays usable."""
     run(
         """
         def level():

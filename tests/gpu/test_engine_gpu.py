@@ -1,4 +1,4 @@
-"""The reference engine on a CUDA device: graphs replay after their memory went and came back."""
+"""The reference engine on a CUDA device: graphs replay after a release and a resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-#: MEMSAVER_TEST_SHAPE names another, for tools under which this one takes hours.
+#: MEMSAVER_TEST_SHAPE names another, for tools under which this one would take hours.
 QWEN2 = Path(os.environ.get("MEMSAVER_TEST_SHAPE", Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"))
 VOCABULARY = json.loads(QWEN2.read_text())["vocab_size"]
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -66,7 +66,7 @@ def resume(engine: TransformersEngine, lost: Sequence[str] = ("kv_cache", "works
 
 
 def request(prompt: int, tokens: int = 48) -> dict[str, Any]:
-    """A prompt of its own length and content, so that no two of a batch are alike."""
+    """A prompt of its own length and content, so that no two in a batch are alike."""
     ids = [(7919 * (prompt + 1) * (place + 3)) % VOCABULARY for place in range(3 + 11 * prompt % 600)]
     return {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
 
@@ -76,7 +76,7 @@ def alone(engine: TransformersEngine, prompts: Sequence[int]) -> list[list[int]]
 
 
 def together(engine: TransformersEngine, prompts: int) -> list[list[int]]:
-    """Answers of a batch that is put together in the same way each time: batches of other sizes round otherwise."""
+    """The answers of a batch that is always composed the same way, because other batch sizes round differently."""
     engine.flush_cache()
     engine.close_admission("gathering a batch", hold=prompts)
     engine.drain(60)
@@ -90,7 +90,7 @@ def used_bytes() -> int:
 
 
 def outside_regions() -> int:
-    """Bytes of torch's own pool, which no release reaches but by emptying its cache."""
+    """Bytes of torch's own pool, which a release frees only by emptying its cache."""
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (0, 0))
 
 
@@ -101,8 +101,9 @@ def addresses(engine: TransformersEngine) -> list[int]:
     return [tensor.data_ptr() for tensor in (*layers, *static, *(t for _, t in tensors_of(runner.model)))]
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: TransformersEngine) -> None:
-    """G1: the graph pool comes back with its content; nothing is captured anew and no address changes."""
+    """The pool comes back with its content; nothing is captured again, and no address changes."""
     assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
     before, where, graphs = alone(qwen, range(4)), addresses(qwen), dict(qwen._runner._graphs)
     assert all(len(set(answer)) > 10 for answer in before)
@@ -114,8 +115,9 @@ def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: Trans
         assert alone(qwen, range(4)) == before
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_every_batch_size_answers_the_same_after_release_and_resume(qwen: TransformersEngine) -> None:
-    """G1: for each captured graph, filled up rows included."""
+    """For each captured graph, padded rows included."""
     sizes = (2, 3, 8, 13, 32, 64)
     before = [together(qwen, size) for size in sizes]
     assert [together(qwen, size) for size in sizes] == before
@@ -124,8 +126,9 @@ def test_every_batch_size_answers_the_same_after_release_and_resume(qwen: Transf
     assert [together(qwen, size) for size in sizes] == before
 
 
+@pytest.mark.guards("releasing a graph freed nothing", "memory was reported free before it was free")
 def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> None:
-    """G2, R1: the graphs' pool too; when release returns, the device counts what it reported."""
+    """Including the graphs' pool; when the release returns, the device's count matches the report."""
     alone(qwen, [0])
     held = {tag.tag: tag.bytes for tag in ms.status().tags}
     assert held["cuda_graph"] > storage_bytes([qwen._runner._logits])
@@ -138,8 +141,9 @@ def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> Non
     resume(qwen)
 
 
+@pytest.mark.guards("releasing a graph freed nothing")
 def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
-    """G2: releasing the graphs frees their pool, measured, and nothing else."""
+    """Its bytes are freed, as measured, and nothing else is."""
     answers = alone(qwen, [1])
     held = next(tag.bytes for tag in ms.status().tags if tag.tag == "cuda_graph")
     before = used_bytes()
@@ -149,8 +153,9 @@ def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
     assert alone(qwen, [1]) == answers
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_whose_pool_was_given_up_are_captured_anew(qwen: TransformersEngine) -> None:
-    """G1: where the caller gives the pool's content up, no graph that relied on it is replayed."""
+    """No graph that relied on discarded content is replayed."""
     answers, graphs = alone(qwen, range(3)), list(qwen._runner._graphs.values())
     release(qwen, ["cuda_graph"], restore={"cuda_graph": "discard"})
     resume(qwen, lost=["cuda_graph"])
@@ -167,8 +172,9 @@ def test_requests_frozen_over_a_released_cache_are_computed_again(qwen: Transfor
     assert all(len(future.result(120).output) == 400 for future in futures)
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_weights_loaded_from_a_checkpoint_lie_in_their_region(start: Start) -> None:
-    """R15: transformers loads from threads of its own, which a region does not see; nothing may stay outside."""
+    """transformers loads in threads of its own, to which the region does not apply; nothing may stay outside."""
     engine = start()
     needed = storage_bytes(tensor for _, tensor in tensors_of(engine._runner.model))
     assert all(tensor.is_cuda for _, tensor in tensors_of(engine._runner.model))
@@ -211,8 +217,9 @@ def test_new_weights_reach_the_graphs(start: Start) -> None:
 
 
 @pytest.mark.parametrize("order", [("cuda_graph", "kv_cache", "weights"), ("weights", "cuda_graph", "kv_cache")])
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str, ...]) -> None:
-    """R12: until the last of what graphs use is back, requests are refused; then the same graphs answer the same."""
+    """Requests are refused until everything that graphs use is back; then the same graphs give the same answers."""
     engine = start(random_weights=QWEN2, kv_cache_bytes=GIB, batch_sizes=(1, 4))
     graphs = dict(engine._runner._graphs)
     with attach(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:

@@ -1,4 +1,4 @@
-"""CUDA graphs over memory that goes and comes back. Each test uses tags of its own: all share one saver."""
+"""CUDA graphs over released and resumed memory. All tests share one saver, so each has tags of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 1024
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """A start of tags that no other test uses; what is left under them is resumed at the end."""
+    """A prefix of tags that no other test uses; memory left under them is resumed at the end."""
     name = f"t-{uuid.uuid4().hex[:8]}"
     yield name
     gc.collect()
@@ -31,7 +31,7 @@ def tag() -> Iterator[str]:
 
 
 class Attention:
-    """A step as an engine's: weights, a cache that the graph reads, static input and output."""
+    """A step like an engine's: weights, a cache that the graph reads, static input and output."""
 
     def __init__(self, tag: str) -> None:
         self.tags = [f"{tag}-w", f"{tag}-kv", f"{tag}-g"]
@@ -63,7 +63,7 @@ class Attention:
 
 
 def replayed(graph: torch.cuda.CUDAGraph, out: torch.Tensor) -> torch.Tensor:
-    out.fill_(2)  # nothing that a step yields
+    out.fill_(2)  # a value that no step yields
     graph.replay()
     return out.cpu()
 
@@ -73,8 +73,9 @@ def bytes_of(tag: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["zero", "discard"])
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "undefined KV cache pages produced NaN")
 def test_weights_and_graph_come_back_where_the_cache_is_given_up(tag: str, policy: str) -> None:
-    """G1, R14: the graph replays over a cache that came back empty, and right over one that was written anew."""
+    """The graph replays over a cache that came back as zeros, and correctly over one that was written again."""
     engine = Attention(tag)
     graph, out = engine.capture(engine.pool())
     expected, cache = replayed(graph, out), engine.cache.cpu()
@@ -87,8 +88,9 @@ def test_weights_and_graph_come_back_where_the_cache_is_given_up(tag: str, polic
         assert torch.equal(replayed(graph, out), expected)
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_graphs_that_share_a_pool_replay_after_release(tag: str) -> None:
-    """G1, G2: all graphs of one pool replay right, in any order, and the pool's bytes went, measured."""
+    """All graphs of one pool replay correctly, in any order, and the pool's bytes were freed, as measured."""
     engine = Attention(tag)
     pool = engine.pool()
     graphs = [engine.capture(pool, times) for times in (4, 3, 2, 1)]
@@ -106,8 +108,9 @@ def test_graphs_that_share_a_pool_replay_after_release(tag: str) -> None:
         assert all(torch.equal(replayed(*graphs[i]), expected[i]) for i in order)
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_capture_after_resume(tag: str) -> None:
-    """G1: a graph captured after a resume, into the pool of one from before it, leaves both right."""
+    """A graph captured after a resume, into an earlier graph's pool: both replay correctly."""
     engine = Attention(tag)
     pool = engine.pool()
     graphs = [engine.capture(pool, 3)]
@@ -124,9 +127,10 @@ def test_capture_after_resume(tag: str) -> None:
     assert torch.equal(replayed(*graphs[0]), expected[0])
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice", "the process aborted at exit")
 def test_graph_destroyed_while_released(tag: str) -> None:
-    """R7, T2: the graph's memory is not there when torch gives it back; the pool's other graph is right, and in the end
-    nothing is left under the tag."""
+    """torch frees the graph's memory while it is released; the pool's other graph is correct, and nothing remains
+    under the tag."""
     engine = Attention(tag)
     pool = engine.pool()
     given = engine.given.cpu()
@@ -144,14 +148,15 @@ def test_graph_destroyed_while_released(tag: str) -> None:
     del graph, out, pool
     gc.collect()
     torch.cuda.empty_cache()
-    assert bytes_of(engine.tags[2]) == 2 * MIB  # torch's segment with the static input
+    assert bytes_of(engine.tags[2]) == 2 * MIB  # torch's segment that holds the static input
     ms.resume(engine.tags)
     assert torch.equal(engine.given.cpu(), given)
 
 
 @pytest.mark.parametrize("last", ["exit", "destroy"])
+@pytest.mark.guards("the process aborted at exit")
 def test_exit_while_released_with_graphs_alive(last: str) -> None:
-    """T2: several graphs of one pool, their memory released, and the interpreter ends, before or after they do."""
+    """With several graphs of one pool released, the interpreter exits before or after they are destroyed."""
     result = run_python(
         f"""
         import gc, torch, memsaver_core as ms

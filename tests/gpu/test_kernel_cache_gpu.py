@@ -1,4 +1,4 @@
-"""Compiled kernels are kept between processes, in files that nobody else can write."""
+"""Compiled kernels are cached between processes, in files that only their owner can write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ assert process.saver().digest(0, tensor.data_ptr(), tensor.nbytes, key) == _nati
 
 
 def digest(cache: Path) -> None:
-    """Digest something in a new process: it must run our kernel, and nothing else."""
+    """Compute a digest in a new process, which must run our kernel and nothing else."""
     output_of(DIGEST, XDG_CACHE_HOME=str(cache))
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
 GIB = 1 << 30
 
-#: Whoever sleeps such a wait out, instead of going on as soon as the memory is there, meets the client's time limit.
+#: A resume that waits this long, instead of continuing once the memory is free, exceeds the client's timeout.
 AN_HOUR = {"wait_for_memory_s": 3600}
 
 
@@ -62,15 +62,19 @@ def tokens(http: httpx.Client) -> list[list[int]]:
     return [http.post("/generate", json=body).raise_for_status().json()["output_ids"] for body in bodies]
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "health probes confused a sleeping engine with a dead one",
+)
 def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3, R11: 503 with the figures, the engine lives with its backup intact, alive and not ready; after the
-    co-tenant let go the retry is token-identical."""
+    """503 with figures; the engine is alive and not ready, with its backup intact; after the co-tenant freed its
+    memory the retry gives the same tokens."""
     before = tokens(http)
     released = http.post("/release_memory_occupation").raise_for_status().json()["released_bytes"]
     assert released > 11 * GIB
     free = tenant.leave(GIB)
     assert free < 2 * GIB
-    for _ in range(3):  # a client that tries again changes nothing
+    for _ in range(3):  # retries change nothing
         response = http.post("/resume_memory_occupation")
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
@@ -89,9 +93,10 @@ def test_resume_while_a_co_tenant_holds_the_memory(http: httpx.Client, tenant: C
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_co_tenant_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: with `wait_for_memory_s` the resume succeeds as soon as the memory is let go, without another request and an
-    hour before the wait is over."""
+    """With `wait_for_memory_s` the resume succeeds once the memory is free, long before the one-hour limit and
+    without another request."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -104,8 +109,9 @@ def test_resume_waits_for_a_co_tenant_to_let_go(http: httpx.Client, tenant: CoTe
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_co_tenant_that_is_killed(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: what a co-tenant held that ends without a word ends the wait, too."""
+    """The memory of a killed co-tenant ends the wait, too."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -115,8 +121,9 @@ def test_resume_waits_for_a_co_tenant_that_is_killed(http: httpx.Client, tenant:
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: what is not enough ends no wait; what is added to it later does."""
+    """Too little free memory does not end the wait; more of it later does."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(7 * GIB)
@@ -124,7 +131,7 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
         second.leave(GIB)
         with resume_that_waits(http) as waiting:
             assert second.let_go() < 11 * GIB
-            for _ in range(20):  # each looks at the device, as the wait does
+            for _ in range(20):  # each reads the device, as the wait does
                 assert free_bytes(http) < 11 * GIB
             assert not waiting.done()
             tenant.let_go()
@@ -132,9 +139,9 @@ def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: 
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: after the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
-    works."""
+    """503 with figures; released tags and the reason for refusing requests are as before; the retry works."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(GIB)
@@ -153,8 +160,12 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
     assert tokens(http) == before
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "a request during sleep hung or used released memory",
+)
 def test_a_part_that_fits_comes_back_while_the_rest_does_not(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3, R12: what fits beside the co-tenant is resumed, what does not is refused, and nothing is computed."""
+    """The tag that fits is resumed, the other is refused, and no request is computed."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.leave(6 * GIB)

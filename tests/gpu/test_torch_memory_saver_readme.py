@@ -1,4 +1,4 @@
-"""A script that uses torch_memory_saver as its README shows, and knows nothing of memsaver, runs unchanged."""
+"""The script of torch_memory_saver's README runs unchanged."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def test_in_a_worker(mode: str) -> None:
 
 
 def test_without_the_preload_library() -> None:
-    """After ``install()`` alone, in the default hook mode: torch_memory_saver itself cannot start so."""
+    """With ``install()`` only, in the default hook mode, in which torch_memory_saver itself cannot start."""
     start = "import runpy, sys, memsaver_core.compat as c; c.install(); sys.argv.pop(0); runpy.run_path(sys.argv[0])"
     output_of(start, str(SCRIPT), "preload", "2000000000")

@@ -1,4 +1,4 @@
-"""One process with memory on two GPUs. Skipped where there are fewer."""
+"""One process with memory on two GPUs; skipped with fewer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DEVICES = (0, 1)
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """A tag that no other test uses; what is left under it is resumed at the end."""
+    """A tag that no other test uses; memory left under it is resumed at the end."""
     name = f"t-{uuid.uuid4().hex[:8]}"
-    for device in DEVICES:  # what a device takes once for itself does not count
+    for device in DEVICES:  # one-time memory of a device does not count
         with ms.region(f"first-{device}", device=device):
             torch.zeros(1, device=f"cuda:{device}")
     ms.release([f"first-{device}" for device in DEVICES])
@@ -52,8 +52,12 @@ def on_both(tag: str, nbytes: int) -> list[torch.Tensor]:
     return tensors
 
 
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "only the current device was synchronized or restored",
+)
 def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
-    """R1, T6: one release takes the memory of both devices, seen in each one's own count; one resume brings it back."""
+    """One release frees the memory of both devices, by each one's own count; one resume brings it back."""
     tensors = on_both(tag, 512 * MIB)
     pointers = [tensor.data_ptr() for tensor in tensors]
     expected = [tensor.cpu() for tensor in tensors]
@@ -71,8 +75,12 @@ def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
 
 
 @pytest.mark.parametrize("current", DEVICES)
+@pytest.mark.guards(
+    "only the current device was synchronized or restored",
+    "memory was unmapped while kernels still used it",
+)
 def test_kernels_in_flight_on_the_other_device(tag: str, current: int) -> None:
-    """T6, R2: the device that is not current is waited for, too; nothing is unmapped under its kernels."""
+    """The device that is not current is synchronized too; nothing is unmapped under its kernels."""
     tensors = on_both(tag, 64 * MIB)
     for tensor in tensors:
         tensor.zero_()
@@ -87,8 +95,12 @@ def test_kernels_in_flight_on_the_other_device(tag: str, current: int) -> None:
 
 
 @pytest.mark.parametrize("short", DEVICES)
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "only the current device was synchronized or restored",
+)
 def test_a_device_that_is_short_of_memory_undoes_the_other(tag: str, short: int) -> None:
-    """R3, T6: where a co-tenant holds one device, nothing comes back on the other either, and the retry works."""
+    """If a co-tenant holds one device, nothing comes back on the other either, and the retry works."""
     tensors = on_both(tag, 2 * GIB)
     expected = [tensor.cpu() for tensor in tensors]
     with CoTenant(short) as tenant:
@@ -108,8 +120,9 @@ def test_a_device_that_is_short_of_memory_undoes_the_other(tag: str, short: int)
 
 
 @pytest.mark.parametrize("call", ["create", "map", "allow_access", "copy_to_device"])
+@pytest.mark.guards("only the current device was synchronized or restored")
 def test_a_call_that_fails_on_one_device_undoes_the_other(tag: str, call: str) -> None:
-    """T6: whichever device meets the failure in the middle of a resume, the memory of both is given back again."""
+    """Whichever device fails in the middle of a resume, the memory of both is released again."""
     tensors = on_both(tag, 512 * MIB)
     expected = [tensor.cpu() for tensor in tensors]
     ms.release([tag])
@@ -125,7 +138,7 @@ def test_a_call_that_fails_on_one_device_undoes_the_other(tag: str, call: str) -
 
 
 def test_peers_reach_the_memory_after_a_resume() -> None:
-    """With MEMSAVER_PEER_ACCESS a kernel of one GPU reads and writes the other's memory, before and after it went."""
+    """With MEMSAVER_PEER_ACCESS a kernel of one GPU reads and writes the other's memory, before and after a release."""
     told = output_of(
         """
         import torch, memsaver_core as ms

@@ -1,4 +1,4 @@
-"""Real vLLM with the plugin: its API server with our routes, and an ``LLM`` with the service beside it."""
+"""Real vLLM with the plugin: its API server with memsaver's routes, and an ``LLM`` with the service beside it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Introduce
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
@@ -74,7 +75,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """vLLM's own API server, as anybody starts it."""
+    """vLLM's own API server, started in the usual way."""
     port = free_port()
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
@@ -93,15 +94,17 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
 
 
 def wait_until_up(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    def is_up() -> bool:
         assert process.poll() is None, log.read_text()[-6000:]
         try:
-            if client.get("/health").status_code == 200:
-                return
+            return client.get("/health").status_code == 200
         except httpx.TransportError:
-            time.sleep(0.2)
-    raise AssertionError(log.read_text()[-6000:])
+            return False
+
+    try:
+        wait_until(is_up, START_S, interval_s=0.2)
+    except AssertionError:
+        raise AssertionError(log.read_text()[-6000:]) from None
 
 
 def prompt(number: int) -> list[int]:
@@ -124,7 +127,7 @@ def complete(client: httpx.Client, number: int, tokens: int = 24) -> list[int]:
 
 
 def completions(client: httpx.Client) -> list[list[int]]:
-    """One prompt at a time, none from the prefix cache: only then are greedy tokens the same from run to run."""
+    """One prompt at a time and none from the prefix cache, because only then greedy tokens are reproducible."""
     answers = []
     for number in range(3):
         client.post("/flush_cache").raise_for_status()
@@ -148,8 +151,9 @@ def held(client: httpx.Client) -> dict[str, dict[str, Any]]:
     return {tag["tag"]: tag for tag in client.get("/memory_occupation").raise_for_status().json()["tags"]}
 
 
+@pytest.mark.guards("releasing a graph freed nothing", "tensors were recorded under the wrong tag")
 def test_all_that_vllm_holds_for_long_is_under_a_tag(served: httpx.Client) -> None:
-    """G2, R15: graphs, buffers and scratch too; nothing but the cache itself is under the cache's tag."""
+    """Graphs, buffers and scratch too; the cache's tag holds only the cache."""
     tags = held(served)
     assert {"weights", "kv_cache", "cuda_graph", "runtime", "workspace"} <= set(tags)
     assert all(tag["bytes"] > 0 for tag in tags.values())
@@ -158,11 +162,16 @@ def test_all_that_vllm_holds_for_long_is_under_a_tag(served: httpx.Client) -> No
         "cuda_graph": "host",
         "runtime": "host",
     }
-    assert tags["kv_cache"]["allocations"] == 4  # one per layer, and nobody else's
+    assert tags["kv_cache"]["allocations"] == 4  # one per layer, and no others
 
 
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "undefined KV cache pages produced NaN",
+    "replaying a graph failed after its memory was discarded",
+)
 def test_tokens_are_equal_after_sleep_and_wake_up(served: httpx.Client) -> None:
-    """R1, R14, G1: the answer comes when the device has the memory back, and the engine answers as before."""
+    """The answer comes when the device has the memory back, and later tokens are the same."""
     before = completions(served)
     assert all(len(set(answer)) > 5 for answer in before)
     for _ in range(3):
@@ -176,8 +185,9 @@ def test_tokens_are_equal_after_sleep_and_wake_up(served: httpx.Client) -> None:
         assert completions(served) == before
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_a_sleeping_engine_refuses_work(served: httpx.Client) -> None:
-    """R12: the request is told so, and never reaches the device."""
+    """The request is refused with the reason, and never reaches the device."""
     post(served, "/release_memory_occupation")
     body = {"model": "m", "prompt": prompt(0), "max_tokens": 4}
     refused = served.post("/v1/completions", json=body)
@@ -189,8 +199,13 @@ def test_a_sleeping_engine_refuses_work(served: httpx.Client) -> None:
     assert served.post("/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.guards(
+    "a second release or resume failed",
+    "releasing everything failed after one tag had been released",
+    "resuming everything failed on tags that were never released",
+)
 def test_tags_go_and_come_in_any_order(served: httpx.Client) -> None:
-    """R4, R5, R8: each call may be repeated; admission opens with the last of them."""
+    """Each call may be repeated; admission opens with the last of them."""
     before = completions(served)
     post(served, "/release_memory_occupation", tags=["kv_cache"])
     assert held(served)["weights"]["released_bytes"] == 0
@@ -205,8 +220,9 @@ def test_tags_go_and_come_in_any_order(served: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("first", ["weights", "kv_cache"])
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, first: str) -> None:
-    """R13: level 2, whichever comes back first; buffers that no checkpoint has are back with the weights."""
+    """Level 2, in either order of resuming; buffers that are in no checkpoint return with the weights."""
     before = completions(served)
     post(served, "/sleep", level=2)
     second = "kv_cache" if first == "weights" else "weights"
@@ -220,7 +236,7 @@ def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, fi
 
 
 def test_the_worker_hibernates(served: httpx.Client) -> None:
-    """A process group of one shares no memory with anybody: its process can be checkpointed."""
+    """A process group of one shares no memory, so its process can be checkpointed."""
     before = completions(served)
     loaded = used()
     released = post(served, "/sleep", level=1)["released_bytes"]
@@ -238,9 +254,8 @@ def test_the_worker_hibernates(served: httpx.Client) -> None:
 def test_a_request_that_was_frozen_goes_on(served: httpx.Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, served, 1, 1500)
-        while not running.running():
-            time.sleep(0.01)
-        time.sleep(0.3)  # somewhere in the middle of its 1,500 tokens; wherever it is, it must end whole
+        wait_until(running.running)
+        time.sleep(0.3)  # into the 1,500 tokens; wherever it is, it must complete
         post(served, "/release_memory_occupation", mode="keep")
         assert not running.done()
         post(served, "/resume_memory_occupation")
@@ -296,8 +311,9 @@ def generated(llm: Any, number: int = 1) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+@pytest.mark.guards("a second release or resume failed")
 def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
-    """R4: ``LLM.sleep`` and ``LLM.wake_up``, in part and as a whole, each of them twice."""
+    """``LLM.sleep`` and ``LLM.wake_up``, for single tags and all, each of them twice."""
     before, loaded = generated(llm), used()
     [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
     status = ANSWERS.decode(answer).status
@@ -314,8 +330,10 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
         assert generated(llm) == before
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_the_service_beside_an_llm(llm: Any) -> None:
-    """R12: a call of ``generate`` is a request: a release waits for it, and it is refused while memory is away."""
+    """A call of ``generate`` counts as a request: a release waits for it, and it is refused while memory is
+    released."""
     from memsaver_server.engine import AdmissionClosedError
     from memsaver_server.integrations.vllm.plugin import attach_to
 

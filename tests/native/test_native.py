@@ -1,4 +1,4 @@
-"""Builds and runs the tests of the core that need no Python."""
+"""Builds and runs the core's tests that need no Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_saver_under_threads(build: Path) -> None:
 
 
 def test_declarations_match_the_toolkit(build: Path) -> None:
-    """Where cuda.h is at hand, building this program has compared our declarations with it."""
+    """If cuda.h is present, compiling this program has compared our declarations with it."""
     program = build / "cuda_abi"
     if not program.exists():
         pytest.skip("there is no cuda.h here")

@@ -1,10 +1,9 @@
-"""Runs the tests on a GPU under compute-sanitizer: memcheck over the core, graphs, sharing, modules and the reference
-engine, racecheck over the digest kernel.
+"""Runs GPU tests under compute-sanitizer: memcheck for the core, graphs, sharing, modules and the reference engine,
+racecheck for the digest kernel.
 
-    python -m tests.reliability.compute_sanitizer
-
-Errors that calls return are not counted (`--report-api-errors no`): many tests cause them on purpose. The figures are
-kept for docs/reliability.md; the exit code is 1 where there was any finding, or a test failed.
+Run it as ``python -m tests.reliability.compute_sanitizer``. Errors that calls return are not counted (`--report-api-
+errors no`), because many tests cause them on purpose. The figures are kept for docs/reliability.md; the exit code is 1
+if there was a finding or a test failed.
 """
 
 from __future__ import annotations
@@ -30,35 +29,36 @@ GRAPHS = "tests/gpu/test_graphs_gpu.py"
 SHARING = "tests/gpu/test_sharing_gpu.py"
 MODULE = "tests/gpu/test_module_gpu.py"
 ENGINE = "tests/gpu/test_engine_gpu.py"
+DEVICES = "tests/devices"
 DIGEST = f"{CORE}::test_kernel_digest_equals_host_digest"
 
-#: These take all memory, of which the tool needs some, or are about another process, where it does not look. In the
-#: last one the tool keeps Python's frames, and so the tensors that are to go.
+#: These take all memory, of which the tool needs some, or test another process, which it does not check. In the last
+#: one the tool keeps Python's frames alive, and so the tensors that must be freed.
 ELSEWHERE = (
     "test_out_of_memory_reaches_torch or test_clean_exit or test_expandable_segments or another_process"
     " or exit_while_released or a_copy_is_shared or destroyed_while_released"
 )
-#: Those whose kernels are torch's and ours: Inductor's compiler runs in processes of its own.
+#: Tests with only torch's and our kernels: Inductor's compiler runs in processes of its own.
 MODULES = "goes_and_comes_back or documented_graph"
 
 #: Thousands of steps, each of which takes a tenth of a second under the tool.
 LONG = "every_batch_size or frozen_over"
 
-#: Imports come before the first CUDA call, and may take longer than the tool waits by default.
+#: Imports precede the first CUDA call, and may take longer than the tool's default timeout.
 ALWAYS = ("--report-api-errors", "no", "--target-processes", "application-only", "--launch-timeout", "120")
 
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "racecheck, digest kernel": (["--tool", "racecheck", "--racecheck-report", "all"], [DIGEST]),
     "memcheck, digest kernel": (["--tool", "memcheck"], [DIGEST]),
-    "memcheck, core": (["--tool", "memcheck"], [CORE, "-k", f"not ({ELSEWHERE})"]),
+    "memcheck, core": (["--tool", "memcheck"], [CORE, f"{DEVICES}/test_regions.py", "-k", f"not ({ELSEWHERE})"]),
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
-    "memcheck, sharing": (["--tool", "memcheck"], [SHARING, "-k", f"not ({ELSEWHERE})"]),
-    "memcheck, modules": (["--tool", "memcheck"], [MODULE, "-k", MODULES]),
+    "memcheck, sharing": (["--tool", "memcheck"], [SHARING, f"{DEVICES}/test_sharing.py", "-k", f"not ({ELSEWHERE})"]),
+    "memcheck, modules": (["--tool", "memcheck"], [MODULE, f"{DEVICES}/test_modules.py", "-k", MODULES]),
     "memcheck, engine": (["--tool", "memcheck"], [ENGINE, "-k", f"not ({LONG})"]),
 }
 
 SHAPE = ROOT / "tests" / "data" / "qwen2-1.5b" / "config.json"
-#: What the engine's tests serve here: the same model, with fewer and smaller layers.
+#: The engine's tests use the same model here, with fewer and smaller layers.
 SMALLER = {
     "num_hidden_layers": 1,
     "hidden_size": 256,
@@ -67,7 +67,7 @@ SMALLER = {
     "vocab_size": 2048,
 }
 
-#: The digest kernel reads past the end of what is mapped: that the tool looks at this kernel, and at our mappings.
+#: The digest kernel reads past the mapped range: shows that the tool checks this kernel and our mappings.
 PLANTED = """
 import torch, memsaver_core as ms
 from memsaver_core import process
@@ -78,19 +78,19 @@ process.saver().digest(0, data.data_ptr() + data.numel() - 4096, 8192, (1, 2, 3,
 
 
 def find() -> str:
-    """The tool, on the path or where CUDA is usually installed."""
+    """The tool's path, from the PATH or CUDA's usual folder."""
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if found is None:
         sys.exit("compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin; it comes with the CUDA toolkit")
     return found
 
 
-#: One run takes seconds, the engine's minutes; one that hangs is a finding.
+#: A run takes seconds, the engine's minutes; a hang counts as a finding.
 LIMIT_S = 540
 
 
 def watch(tool: str, options: list[str], *program: str) -> tuple[int | None, str, str]:
-    """Run a Python program under the tool: its exit code (None where it did not end), its output, the report."""
+    """Run a Python program under the tool: its exit code (None if it did not end), its output, the report."""
     with tempfile.TemporaryDirectory() as folder:
         log, shape, output = (Path(folder) / name for name in ("log", "config.json", "output"))
         shape.write_text(json.dumps({**json.loads(SHAPE.read_text()), **SMALLER}))
@@ -106,7 +106,7 @@ def watch(tool: str, options: list[str], *program: str) -> tuple[int | None, str
             try:
                 process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the program, too, not the tool alone
+                os.killpg(process.pid, signal.SIGKILL)  # the program too, not only the tool
         return process.returncode, output.read_text(), log.read_text() if log.exists() else ""
 
 
@@ -120,7 +120,7 @@ def run(tool: str, options: list[str], tests: list[str]) -> dict[str, Any]:
         print(output[-6000:], report[-6000:], sep="\n", file=sys.stderr)
     return {
         "tests": int(passed.group(1)) if passed else 0,
-        "findings": sum(counts) if counts else None,  # None: the tool itself did not get to its end
+        "findings": sum(counts) if counts else None,  # None: the tool itself did not finish
         "exit_code": code,
         "seconds": round(time.monotonic() - began, 1),
     }

@@ -1,7 +1,8 @@
-"""Writes docs/reliability.md: figures that the tests measured last, and which test stands for which known failure.
+"""Writes docs/reliability.md from page.md, the recorded figures, and the tests that name known failures.
 
-python -m tests.reliability.document            # all of it, after `make soak`, and the tests with every case
-python -m tests.reliability.document --tests    # the table of known failures alone
+python -m tests.reliability.document            # with the figures recorded last
+python -m tests.reliability.document --record   # first records what was measured last by the tests (with every case),
+                                                # by `make soak`, and by tests.reliability.compute_sanitizer on a GPU
 """
 
 from __future__ import annotations
@@ -9,128 +10,180 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.reliability.figures import kept
+from tests.reliability.known_failures import HAPPENED, KNOWN_FAILURES
 
 ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "reliability.md"
+RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
+MEASURED = (
+    *("every_call", "state_machine", "deaths", "kills", "described_requests", "bad_requests", "fuzz", "soak"),
+    "compute_sanitizer",
+)
 
-#: What users of systems that do this job have met, in short. Each is a test here.
-KNOWN = {
-    "R1": "success was answered before the memory was free",
-    "R2": "memory was unmapped under running kernels",
-    "R3": "out of memory on resume killed the process",
-    "R4": "a second release or resume failed",
-    "R5": "release of one tag, then of everything, failed",
-    "R6": "an allocation under a released tag broke the resume",
-    "R7": "freeing a released tensor released it twice",
-    "R8": "resume of everything failed on what was never released",
-    "R9": "of two callers at once, one was told failure",
-    "R10": "the caller went away in the middle",
-    "R11": "health probes told asleep and dead apart wrongly",
-    "R12": "a request that came meanwhile hung or met released memory",
-    "R13": "a prefix cache led to discarded pages",
-    "R14": "undefined pages of the KV cache gave NaN",
-    "R15": "tensors were under the wrong tag",
-    "G1": "the graph's pool was discarded: misaligned address on replay",
-    "G2": "pausing a graph freed nothing",
-    "G3": "replay with NCCL hung after a remap",
-    "B1": "content was wrong after a restore",
-    "B2": "host memory stayed resident, or freeing it made resume slow",
-    "B3": "pinned memory took twice its size",
-    "B4": "dead blocks were backed up too",
-    "B5": "a backup larger than host memory met the OOM killer",
-    "B6": "backup files were left behind",
-    "T1": "out of memory inside of the allocator killed the process",
-    "T2": "the process aborted when it ended",
-    "T3": "expandable segments freed nothing",
-    "T4": "fork after initialization",
-    "T5": "sharing tensors by CUDA IPC failed",
-    "T6": "only the current device was synchronized",
-    "T7": "a region inside of a region went to the wrong pool",
-    "S1": "two engines on one GPU hung",
-    "S2": "one rank failed and the others went on",
-    "S3": "waits without end or diagnosis",
-    "S4": "memory grew by the cycle",
-    "S5": "a process was killed in the middle",
+#: The functions of csrc/driver/driver.hpp and of the operating system that are made to fail.
+CALLS = {
+    "allow_access": "make mapped memory readable and writable",
+    "copy_to_device": "copy from host to device",
+    "copy_to_host": "copy from device to host",
+    "create": "allocate physical device memory",
+    "create_stream": "create a stream",
+    "destroy_stream": "destroy a stream",
+    "device_info": "ask for a device's properties",
+    "digest": "compute digests on the device",
+    "done": "ask whether an event has completed",
+    "fallocate": "free part of the backup file",
+    "fill_zero": "write zeros on the device",
+    "fopen": "open a file that reports memory limits",
+    "fstatvfs": "ask for the free space of a file system",
+    "graph_memory": "ask for the bytes held for CUDA graphs",
+    "map": "map physical memory at an address",
+    "memory_info": "ask for a device's free memory",
+    "mkostemp": "create a temporary file that has a name",
+    "mmap": "reserve host memory",
+    "open": "create the backup file",
+    "pread": "read from the backup file",
+    "pwrite": "write to the backup file",
+    "record": "record an event in a stream",
+    "register_host": "pin host memory",
+    "release": "free physical device memory",
+    "reserve": "reserve addresses",
+    "stream_wait": "make a stream wait for an event",
+    "synchronize": "wait for all work on a device",
+    "thread": "start a thread",
+    "trim_graph_memory": "free memory cached for CUDA graphs",
+    "unmap": "unmap device memory",
+    "unregister_host": "unpin host memory",
+    "unreserve": "give addresses back",
+    "wait": "wait for an event",
+}
+ERRORS = {
+    "context lost": "context lost (driver)",
+    "invalid value": "invalid value (driver)",
+    "out of memory": "out of memory (driver)",
+    "short": "fewer bytes read or written than asked for",
+}
+QUANTITIES = {
+    "release_s": "time of a release (s)",
+    "resume_s": "time of a resume (s)",
+    "resident_mib": "resident host memory (MiB)",
+    "files": "open files",
+    "threads": "threads",
+    "pinned_mib": "pinned memory (MiB)",
 }
 
 
-def keys_of(docstring: str) -> list[str]:
-    """The keys that a test's docstring starts with: ``R1: ...``, or ``R1, R2: ...`` where it guards against several."""
-    start = re.match(r"((?:[RGBTS]\d+, )*[RGBTS]\d+): ", docstring)
-    return start.group(1).split(", ") if start else []
+def guarded_by(decorator: ast.expr) -> list[str]:
+    """The failures that a decorator names, if it is ``@pytest.mark.guards(...)``."""
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.guards":
+        return [ast.literal_eval(argument) for argument in decorator.args]
+    return []
 
 
-def tests_by_key() -> dict[str, list[str]]:
-    """The tests whose docstrings start with the key."""
-    found: dict[str, list[str]] = {key: [] for key in KNOWN}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+def guards() -> Iterator[tuple[Path, str, str]]:
+    """Each test's file, its name, and a failure that it guards against."""
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                for key in keys_of(ast.get_docstring(node) or ""):
-                    if key in found:
-                        found[key].append(f"`{path.relative_to(ROOT / 'tests')}` {node.name}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for failure in (name for decorator in node.decorator_list for name in guarded_by(decorator)):
+                    yield path.relative_to(TESTS), node.name, failure
+
+
+def tests_by_failure() -> dict[str, dict[str, list[str]]]:
+    """For each known failure the files with tests for it, and the tests' names."""
+    found: dict[str, dict[str, list[str]]] = {happened: {} for happened in HAPPENED}
+    for path, test, failure in guards():
+        found[failure].setdefault(str(path), []).append(test)
     return found
 
 
 def known_failures() -> str:
-    """The rows of the table of known failures."""
-    return "\n".join(
-        f"| {key} | {KNOWN[key]} | {'<br>'.join(tests) or 'none yet'} |" for key, tests in tests_by_key().items()
+    """The last section: under each area its failures, under each failure its tests by file."""
+    tests = tests_by_failure()
+    lines = []
+    for area, failures in KNOWN_FAILURES.items():
+        lines += [f"### {area}", ""]
+        for happened, holds in failures:
+            lines += [f"**{happened[0].upper()}{happened[1:]}.** {holds}", ""]
+            for path, names in tests[happened].items():
+                lines.append(f"- `{path}`: " + ", ".join(f"`{name}`" for name in names))
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def table(*rows: tuple[object, ...]) -> str:
+    return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows)
+
+
+def deaths(places: list[str]) -> str:
+    """Places are "operation, call"."""
+    calls: dict[str, list[str]] = {}
+    for place in sorted(places):
+        operation, call = place.split(", ")
+        calls.setdefault(operation, []).append(f"`{call}`")
+    return table(*((operation, ", ".join(names)) for operation, names in calls.items()))
+
+
+def soaked(fits: dict[str, Any]) -> str:
+    return table(
+        *(
+            (
+                QUANTITIES[name],
+                *(f"{value:g}" for value in fit["by_tenth"]),
+                f"{fit['level']:.3f}",
+                f"{fit['growth']:+.3f}",
+            )
+            for name, fit in fits.items()
+        )
     )
-
-
-def tenths(fit: dict[str, Any]) -> str:
-    return " ".join(f"{value:g}" for value in fit["by_tenth"])
 
 
 def page() -> str:
-    names = (
-        *("every_call", "state_machine", "deaths", "kills", "described_requests", "bad_requests", "fuzz", "soak"),
-        "compute_sanitizer",
-    )
-    figures = {name: kept(name) for name in names}
-    missing = [name for name in names if not figures[name]]
-    if missing:
-        raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
-    if figures["every_call"]["stride"] != 1:
-        raise SystemExit("the figures are of a part of the cases: run the tests with MEMSAVER_EVERY_CALL_STRIDE=1")
-    fits = figures["soak"]["fits"].items()
-    on_h200 = json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text())
+    """The whole page, from the recorded figures."""
+    figures = json.loads(RECORD.read_text())
+    every_call = figures["every_call"]
     return (
-        (ROOT / "tests" / "reliability" / "page.md")
+        (TESTS / "reliability" / "page.md")
         .read_text()
         .format(
-            **figures | {"deaths": "; ".join(sorted(figures["deaths"]))},
-            calls="\n".join(f"| {call} | {cases:,} |" for call, cases in figures["every_call"]["by_call"].items()),
-            errors="\n".join(f"| {error} | {cases:,} |" for error, cases in figures["every_call"]["by_error"].items()),
-            places=len(figures["deaths"]),
-            fits="\n".join(
-                f"| {name} | {fit['level']:.3f} | {fit['growth']:+.3f} | {tenths(fit)} |" for name, fit in fits
+            **figures | {"deaths": deaths(figures["deaths"])},
+            calls=table(*((f"`{call}`", CALLS.get(call, ""), f"{n:,}") for call, n in every_call["by_call"].items())),
+            errors=table(
+                *((ERRORS.get(error, error), f"{cases:,}") for error, cases in every_call["by_error"].items())
             ),
-            h200=on_h200,
-            on_the_gpu="; ".join(
-                f"{name}: {run['tests']} tests, {run['findings']} findings"
-                for name, run in figures["compute_sanitizer"]["runs"].items()
+            places=len(figures["deaths"]),
+            fits=soaked(figures["soak"]["fits"]),
+            h200=json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text()),
+            on_the_gpu=table(
+                *(
+                    (*name.split(", "), run["tests"], run["findings"])
+                    for name, run in figures["compute_sanitizer"]["runs"].items()
+                )
             ),
             known=known_failures(),
         )
     )
 
 
-def with_tests(present: str) -> str:
-    """The page with the table of known failures as it is now."""
-    rows = re.compile(r"^\| (?:" + "|".join(KNOWN) + r") \|.*\n", re.MULTILINE)
-    first = rows.search(present)
-    assert first is not None
-    return present[: first.start()] + known_failures() + "\n" + rows.sub("", present[first.start() :])
+def record() -> None:
+    """Keep what was measured last for the page."""
+    figures = {name: kept(name) for name in MEASURED}
+    missing = [name for name in MEASURED if not figures[name]]
+    if missing:
+        raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
+    if figures["every_call"]["stride"] != 1:
+        raise SystemExit("only part of the cases was run: run the tests with MEMSAVER_EVERY_CALL_STRIDE=1")
+    RECORD.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", action="store_true", help="only the table of known failures")
-    PAGE.write_text(with_tests(PAGE.read_text()) if parser.parse_args().tests else page())
+    parser.add_argument("--record", action="store_true", help="record what was measured last")
+    if parser.parse_args().record:
+        record()
+    PAGE.write_text(page())

@@ -1,4 +1,4 @@
-"""Failures that random programs plan: of calls to the driver and, where the core's build offers it, to the system."""
+"""Failures that random programs plan: of driver calls and, if the build of the core supports it, of system calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memsaver_core import _native, process
 Fault = tuple[str, "str | int", int, int]
 SHORT = -1  # a transfer that ends early
 
-#: What may fail on the way: calls to the driver, or to the operating system, and how.
+#: The driver and system calls that may fail, and how.
 UNDO = {"unmap": ("invalid_value",), "release": ("invalid_value",), "synchronize": ("invalid_value",)}
 ALLOCATING = {
     "create": ("invalid_value", "out_of_memory"),
@@ -58,7 +58,7 @@ DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "f
 
 
 def faults_of(calls: Mapping[str, Sequence[str | int]]) -> st.SearchStrategy[list[Fault]]:
-    """One or two."""
+    """One or two failures."""
     one = st.tuples(
         st.sampled_from([(call, how) for call, hows in calls.items() for how in hows]),
         st.integers(1, 3) | st.integers(1, 12),
@@ -68,7 +68,7 @@ def faults_of(calls: Mapping[str, Sequence[str | int]]) -> st.SearchStrategy[lis
 
 
 class Faults:
-    """Failures of calls to the driver and, where the build offers them, to the operating system: of one step."""
+    """The planned failures of one step: of driver calls and, if the build supports it, of system calls."""
 
     def __init__(self) -> None:
         self.saver = process.saver()
@@ -90,7 +90,7 @@ class Faults:
                 self.system.memsaver_fail_system_call(call.encode(), *counted)
 
     def met(self) -> bool:
-        """Whether one of them came."""
+        """Whether one of them happened."""
         counts = self.saver.counts()
         self._met = self._met or any(counts.get(call, 0) >= at for call, at in self._at)
         if self.fails_system_calls:
@@ -98,7 +98,7 @@ class Faults:
         return self._met
 
     def heal(self) -> None:
-        """Call off what did not come; calls that stand still go on."""
+        """Cancel failures that did not happen; held calls continue."""
         if self.fails_system_calls:
             self._met = self.system.memsaver_heal_system_calls() or self._met
         self.saver.heal()

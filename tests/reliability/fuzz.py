@@ -42,7 +42,7 @@ LONGEST = 4096
 
 
 def fuzz(target: ModuleType, runs: int, seconds: int, seed: int, folder: Path) -> None:
-    """Ends the process: with 0, or where an input breaks something, with its traceback."""
+    """Ends the process: with 0, or with a traceback if an input breaks something."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -59,7 +59,7 @@ def fuzz(target: ModuleType, runs: int, seconds: int, seed: int, folder: Path) -
         try:
             return int(read(data))
         except BaseException:
-            # Here, and not by libFuzzer: that ends the process in an orderly way, which other threads may not survive.
+            # Not by libFuzzer, whose orderly exit may crash other threads.
             broken = FOLDER / f"broken-{hashlib.sha1(data).hexdigest()}"
             broken.write_bytes(data)
             traceback.print_exc()
@@ -71,7 +71,7 @@ def fuzz(target: ModuleType, runs: int, seconds: int, seed: int, folder: Path) -
 
 
 def quoted(word: str) -> str:
-    """A word of a dictionary as libFuzzer reads it."""
+    """A word of a dictionary in libFuzzer's format."""
     return '"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"'
 
 

@@ -1,7 +1,8 @@
-"""Fuzz target: what the reference engine reads itself, the body of ``/generate`` and the payload of a weight update.
+"""Fuzz target: what the reference engine parses itself, the body of ``/generate`` and the payload of a weight
+update.
 
-An input's first byte says which by its last three bits: 0 a body of ``/generate``, 1 of an update, 2 to 4 a generation
-that is made from the bytes, 5 to 7 an update. The rest is the body, or those bytes.
+The last three bits of an input's first byte select: 0 a body of ``/generate``, 1 the body of an update, 2 to 4 a
+generation made from the bytes, 5 to 7 an update made from them. The rest is the body, or those bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHARE = 0.2
 LIMIT = 1 << 16
 TENSOR = "model.norm.weight"
 SAMPLING = [*Sampling.__dataclass_fields__, *NEUTRAL, "sampling_seed"]
-#: Element types of safetensors and their bits, and one that there is not.
+#: Element types of safetensors with their bits, and one that does not exist.
 KINDS = {"F32": 32, "BF16": 16, "F64": 64, "I64": 64, "U16": 16, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "?": 8} | {
     "F4": 4,
     "F6_E2M3": 6,
@@ -70,7 +71,7 @@ DICTIONARY = [*SAMPLING, "input_ids", "sampling_params", "dtype", "data_offsets"
 
 
 class Target:
-    """One engine. Its weights are as they were after whatever it refuses."""
+    """One engine, whose weights must not change by anything that it refuses."""
 
     def __init__(self) -> None:
         self.engine = TransformersEngine(kv_cache_bytes=1 << 20, max_len=64)
@@ -127,7 +128,7 @@ class Target:
         assert self._writes() == before + written
 
     def _writes(self) -> int:
-        """How often tensors were written: torch counts."""
+        """How often tensors were written, as torch counts."""
         return sum(tensor._version for tensor in self.own.values())
 
 
@@ -150,7 +151,7 @@ def generation_from(data: bytes) -> bytes:
 
 @atheris.instrument_func
 def update_from(data: bytes) -> bytes:
-    """A payload that is right but for what the bytes say."""
+    """A payload that is valid except for what the bytes change."""
     provider = atheris.FuzzedDataProvider(data)
     if provider.ConsumeIntInRange(0, 7) == 0:
         return body_for(names_of(schemas.UpdateFromTensorFields), provider.ConsumeBytes(provider.remaining_bytes()))

@@ -34,7 +34,7 @@ from tests.reliability.fuzz_inputs import (
 )
 from tests.service.tensor_engine import Memory, TensorEngine
 
-#: Every kind of body that is described.
+#: Every kind of body in the API description.
 MODELS = sorted(schemas.Fields.__subclasses__(), key=lambda model: model.__name__)
 SHARE = 0.5
 SEEDS = [
@@ -59,7 +59,7 @@ DICTIONARY = [*(name for model in MODELS for name in names_of(model)), "authoriz
 
 
 class Target:
-    """Reads one input after another as the service would."""
+    """Parses one input after another as the service would."""
 
     def __init__(self) -> None:
         engine = TensorEngine(Memory(weights_bytes=4096, kv_bytes=4096))
@@ -67,7 +67,7 @@ class Target:
         self.reads: list[Callable[[Request], Awaitable[Any]]] = [requests.fields_of(model) for model in MODELS]
 
     def read(self, data: bytes) -> int:
-        """Return -1 for what is no HTTP, so that it is no base of further inputs."""
+        """Return -1 for what is not HTTP, so that no further inputs are derived from it."""
         kind, query, head, body = parts_of(data, 2)
         headers = headers_on_the_wire(query, head)
         if headers is None:
@@ -103,6 +103,6 @@ class Target:
 
 
 def has_the_key(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether some header carries what the key is needed for: said here in other words than the service does."""
+    """Whether some header carries the required key, implemented independently of the service."""
     given = [value for name, value in headers if name == b"authorization"]
     return bool(given) and given[0].lower().startswith(b"bearer ") and given[0][7:].strip(b" \t") == KEY.encode()

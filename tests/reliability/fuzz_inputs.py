@@ -1,4 +1,4 @@
-"""What the fuzz targets read their inputs with: requests as the server's parser gives them, and bodies of any kind."""
+"""How fuzz targets decode their inputs: requests as the server's parser yields them, and arbitrary bodies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memsaver_server.http import errors
 KEY = "the key"
 REFUSALS = (errors.BadRequestError, errors.BodyTooLargeError, errors.ForbiddenError, errors.UnauthorizedError)
 
-#: libFuzzer ends its process without a word to Python, so that these are kept where the parent sees them.
+#: libFuzzer ends the process without running Python code, so these lie in memory shared with the parent.
 COUNTED = ("inputs", "understood", "refused")
 counters = memoryview(mmap.mmap(-1, 8 * len(COUNTED))).cast("Q")
 
@@ -32,14 +32,14 @@ def count(what: str) -> None:
 
 
 def answered(error: Exception) -> None:
-    """What the caller gets can be sent, and blames the caller."""
-    response = errors.error_response(error)
-    assert 400 <= response.status < 500
-    JSONResponse(response.body(), response.status, headers=response.headers)
+    """Check that the answer can be sent, and that its status blames the caller."""
+    problem = errors.error_response(error)
+    assert 400 <= problem.status < 500
+    JSONResponse(problem.body(), problem.status, headers=problem.headers)
 
 
 def at_once(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run what waits for nothing but its own input."""
+    """Run a coroutine that waits for nothing but its own input."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -48,7 +48,7 @@ def at_once(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def parts_of(data: bytes, lines: int) -> list[bytes]:
-    """The first lines of an input, then its headers, and its body: all that comes after an empty line."""
+    """The first lines of an input, its headers, and its body, which is everything after an empty line."""
     *first, rest = data.split(b"\n", lines)
     first += [b""] * (lines - len(first))
     head, _, body = rest.partition(b"\n\n") if not rest.startswith(b"\n") else (b"", b"", rest[1:])
@@ -56,7 +56,7 @@ def parts_of(data: bytes, lines: int) -> list[bytes]:
 
 
 def headers_on_the_wire(query: bytes, head: bytes) -> list[tuple[bytes, bytes]] | None:
-    """The headers as the server's parser gives them; None where it refuses them itself."""
+    """The headers as the server's parser yields them; None if it refuses them itself."""
     wire = h11.Connection(h11.SERVER)
     wire.receive_data(b"POST /?" + query + b" HTTP/1.0\r\n" + head.replace(b"\n", b"\r\n") + b"\r\n\r\n")
     try:
@@ -92,9 +92,9 @@ def request_of(
     return Request(scope, receive)
 
 
-@atheris.instrument_func  # so that other bodies are new ground
+@atheris.instrument_func  # so that other bodies count as new coverage
 def body_for(names: Sequence[str], data: bytes) -> bytes:
-    """JSON with some of these fields, and values of every kind: few random bytes are JSON."""
+    """JSON with some of these fields and values of every type, because random bytes are rarely JSON."""
     provider = atheris.FuzzedDataProvider(data)
     given = {}
     for _ in range(provider.ConsumeIntInRange(0, 4)):
@@ -116,7 +116,7 @@ def value_from(provider: atheris.FuzzedDataProvider, depth: int) -> Any:
         case 2:
             return provider.ConsumeInt(12)
         case 3:
-            return provider.ConsumeFloat()  # infinities and what is no number, too
+            return provider.ConsumeFloat()  # infinities and NaN too
         case 4:
             return provider.ConsumeUnicode(provider.ConsumeIntInRange(0, 300))
         case 5 | 6:

@@ -1,4 +1,4 @@
-"""Fuzz target: TensorRT-LLM's signed calls. What is signed and what is sent differ in what the input says, or not."""
+"""Fuzz target: TensorRT-LLM's signed calls, in which what is signed and what is sent may differ."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PATHS = ["/release_memory", "/resume_memory", "/memory_status", "/engine/release
 SIGNATURES = ["x-trtllm-runtime-control-auth", "x-trtllm-rl-control-auth"]
 TIMESTAMP = "x-trtllm-runtime-control-timestamp"
 NONCE = "x-trtllm-runtime-control-nonce"
-#: How old a signature may be, and how far from that bound this test keeps: time passes while it runs.
+#: The maximum age of a signature, and this test's distance from it, because time passes while it runs.
 VALID_S, CLOSE_S = 300, 30
 
 
 @dataclass(frozen=True)
 class Signed:
-    """What a signature is over. The older kind has neither a timestamp nor a nonce, and is over the body alone."""
+    """What a signature covers. The older kind has no timestamp and no nonce, and covers only the body."""
 
     key: str
     method: str
@@ -74,7 +74,7 @@ class Target:
         header = provider.PickValueInList(SIGNATURES)
         signature = signed.signature(dated=dated)
         sent = signed
-        match provider.ConsumeIntInRange(0, 15):  # most are as they were signed
+        match provider.ConsumeIntInRange(0, 15):  # most are sent as signed
             case 0:
                 signature = replace(signed, key=text_from(provider)).signature(dated=dated)
             case 1:
@@ -90,7 +90,7 @@ class Target:
             case 6:
                 signature = text_from(provider)
             case 7:
-                # What was signed itself is odd.
+                # The signed content itself is malformed.
                 sent = replace(signed, timestamp=text_from(provider), nonce=text_from(provider))
                 signature = sent.signature(dated=dated)
         return self._send_twice(sent, header, signature, dated=dated)

@@ -25,9 +25,9 @@ from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine
 
 SHARE = 0.2
-#: What requests may be answered. 500 is none.
+#: Valid statuses of answers. 500 is not one.
 STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 408, 409, 413, 422, 503, 504, 507}
-#: How long the caller of a request that was sent in full stays: it may be one that is held until generation goes on.
+#: How long the caller of a complete request stays, which may be held until generation continues.
 STAYS_S = 0.05
 ROUTES = [f"{method} {path}".format(operation_id="7", name="page.js") for method, path in routes()]
 LINES = ["Content-Length: 2", "Transfer-Encoding: chunked", "Expect: 100-continue", "Connection: close", "Host: a"]
@@ -50,7 +50,7 @@ DICTIONARY = [*ROUTES, *LINES, "Authorization: Bearer ", "Idempotency-Key: ", " 
 
 
 class Line(asyncio.Transport):
-    """The caller's end of a connection: keeps what it is told, and hangs up on what would never end."""
+    """The caller's end of a connection: records what it receives, and closes streams that would never end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Line(asyncio.Transport):
 
 
 class Served:
-    """An application and what uvicorn keeps of it."""
+    """An application and the state that uvicorn keeps for it."""
 
     def __init__(self, engine: TensorEngine, key: str | None) -> None:
         self.app = create_app(engine, Settings(api_key=key, max_body_bytes=2048))
@@ -131,7 +131,7 @@ class Served:
         return line
 
     async def reopen(self) -> None:
-        """Let everybody go who is held, and have all memory back: no request outlasts that."""
+        """Let all held requests go and resume all memory, which no request outlasts."""
         self.service.lifecycle.continue_generation()
         if self.service.lifecycle.operations.running is not None or self.service.lifecycle.state != "resident":
             self.service.lifecycle.resume(ResumeRequest(), wait=True).done.result()
@@ -144,7 +144,7 @@ class Target:
     """One engine, served with a key and without one."""
 
     def __init__(self) -> None:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not each request that is none
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no line for each invalid request
         self.engine = TensorEngine(Memory(weights_bytes=4096, kv_bytes=4096, bare=True))
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._note)
@@ -188,7 +188,7 @@ class Target:
         return line, after
 
     def _repeats(self, served: Served, key: bytes) -> None:
-        """The same request under the same key is the same operation; another one is refused."""
+        """The same request under the same key is the same operation; a different one is refused."""
         self.repeats += 1  # no earlier input had the key
         head = b"Idempotency-Key: %d" % self.repeats + key + b"\nAuthorization: Bearer " + KEY.encode()
         ids = []
@@ -206,7 +206,7 @@ class Target:
             assert ids[0] == ids[1]
 
     def _seen(self, served: Served) -> object:
-        """What no caller without the key may change."""
+        """What a caller without the key must not change."""
         newest = [operation.id for operation in served.service.lifecycle.operations.recent()[:1]]
         return newest, self.engine.is_closed, self.engine.tokens_computed, self.engine.weights._version
 

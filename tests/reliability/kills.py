@@ -1,8 +1,9 @@
-"""Kill -9 before and after each system call of an engine: ``python -m tests.reliability.kills``, standstill preloaded.
+"""Kills an engine (SIGKILL) before and after each of its system calls: ``python -m tests.reliability.kills``, with
+standstill preloaded.
 
-Each engine is a fork of this process. It stands still in the nth system call of one operation, where the host driver's
-account and the system, and the saver's account and the driver's, are at odds; there it is killed. A co-tenant works
-meanwhile; where the engine stands still with the account's lock, the co-tenant waits for that. Prints figures.
+Each engine is a fork of this process. It is held and killed at the nth system call of one operation, where the host
+driver's account may disagree with the system, or the saver's data with the driver's. A co-tenant works meanwhile; if
+the engine holds the account's lock, the co-tenant waits for it. Prints figures.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from memsaver_core import _native
 from tests.unit.saver_memory import PAGE, content, fill
 
 CAPACITY = 1 << 20
-#: Tag, policy and bytes of what an engine holds.
+#: Tag, policy and bytes of an engine's memory.
 HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
 OPERATIONS = ("start", "allocate", "release", "resume", "free", "end")
-#: What the co-tenant does while an engine is killed, in turn.
+#: The co-tenant's operations while an engine is killed, in turn.
 TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
 
@@ -40,7 +41,7 @@ def make(device: str, folder: Path) -> Any:
 
 
 def engine(operation: str, nth: int, after: bool, report: int, device: str, folder: Path) -> None:
-    """An engine's life, up to the end of the operation or the standstill in it."""
+    """An engine's life, up to the end of the operation or the place where it is held."""
     stand_still_at = ctypes.CDLL(None).stand_still_at
 
     def reached(now: str) -> None:
@@ -67,7 +68,7 @@ def engine(operation: str, nth: int, after: bool, report: int, device: str, fold
 
 
 def run_until(operation: str, nth: int, after: bool, device: str, folder: Path, tenant: Tenant | None) -> str:
-    """Kill an engine in the nth system call of an operation. The call; empty where there are fewer."""
+    """Kill an engine at the nth system call of an operation. Returns the call; empty if there are fewer."""
     if tenant is not None:
         tenant.prepare()
     ours, theirs = os.pipe()
@@ -80,7 +81,7 @@ def run_until(operation: str, nth: int, after: bool, device: str, folder: Path, 
         finally:
             os._exit(1)
     os.close(theirs)
-    call = os.read(ours, 100).decode()  # nothing where the engine has ended by itself
+    call = os.read(ours, 100).decode()  # empty if the engine ended by itself
     if call:
         if tenant is not None:
             tenant.begin()
@@ -92,7 +93,7 @@ def run_until(operation: str, nth: int, after: bool, device: str, folder: Path, 
 
 
 class Tenant:
-    """A co-tenant in this process: whatever happens to the engine, its operations succeed and its content is whole."""
+    """A co-tenant in this process: whatever happens to the engine, its operations succeed and its content is intact."""
 
     def __init__(self, device: str, folder: Path) -> None:
         self.saver = make(device, folder)
@@ -102,13 +103,13 @@ class Tenant:
         self.waited: Counter[str] = Counter()
 
     def prepare(self) -> None:
-        """Be ready for the next operation, while no engine holds the lock."""
+        """Get ready for the next operation while no engine holds the lock."""
         self.operation = next(self.turns)
         if self.operation == "resume":
             self.saver.release([], [], {})
 
     def begin(self) -> None:
-        """Run the operation in a thread; return when it is done, or waits for the lock that the engine holds."""
+        """Run the operation in a thread; return when it is done or waits for the lock that the engine holds."""
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -131,7 +132,7 @@ class Tenant:
     def check(self) -> None:
         self.thread.join()
         assert self.failure is None, self.failure
-        assert self.saver.audit() == []  # the device has given out what the tenant holds, and no more
+        assert self.saver.audit() == []  # the device's account holds the co-tenant's memory and no more
         self.saver.resume([])
         self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - 7 * PAGE))
         self.saver.release([], [], {})
@@ -140,7 +141,7 @@ class Tenant:
 
 
 def waits_for_a_lock() -> bool:
-    """Whether a thread of this process waits for a lock on a file, which the system tells by an arrow."""
+    """Whether a thread of this process waits for a file lock, which /proc/locks marks by an arrow."""
     with open("/proc/locks") as locks:
         waiting = [line.split() for line in locks if "->" in line]
     return any(int(fields[5]) == os.getpid() for fields in waiting)
@@ -158,7 +159,7 @@ def check_successor(device: str, folder: Path) -> None:
 
 
 def kill_everywhere(folder: Path, tenant: Tenant | None, device: str) -> Counter[str]:
-    """Kill an engine in every place; alone on its device, or beside a co-tenant."""
+    """Kill an engine at every place, alone on its device or beside a co-tenant."""
     kills: Counter[str] = Counter()
     for operation in OPERATIONS:
         for after in (False, True):

@@ -1,4 +1,4 @@
-"""Programs as data and as text, and those that failed once, for the model's sake or the saver's."""
+"""Random programs as data and as text, and those that failed once because of the model or the saver."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Program = Sequence[tuple[str, dict[str, Any]]]
 
 
 def written(program: Program) -> str:
-    """A program as text, a step in each line."""
+    """A program as text, one step per line."""
     return "".join(f"{each},\n" for each in program)
 
 
 def read(text: str) -> Program:
-    """A program from such a text."""
+    """A program from such text."""
     program: Program = ast.literal_eval(f"[{text}]")
     return program
 
@@ -36,14 +36,14 @@ def _resume(*tags: str, faults: Sequence[Fault] = ()) -> tuple[str, dict[str, An
 
 
 _UNMAP: Fault = ("unmap", "invalid_value", 1, 1)
-#: Some chunks of what is kept are gone, and the others here.
+#: Some chunks of kept content are released, the others resident.
 _HALF_RELEASED: Program = [
     _allocate("a", "host", 3, 34),
     _release(),
     _resume(),
     _release(faults=[("unmap", "invalid_value", 2, 1)]),
 ]
-#: The same, where an allocation lies in what two freed ones left, and across the chunks of both.
+#: The same with an allocation in the space of two freed ones, across the chunks of both.
 _ACROSS_CHUNKS: Program = [
     _allocate("a", "host", 3, 3, 6, 3),
     _release(),

@@ -1,6 +1,6 @@
 """A state machine over the public API on the host driver: random programs, compared with a model after every step.
 
-There is one saver for each process, so ``random_programs`` runs this in processes of their own.
+A process has only one saver, so ``random_programs`` runs this in processes of their own.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tests.reliability.known_programs import Program, written
 from tests.reliability.memory_model import PAGE, Kind, Memory, mapped_pages, pages_of
 
 DEVICES = (0, 1)
-#: Of each device; and of host memory for backups, which is less than what can be released.
+#: Bytes of each device; and of host memory for backups, less than what can be released.
 CAPACITY = 512 * PAGE
 BACKUP_LIMIT = 300 * PAGE
 POLICIES = ("discard", "zero", "host", "file")
-#: What is allocated: few, so that several lie side by side.
+#: Sizes of allocations: few, so that several are adjacent.
 KINDS = (
     *[("weights", "host", 0)] * 4,
     ("weights", "host", 1),
@@ -60,10 +60,10 @@ KINDS = (
     ("b", "file", 1),
 )
 TAGS = ("weights", "kv_cache", "a", "b")
-#: Calls of an operation that nothing else makes: while it stands still there, everything else goes on.
+#: Calls that only a release or a resume makes: while it is held there, everything else must continue.
 HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "record", "wait")
 HOLD_SECONDS = 60.0
-#: A step that takes longer than this ends the process, and tells where its threads stand.
+#: A step that takes longer ends the process, and prints its threads' stacks.
 HANG_SECONDS = 120.0
 TENANT = """
 import sys
@@ -85,7 +85,7 @@ steps: Counter[str] = Counter()
 
 
 def step(function: Callable[..., None]) -> Callable[..., None]:
-    """A rule that counts, and that is told of where its program fails."""
+    """A rule that counts its calls and is named if its program fails."""
 
     @functools.wraps(function)
     def run(self: Machine, **arguments: Any) -> None:
@@ -104,7 +104,7 @@ class Tenant(Child):
         self.bytes = 0
 
     def hold(self, nbytes: int) -> None:
-        """Hold so much instead of what it holds; nothing where that is not free."""
+        """Hold this much instead of what it holds; nothing if that is not free."""
         self.bytes = nbytes if self.ask(str(nbytes)) == "ok" else 0
 
 
@@ -113,7 +113,7 @@ overrides_of_a_call = st.just({}) | st.dictionaries(st.sampled_from(TAGS), st.sa
 several_pages = st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=1, max_size=5)
 contents = st.sampled_from(("random", "random", "zeros", "nothing"))
 numbers = st.integers(0, 999)
-#: What the other thread does meanwhile.
+#: The work of the other thread.
 works = st.lists(
     st.tuples(st.just("allocate"), st.sampled_from(KINDS), st.integers(1, 20))
     | st.tuples(st.sampled_from(("write", "free", "free_twice", "status")), numbers),
@@ -125,7 +125,7 @@ works = st.lists(
 class Machine(RuleBasedStateMachine):
     tenant: Tenant
     faults: Faults
-    #: Where the program at work is written down, for when it ends the process.
+    #: File with the current program, in case it crashes the process.
     journal: Path | None = None
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.freed: list[int] = []
         self.program: list[tuple[str, dict[str, Any]]] = []
         self.random = np.random.default_rng(0)
-        self.orphans = False  # the driver may have refused to unmap or take back what is nobody's any more
+        self.orphans = False  # the driver may have refused to unmap or free abandoned memory
         if self.journal is not None:
             self.journal.write_text("")
 
@@ -150,7 +150,8 @@ class Machine(RuleBasedStateMachine):
         kinds=st.lists(st.tuples(st.sampled_from(KINDS), several_pages), min_size=1, max_size=4),
     )
     def begin(self, seed: int, kinds: list[tuple[Kind, list[int]]]) -> None:
-        """Something is there, for the second time: its chunks span several memories, and end inside of blocks."""
+        """Start with something allocated and resumed once: its chunks span several allocations, and end inside
+        blocks."""
         self.note("begin", {"seed": seed, "kinds": kinds})
         self.random = np.random.default_rng(seed)
         for kind, pages in kinds:
@@ -159,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self._release([], {}, [])
         self._resume([], [])
 
-    # What the program does.
+    # The steps of a program.
 
     @rule(
         kind=st.sampled_from(KINDS),
@@ -193,7 +194,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=numbers, inside=st.booleans())
     @step
     def free_what_is_not_allocated(self, which: int, inside: bool) -> None:
-        """What was freed before; the middle of what is allocated; nothing of ours."""
+        """What was freed before; an address in the middle of an allocation; a foreign address."""
         memory = self._pick(self.memories, which)
         if inside and memory is not None and memory.pages > 1:
             self._refuse_to_free(memory.address + PAGE)
@@ -222,7 +223,7 @@ class Machine(RuleBasedStateMachine):
         write: bool,
         again: dict[str, str] | None,
     ) -> None:
-        """A failure leaves some of it released; perhaps the rest changes, or goes under other policies."""
+        """A failure leaves part of it released; the rest may then change, or be released with other policies."""
         if not any(memory.here.any() for memory in self._selected(tags)):
             self._resume(tags, [])
         self._release(tags, overrides, faults)
@@ -231,7 +232,7 @@ class Machine(RuleBasedStateMachine):
         if again is not None:
             self._release(tags, again, [])
 
-    release_in_part_as_often = release_in_part_more_often = release_in_part  # a rule for each name
+    release_in_part_as_often = release_in_part_more_often = release_in_part  # one rule per name
 
     @rule(tags=tags_of_a_call, faults=st.just([]) | faults_of(RESUMING))
     @step
@@ -262,7 +263,7 @@ class Machine(RuleBasedStateMachine):
     @rule(which=numbers, page=numbers)
     @step
     def damage_a_backup(self, which: int, page: int) -> None:
-        """A bit of what is kept of one page is another one."""
+        """Flip a bit in the backup of one page."""
         memory = self._pick([memory for memory in self.memories if memory.released_bytes], which)
         if memory is None:
             return
@@ -298,7 +299,7 @@ class Machine(RuleBasedStateMachine):
         work: list[tuple[Any, ...]],
         faults: list[Fault],
     ) -> None:
-        """Another thread releases or resumes, and perhaps stands still in its middle, while this one works."""
+        """Another thread releases or resumes, and may be held in the middle, while this one works."""
         free = self._free_bytes()
         failure: list[BaseException] = []
 
@@ -328,7 +329,7 @@ class Machine(RuleBasedStateMachine):
                 raise failure[0]
 
     def _hold(self, call: str | None) -> Callable[[], bool]:
-        """Let this call stand still. Whether one does."""
+        """Hold this call. Returns whether it was reached."""
         saver = process.saver()
         if call is None:
             return lambda: False
@@ -339,7 +340,7 @@ class Machine(RuleBasedStateMachine):
     def _work(
         self, work: list[tuple[Any, ...]], operation: str, tags: list[str], free: dict[int, int], *, anywhere: bool
     ) -> None:
-        """What does not wait for an operation on ``tags``. ``anywhere``: it has begun, or is over."""
+        """Operations that do not wait for the one on ``tags``. ``anywhere``: that one has begun, or is over."""
         others = [tag for tag in TAGS if tags and tag not in tags]
         needed = self._needed(tags) if operation == "resume" else {}
         for what, *arguments in work:
@@ -384,19 +385,19 @@ class Machine(RuleBasedStateMachine):
         return [memory for memory in self.memories if not tags or memory.tag in tags]
 
     def _needed(self, tags: list[str]) -> dict[int, int]:
-        """What a resume takes of each device."""
+        """What a resume needs on each device."""
         return {
             device: sum(memory.released_bytes for memory in self._selected(tags) if memory.device == device)
             for device in DEVICES
         }
 
     def _free_bytes(self) -> dict[int, int]:
-        """What each device has free."""
+        """The free bytes of each device."""
         return {device.index: device.total_bytes - device.used_bytes for device in ms.read_devices()}
 
     @contextmanager
     def _failing(self, faults: list[Fault]) -> Iterator[None]:
-        """A step that may fail where it meets one of these."""
+        """A step that may fail if it meets one of these."""
         self.faults.plan(faults)
         try:
             yield
@@ -409,7 +410,7 @@ class Machine(RuleBasedStateMachine):
             self.faults.end()
 
     def _allocate(self, kind: Kind, pages: int, content: str, free: int) -> bool:
-        """Whether it was to be had. ``free``: so much was free at least."""
+        """Whether the allocation succeeded. ``free``: at least this much was free."""
         tag, policy, device = kind
         try:
             with ms.region(tag, restore=policy, device=device):
@@ -434,7 +435,7 @@ class Machine(RuleBasedStateMachine):
         return True
 
     def _write(self, memory: Memory, first: int, pages: int, content: str) -> None:
-        """Write to what is resident of these pages."""
+        """Write to the resident ones of these pages."""
         at = np.flatnonzero(memory.here[first : first + pages]) + first
         if content == "nothing" or len(at) == 0:
             return
@@ -459,7 +460,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def _releasing(self, tags: list[str], overrides: dict[str, str]) -> Iterator[None]:
-        """A release: what it leaves resident is as it was, and what goes is owed what its policy says."""
+        """A release: what stays resident is unchanged, and what is released is owed what its policy says."""
         backed_up = self._pool_bytes()
         before = self._selected(tags)
         room = sum(m.bytes - m.released_bytes for m in before if overrides.get(m.tag, m.policy) == "host")
@@ -494,7 +495,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def _resuming(self, tags: list[str], free: dict[int, int], work: Sequence[tuple[Any, ...]] = ()) -> Iterator[None]:
-        """A resume: all or nothing. ``work``: what takes memory meanwhile."""
+        """A resume: all or nothing. ``work`` takes memory meanwhile."""
         before = self._selected(tags)  # some may be freed meanwhile
         needed = self._needed(tags)
         taken = dict.fromkeys(DEVICES, 0)
@@ -522,13 +523,13 @@ class Machine(RuleBasedStateMachine):
                 memory.be_resident()
 
     def _may_have_noted_damage(self, tags: list[str]) -> None:
-        """It works on several devices at once, and tells of one."""
+        """A resume works on several devices at once, and reports the damage of one."""
         for memory in self._selected(tags):
             damage = self.faults.met() or (memory.damaged | memory.perhaps_damaged).any()
             memory.perhaps_told |= bool(damage and memory.released_bytes)
 
     def _give_up(self, tags: list[str], overrides: dict[str, str], *, certainly: bool) -> None:
-        """Where a resume said that something is damaged, an override gives up what is kept beside it, too."""
+        """If a resume reported damage, an override discards what is kept beside it, too."""
         for memory in self._selected(tags):
             policy = overrides.get(memory.tag)
             if policy not in ("discard", "zero"):
@@ -542,7 +543,7 @@ class Machine(RuleBasedStateMachine):
                     each.may_give_up(policy)
 
     def _note_success(self) -> None:
-        """An operation began with what had been refused earlier, and ended well."""
+        """An operation began although something was refused earlier, and ended well."""
         if not self.faults.met():
             self.orphans = False
 
@@ -568,12 +569,12 @@ class Machine(RuleBasedStateMachine):
             assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()} are resident, or not, against it: {memory}"
             memory.look()
 
-    # The end, of a program that failed too: the next one finds the saver as if it were the first.
+    # The end, also of a failed program: the next one must find the saver as new.
 
     def teardown(self) -> None:
         failure = sys.exc_info()[1]
         if not isinstance(failure, Exception):
-            failure = None  # what Hypothesis ends a program with is not an Exception
+            failure = None  # Hypothesis ends a program by something that is not an Exception
         self.faults.end()
         self.tenant.hold(0)
         try:
@@ -589,7 +590,7 @@ class Machine(RuleBasedStateMachine):
             self._leave_nothing()
 
     def _tell(self, failure: BaseException) -> None:
-        """What is reported in the end is a shorter program, where there is one that fails each time."""
+        """The final report has a shorter program, if one fails each time."""
         print("A program failed (it can be replayed):", written(self.program), sep="\n", file=sys.stderr)
         traceback.print_exception(failure)
 
@@ -619,7 +620,7 @@ def replay(program: Program, machine: Machine) -> None:
 
 @contextmanager
 def two_devices() -> Iterator[None]:
-    """The saver of this process, on two devices, the first of which it shares with a tenant."""
+    """The saver of this process, with two devices, the first of them shared with a co-tenant."""
     torch.set_num_threads(1)
     devices = [f"machine-{uuid.uuid4().hex[:12]}" for _ in DEVICES]
     process.configure(
@@ -631,7 +632,7 @@ def two_devices() -> Iterator[None]:
         verify="full",
         fault_injection=True,
     )
-    for tag in TAGS:  # from here on they are known, and so are the devices
+    for tag in TAGS:  # tags and devices exist from here on
         for device in DEVICES:
             with ms.region(tag, device=device):
                 torch.empty(PAGE, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What random programs allocated, and what must be in it, page by page."""
+"""The model of random programs: what they allocated, and what must be in it, page by page."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Kind = tuple[str, str, int]
 
 @dataclass(eq=False)
 class Memory:
-    """One tensor and what must be in it, page by page."""
+    """One tensor and its expected content, page by page."""
 
     tensor: torch.Tensor
     address: int
     tag: str
     policy: str
     device: int
-    expected: np.ndarray  # what each page must hold,
-    sure: np.ndarray  # where it must hold something
-    or_zeros: np.ndarray = field(init=False)  # it may hold zeros instead: a release that failed may have owed them
-    here: np.ndarray = field(init=False)  # it is resident
-    #: Of what is released: a resume cannot bring it back, because its backup is not what it was; or perhaps cannot.
+    expected: np.ndarray  # the expected content of each page,
+    sure: np.ndarray  # pages with expected content
+    or_zeros: np.ndarray = field(init=False)  # zeros are allowed instead: a failed release may have owed them
+    here: np.ndarray = field(init=False)  # resident pages
+    #: Released pages that a resume cannot restore, or perhaps cannot, because their backup was changed.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
-    told: bool = False  # a resume said so,
-    perhaps_told: bool = False  # or may have noted so
+    told: bool = False  # a resume reported it,
+    perhaps_told: bool = False  # or may have noted it
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
@@ -56,7 +56,7 @@ class Memory:
         return int(np.count_nonzero(~self.here)) * PAGE
 
     def content(self) -> np.ndarray:
-        """Its pages. Those that are not resident must not be touched: that ends the process."""
+        """Its pages. Touching those that are not resident crashes the process."""
         return pages_of(self.tensor.numpy())
 
     def owe(self, policy: str, pages: np.ndarray) -> None:
@@ -70,14 +70,14 @@ class Memory:
             self.or_zeros[pages] = False
 
     def may_owe(self, policy: str, pages: np.ndarray) -> None:
-        """These pages were released, and then perhaps under this policy."""
+        """These pages were released, perhaps with this policy."""
         if policy == "discard":
             self.sure[pages] = False
         elif policy == "zero":
             self.or_zeros |= pages
 
     def give_up(self, policy: str) -> None:
-        """What is released is owed what this policy says, instead of content."""
+        """Released pages are owed what this policy says, instead of content."""
         self.owe(policy, ~self.here)
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
@@ -89,7 +89,7 @@ class Memory:
         self.told, self.perhaps_told = False, self.told or self.perhaps_told
 
     def tell(self, begin: int, nbytes: int) -> bool:
-        """A resume said that this range cannot be brought back. Whether that may be."""
+        """A resume reported that this range cannot be restored. Returns whether that may be true."""
         pages = self.address + np.arange(self.pages) * PAGE
         told = (pages >= begin) & (pages < begin + nbytes)
         self.told |= bool(told.any())
@@ -101,11 +101,11 @@ class Memory:
         self.told = self.perhaps_told = False
 
     def look(self) -> None:
-        """Every resident page holds what it must. From then on it must hold what it holds."""
+        """Every resident page has its expected content; from now on exactly the present content is expected."""
         if not self.here.any():
             return
         at = np.flatnonzero(self.here)
-        now = self.content()[at]  # a copy: what a failure's traceback holds shall not keep the memory
+        now = self.content()[at]  # a copy, so that a failure's traceback does not keep the memory alive
         right = ~self.sure[at] | (now == self.expected[at]).all(axis=1)
         right |= self.or_zeros[at] & (now == 0).all(axis=1)
         assert right.all(), f"wrong content in pages {at[~right].tolist()} of {self}"
@@ -122,7 +122,7 @@ def pages_of(content: np.ndarray) -> np.ndarray:
 
 
 def mapped_pages() -> Callable[[Memory], np.ndarray]:
-    """Which pages of a memory the kernel has memory behind now."""
+    """Which pages of a memory the kernel has mapped now."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split(" ", 1)[0].split("-") for line in lines if "memsaver-device" in line and " rw" in line]
     begins = np.array([0, *(int(begin, 16) for begin, _ in mapped)], np.uint64)

@@ -1,8 +1,8 @@
 """Runs the random programs of ``machine``: ``python -m tests.reliability.random_programs``.
 
-MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS set how many programs of how many steps. Each run prints its seed,
-and --seed repeats its programs (threads and other processes may still take turns in another order); --replay runs one
-program from a file that holds it as it is told where it failed.
+MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS set the number of programs and of steps. Each run prints its seed,
+and --seed repeats its programs (threads and other processes may still be scheduled differently); --replay runs one
+program from a file, in the form in which a failure prints it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.native.build import small_module
 from tests.reliability.figures import FOLDER
 
 CORES = ("small", "shipped")
-#: Where the program at work is written down, by core: there it is found when it ended the process.
+#: File with the current program, by core, to be read if it crashed the process.
 JOURNALS = {core: FOLDER / f"program-on-{core}-core.txt" for core in CORES}
 
 
 def load_small_core() -> None:
-    """Put the core with small units into the place of the shipped one; before anything imports that."""
+    """Load the core with small units in place of the shipped one, before anything imports that."""
     name = "memsaver_core._native"
     assert name not in sys.modules
     spec = importlib.util.spec_from_file_location(name, small_module())
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
     arguments = parser.parse_args()
-    faulthandler.enable()  # what ends the process is told, too
+    faulthandler.enable()  # crashes are reported too
     if arguments.core == "small":
         load_small_core()
     from tests.reliability import machine

@@ -1,6 +1,7 @@
-"""Small surroundings for a process: a control group with little memory, a disk with little space, few descriptors.
+"""Restricted environments for a process: a control group with little memory, a disk with little space, few
+descriptors.
 
-What this machine does not allow is skipped, with the reason.
+If the machine does not allow one, the test is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 def in_child(body: Callable[[], None]) -> None:
-    """Run in a forked child, so that the surroundings of the process end with it. A child that is killed fails."""
+    """Run in a forked child, with which the restrictions end. Fails if the child is killed."""
 
     def run(pipe: Connection) -> None:
         try:
@@ -54,7 +55,7 @@ def in_child(body: Callable[[], None]) -> None:
 
 
 class ControlGroup:
-    """A control group for processes that may have so much memory, version 2 or 1."""
+    """A control group, version 1 or 2, with a memory limit."""
 
     def __init__(self, folder: Path, bound: str) -> None:
         self._folder = folder
@@ -64,13 +65,14 @@ class ControlGroup:
         (self._folder / self._bound).write_text(str(nbytes))
 
     def enter(self, process: int = 0) -> None:
-        """Move a process in, this one by default. What it had before still counts where it was."""
+        """Move a process into the group, this one by default. Memory that it had before still counts for its old
+        group."""
         (self._folder / "cgroup.procs").write_text(str(process or os.getpid()))
 
 
 @contextmanager
 def control_group(nbytes: int, version: int) -> Iterator[ControlGroup]:
-    """A new control group below this process's own, or below the nearest that may have such children."""
+    """A new control group below this process's own, or below the nearest ancestor that may have such children."""
     name = f"memsaver-{uuid.uuid4().hex[:12]}"
     reasons = []
     for parent, bound in _places(version):
@@ -95,7 +97,7 @@ def control_group(nbytes: int, version: int) -> Iterator[ControlGroup]:
 
 
 def _places(version: int) -> Iterator[tuple[Path, str]]:
-    """Where a child may be made, nearest first, and the name of its limit."""
+    """Where a child group may be created, nearest first, and the file name of its limit."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if version == 1 and "memory" in controllers.split(","):
@@ -111,14 +113,14 @@ def _places(version: int) -> Iterator[tuple[Path, str]]:
 
 
 def keep_mounts_private() -> None:
-    """From now on this process's mounts are its own, and end with it."""
+    """From now on this process's mounts are private, and end with it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0 or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
         pytest.skip(f"no mount namespace can be made here: {os.strerror(ctypes.get_errno())}")
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> None:
-    """Mount an empty file system of so many bytes; only after ``keep_mounts_private``."""
+    """Mount an empty file system of this size; only after ``keep_mounts_private``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()) != 0:
         pytest.skip(f"nothing can be mounted here: {os.strerror(ctypes.get_errno())}")
@@ -126,7 +128,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> None:
 
 @contextmanager
 def no_descriptors(process: int) -> Iterator[None]:
-    """A process can open nothing while the block runs; what it has open stays."""
+    """The process can open nothing while the block runs; open files stay open."""
     before = resource.prlimit(process, resource.RLIMIT_NOFILE)
     first_free = next(number for number in itertools.count() if not os.path.lexists(f"/proc/{process}/fd/{number}"))
     resource.prlimit(process, resource.RLIMIT_NOFILE, (first_free, before[1]))

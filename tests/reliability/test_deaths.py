@@ -1,4 +1,4 @@
-"""Processes that die, end or fork in the middle of something: what the device and the next process see."""
+"""Processes that die, exit or fork in the middle of an operation: effects on the device and the next process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from tests.native.build import ROOT, built
 from tests.programs import Child
 from tests.reliability.figures import keep
 from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.waiting import wait_until
 
 CAPACITY = 32 * MIB
 FORK = multiprocessing.get_context("fork")
@@ -46,7 +46,7 @@ def device() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[dict[str, str]]:
-    """Where this run has killed processes: kept once, at the end, so that no earlier run's places stay."""
+    """The places at which this run killed processes, recorded once at the end, without those of earlier runs."""
     found: dict[str, str] = {}
     yield found
     keep("deaths", found)
@@ -57,7 +57,7 @@ Fork = Callable[..., tuple[multiprocessing.process.BaseProcess, Connection]]
 
 @pytest.fixture
 def fork() -> Iterator[Fork]:
-    """Runs a function in a forked child, with a pipe to the test as its last argument; no child outlives the test."""
+    """Runs a function in a forked child, with a pipe to the test as its last argument; children end with the test."""
     children = []
 
     def start(target: Callable[..., None], *arguments: Any) -> tuple[multiprocessing.process.BaseProcess, Connection]:
@@ -65,7 +65,7 @@ def fork() -> Iterator[Fork]:
         child = FORK.Process(target=target, args=(*arguments, theirs))
         children.append(child)
         child.start()
-        theirs.close()  # so that a child that dies early is an error to who listens
+        theirs.close()  # so that a child that dies early is an error to the reader
         return child, ours
 
     yield start
@@ -81,7 +81,7 @@ def kill(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def shared_memory(device: str) -> list[str]:
-    """What names the device; others of this machine may use theirs meanwhile."""
+    """A name for the device; other users of this machine may use theirs meanwhile."""
     return glob.glob(f"/dev/shm/*{device}*")
 
 
@@ -98,7 +98,7 @@ def make(device: str, folder: Path, capacity: int = CAPACITY, **settings: Any) -
 
 
 def used_bytes(saver: _native.Saver) -> int:
-    """What all processes hold of the device, as one of them is told."""
+    """The bytes that all processes hold of the device, as reported to one of them."""
     free, total = saver.memory_info(0)
     return total - free
 
@@ -127,7 +127,7 @@ def full_cycle(saver: _native.Saver, memories: list[tuple[int, int, bytes]]) -> 
 
 
 class Operation(threading.Thread):
-    """A release or a resume of everything in a thread of its own, which stands still in its first `call`."""
+    """A release or a resume of everything in a thread, held at its first `call`."""
 
     def __init__(self, saver: _native.Saver, operation: str, call: str) -> None:
         super().__init__(daemon=True)
@@ -136,8 +136,7 @@ class Operation(threading.Thread):
         before = saver.counts().get(call, 0)
         saver.delay(call, 3600)
         self.start()
-        while saver.counts().get(call, 0) == before:
-            time.sleep(0.001)
+        wait_until(lambda: saver.counts().get(call, 0) != before)
 
     def run(self) -> None:
         try:
@@ -149,14 +148,14 @@ class Operation(threading.Thread):
             self.failure = failure
 
     def finish(self) -> None:
-        """Let it go on, and see it succeed."""
+        """Let it continue, and check that it succeeds."""
         self.saver.heal()
         self.join()
         assert self.failure is None, self.failure
 
 
 def engine(device: str, folder: Path, operation: str, call: str, pipe: Connection) -> None:
-    """Stands still in the first `call` of the operation, if any, and says so."""
+    """Runs the operation, held at its first `call`, if any, and reports that."""
     saver = make(device, folder)
     populate(saver)
     if operation == "resume":
@@ -168,11 +167,11 @@ def engine(device: str, folder: Path, operation: str, call: str, pipe: Connectio
 
 
 @pytest.mark.parametrize(("operation", "call"), PHASES)
+@pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
 def test_killed_in_the_middle(
     device: str, tmp_path: Path, operation: str, call: str, fork: Fork, places: dict[str, str]
 ) -> None:
-    """S5, B6: killed in any phase of a release or a resume, its memory is free at once, no backup file is left, and
-    neither the co-tenant nor the next engine notices anything."""
+    """Its memory is free at once, no backup file remains, and the co-tenant and the next engine are unaffected."""
     tenant = make(device, tmp_path)
     memories = populate(tenant)
     held = used_bytes(tenant)
@@ -193,11 +192,12 @@ def test_killed_in_the_middle(
 
 
 @pytest.mark.parametrize(("operation", "call"), PHASES)
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_a_co_tenant_killed_while_in_the_middle(
     device: str, tmp_path: Path, operation: str, call: str, fork: Fork
 ) -> None:
-    """S5: in whatever phase an engine is while its co-tenant is killed, which idles or is in the middle itself: what
-    the dead one held is free at once, the operation succeeds, and the content is whole."""
+    """The engine is in any phase, the co-tenant idle or in the middle itself: its memory is free at once, the
+    engine's operation succeeds, and the content is intact."""
     opposite = PHASES[(PHASES.index((operation, call)) + len(PHASES) // 2) % len(PHASES)]
     observer = make(device, tmp_path)
     for place in (IDLE, (operation, call), opposite):
@@ -223,7 +223,7 @@ def test_a_co_tenant_killed_while_in_the_middle(
 
 
 def take_all(device: str, folder: Path, pipe: Connection) -> None:
-    """Takes the whole device, and stands still where a release has kept nothing yet."""
+    """Takes the whole device, held at a point where a release has backed up nothing yet."""
     saver = make(device, folder)
     fill(saver.allocate(0, "all", "host", CAPACITY), CAPACITY, 9)
     Operation(saver, "release", "copy_to_host")
@@ -231,8 +231,9 @@ def take_all(device: str, folder: Path, pipe: Connection) -> None:
     signal.pause()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path: Path, fork: Fork) -> None:
-    """S5: a resume that has too little memory succeeds once the co-tenant that holds it is killed, before it looks."""
+    """The resume has too little memory until the co-tenant is killed, just before the resume checks."""
     survivor = make(device, tmp_path)
     memories = populate(survivor)
     survivor.release([], [], {})
@@ -248,10 +249,11 @@ def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_before_and_after_each_system_call() -> None:
-    """S5: wherever an engine is killed, inside of the host driver's calls too, between what the system did and what the
-    account says of it, the account is right at once, the next engine works, and a co-tenant's operation succeeds,
-    though it waits on the account's lock, which the dead one held."""
+    """Inside the host driver too, between a system call and its record in the account: the account is correct at
+    once, the next engine works, and a co-tenant's operation succeeds, even if it waits for the account's lock that
+    the killed engine held."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills"],
         cwd=ROOT,
@@ -271,11 +273,11 @@ def test_killed_before_and_after_each_system_call() -> None:
 
 PROGRAM = """
 import os, sys, threading, time
-import torch, torch._dynamo  # which is loaded at the first region otherwise
+import torch, torch._dynamo  # otherwise loaded at the first region
 import memsaver_core as ms
 from memsaver_core import process
 
-# One fork for each line: what starts is a process that has loaded all, and used nothing.
+# One fork per line: each starts with everything loaded and nothing used.
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -321,7 +323,7 @@ elif state == "failed":
         pass
 elif state == "allocating":
     stand_still_in("create", allocate)
-os.dup2(os.open(said, os.O_WRONLY), 2)  # what it says from now on
+os.dup2(os.open(said, os.O_WRONLY), 2)  # its output from now on
 print(ms.status().state, os.getpid(), flush=True)
 if then == "wait":
     sys.stdin.readline()
@@ -329,7 +331,7 @@ if then == "wait":
 
 
 class Ending:
-    """Processes that come into a state, one after the other, on a device and with a folder of their own."""
+    """Processes that reach a given state, one after another, on a device and with a folder of their own."""
 
     def __init__(self, program: Child, device: str, folder: Path) -> None:
         self.program, self.device, self.folder = program, device, folder / "backups"
@@ -338,7 +340,7 @@ class Ending:
         self.folder.mkdir()
 
     def start(self, state: str, then: str) -> str:
-        """Start one; it then ends or waits. What it says of its state."""
+        """Start one; it then exits or waits. Returns what it reports of its state."""
         said, pid = self.program.ask(f"{self.device} {self.folder} {self.said} {state} {then}").split()
         self.pid = int(pid)
         return said
@@ -370,9 +372,9 @@ def ending(program: Child, device: str, tmp_path: Path) -> Ending:
         ("allocating", "resident"),
     ],
 )
+@pytest.mark.guards("the process aborted at exit")
 def test_exit_in_each_state(ending: Ending, state: str, says: str) -> None:
-    """T2: a process ends well in whatever state it is, an operation or an allocation under way in another thread, too,
-    and leaves nothing behind."""
+    """Even with an operation or an allocation running in another thread; nothing is left behind."""
     assert ending.start(state, "end") == says
     assert (ending.exit_code(), ending.said.read_text()) == (0, "")
     assert shared_memory(ending.device) == []
@@ -381,9 +383,10 @@ def test_exit_in_each_state(ending: Ending, state: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["partly_released", "released", "releasing"])
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_terminated_in_each_state(ending: Ending, state: str) -> None:
-    """S5: SIGTERM, which the library leaves alone, ends the process; what it held, part of it resident or all, is free
-    at once, and no file is left."""
+    """The library does not handle SIGTERM. The process ends, its memory, resident or released, is free at once, and
+    no file is left."""
     observer = make(ending.device, ending.folder)
     assert ending.start(state, "wait") == state.removeprefix("partly_")
     assert (used_bytes(observer) > 0) == (state != "released")
@@ -394,9 +397,10 @@ def test_terminated_in_each_state(ending: Ending, state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["resident", "released", "releasing"])
+@pytest.mark.guards("a forked child used or damaged its parent's memory")
 def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: Fork) -> None:
-    """T4: a child, forked in whatever state its parent is, is refused by every call, may drop its references, and
-    changes nothing of its parent."""
+    """In every state of its parent, a child's calls are refused, it may drop its references, and its parent is
+    unaffected."""
     saver: Any = make(device, tmp_path)
     memories = populate(saver)
     if state == "released":
@@ -423,10 +427,10 @@ def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: F
                 getattr(saver, name)(*arguments)
             except Exception as error:
                 refused.append(type(error).__name__)
-        if under_way is None:  # else the frames of the thread that the fork left out hold it, too
+        if under_way is None:  # else the frames of the other thread, which the fork does not have, hold it too
             assert sys.getrefcount(saver) == 2
         saver = None  # its destructor runs in the child
-        fresh = make(device, tmp_path)  # a saver of its own is welcome
+        fresh = make(device, tmp_path)  # it may have a saver of its own
         full_cycle(fresh, populate(fresh))
         pipe.send(refused)
 
@@ -444,9 +448,9 @@ def test_forked_child_that_ends(device: str, tmp_path: Path, state: str, fork: F
     full_cycle(saver, memories)
 
 
+@pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_at_once(device: str, tmp_path: Path) -> None:
-    """S1: two processes that release and resume on one device at the same time finish, each with its content, although
-    both together do not fit."""
+    """Both finish with their content, although together they do not fit."""
 
     def run(pipe: Connection) -> None:
         saver = _native.Saver(

@@ -1,4 +1,4 @@
-"""Two devices in one process, of which one fails."""
+"""Two devices in one process, one of which fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICES = (0, 1)
 
 
 class Cards:
-    """Kept and discarded memory on each of two devices."""
+    """Memory that is kept, and memory that is discarded, on each of two devices."""
 
     def __init__(self) -> None:
         self.saver = _native.Saver(
@@ -37,7 +37,7 @@ class Cards:
 
 
 def occurrences(call: str, operation: str) -> range:
-    """Each occurrence of a call in an operation over both devices, counted from the operation's start."""
+    """Each occurrence of a call in an operation over both devices, counted from its start."""
     cards = Cards()
     if operation == "resume":
         cards.saver.release([], [], {})
@@ -50,9 +50,10 @@ def occurrences(call: str, operation: str) -> range:
 
 
 @pytest.mark.parametrize("call", ["synchronize", "copy_to_host", "record", "wait", "unmap", "release"])
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_release_that_fails_on_one_device(call: str) -> None:
-    """S2: nothing is discarded on any device before all of them have kept what is to be kept; until then a resume
-    brings every device back as it was."""
+    """Nothing is discarded on any device before all devices have backed up; until then a resume brings every device
+    back unchanged."""
     failed = undone = 0
     for nth in occurrences(call, "release"):
         cards = Cards()
@@ -62,7 +63,7 @@ def test_a_release_that_fails_on_one_device(call: str) -> None:
         except MemsaverError:
             failed += 1
         else:
-            continue  # done without it
+            continue  # the operation is over without it
         cards.saver.heal()
         whole = cards.released("lost") == 0
         assert whole or cards.released("kept") == 4 * MIB
@@ -79,8 +80,9 @@ def test_a_release_that_fails_on_one_device(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["memory_info", "create", "map", "allow_access", "copy_to_device", "record", "wait"])
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_resume_that_fails_on_one_device(call: str) -> None:
-    """S2: all devices are released again, with their backups, and the retry brings all of them back."""
+    """All devices are released again, with their backups, and the retry brings all of them back."""
     failed = 0
     for nth in occurrences(call, "resume"):
         cards = Cards()

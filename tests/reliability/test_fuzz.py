@@ -1,4 +1,4 @@
-"""Requests that nobody would write, by the thousand."""
+"""Fuzzed requests, by the thousand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.reliability.figures import keep
 
 @pytest.mark.slow
 def test_whatever_is_sent_is_understood_or_refused() -> None:
-    """Every body and header, signatures, and the bytes of connections; longer by `make fuzz`."""
+    """Bodies, headers, signatures and the bytes of connections; `make fuzz` runs longer."""
     pytest.importorskip("atheris", reason="atheris has no wheel for this platform")
     result = subprocess.run(
         [sys.executable, "-m", "tests.reliability.fuzz", "--runs", "36000", "--seconds", "200"],

@@ -1,4 +1,4 @@
-"""The host's memory and disk run out, for real: in a control group and on a small disk of a child's own."""
+"""Host memory and disk space really run out: in a control group and on a small disk of a child process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
 
 
 def mark(address: int, nbytes: int) -> None:
-    """Write a word to each page; holds no copy of the content, which would count, too."""
+    """Write a word to each page, without a copy of the content, which would count too."""
     for at in range(0, nbytes, PAGE):
         ctypes.c_uint64.from_address(address + at).value = at + 1
 
@@ -48,8 +48,9 @@ def is_marked(address: int, nbytes: int) -> bool:
     return all(ctypes.c_uint64.from_address(address + at).value == at + 1 for at in range(0, nbytes, PAGE))
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> None:
-    """B5: it is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
+    """It is refused with figures instead of meeting the OOM killer, nothing is unmapped, and with room it works."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -71,8 +72,9 @@ def test_a_backup_larger_than_the_control_group_allows(group: ControlGroup) -> N
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: ControlGroup) -> None:
-    """B5: pinning memory ahead of the first release takes none that is not there."""
+    """Pinning ahead of the first release does not exceed the limit."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -91,8 +93,9 @@ def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: C
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) -> None:
-    """B5: what the kernel gives up under pressure, as pages of weights read from a file, refuses no backup."""
+    """Page cache that the kernel can reclaim, such as that of weight files, causes no refusal."""
     nbytes = 64 * MIB
 
     def body() -> None:
@@ -101,7 +104,7 @@ def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) 
         path.write_bytes(bytes(2 * nbytes))
         with path.open("rb") as file:
             os.fsync(file.fileno())
-            for _ in range(2):  # read twice it is in active use, for all that the kernel knows
+            for _ in range(2):  # after the second read the kernel considers it in active use
                 file.seek(0)
                 while file.read(MIB):
                     pass
@@ -115,8 +118,9 @@ def test_page_cache_makes_way_for_a_backup(group: ControlGroup, tmp_path: Path) 
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path) -> None:
-    """B5: files of a file system in memory count as memory, however much the file system says is free."""
+    """Files in tmpfs count as memory, however much space the file system reports."""
     nbytes = 112 * MIB
 
     def body() -> None:
@@ -152,8 +156,9 @@ def test_a_backup_file_in_memory_keeps_to_the_control_group(group: ControlGroup,
         ),
     ],
 )
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str, str], available: int) -> None:
-    """B5: the files as the kernel writes them, where it has put the root of this process's groups."""
+    """From files as the kernel writes them, wherever this process's group is mounted."""
 
     def body() -> None:
         keep_mounts_private()
@@ -168,8 +173,9 @@ def test_control_groups_of_version_2_are_read(tmp_path: Path, figures: dict[str,
     in_child(body)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """R3: what was not written yet stays where it is, what was written comes back; with space again all goes on."""
+    """What was not written stays resident, what was written comes back; with space the release works."""
     part = 8 * MIB
 
     def body() -> None:
@@ -186,7 +192,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             except OutOfHostMemoryError as error:
                 failures.append(error)
 
-        saver.delay("copy_to_host", 3600)  # until heal(); the look at the disk has been taken when this is reached
+        saver.delay("copy_to_host", 3600)  # until heal(); the disk space has been checked by then
         thread = threading.Thread(target=release)
         thread.start()
         while saver.counts().get("copy_to_host", 0) == 0:

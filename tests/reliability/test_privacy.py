@@ -1,4 +1,4 @@
-"""What other users, other processes and other tags see of this process's memory: nothing."""
+"""Other users, other processes and other tags see nothing of this process's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(folder: Path, **settings: Any) -> _native.Saver:
 
 
 def backup_files(folder: Path) -> list[str]:
-    """The open files of this process that lie, or lay, in the folder, as names under /proc."""
+    """The open files of this process that are or were in the folder, as names under /proc."""
     names = []
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
@@ -36,7 +36,7 @@ def backup_files(folder: Path) -> list[str]:
 
 
 def test_backup_files_have_no_name_and_one_reader(tmp_path: Path) -> None:
-    """Mode 0600 whatever the umask says, and gone from the folder while it is in use."""
+    """Mode 0600 with any umask, and no name in the folder while in use."""
     before = os.umask(0)
     try:
         saver = make(tmp_path)
@@ -80,8 +80,8 @@ def test_backup_memory_is_kept_out_of_forked_children(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["host", "file"])
 def test_nothing_of_another_tag_is_left_in_a_backup(tmp_path: Path, policy: str) -> None:
-    """Pinned memory goes from tag to tag. What a backup does not fill of it, the end of a last page, is cleared; so is
-    what goes to a file with it."""
+    """Pinned memory is reused by other tags. The part of the last page that a backup does not fill is cleared, also
+    in the file."""
     saver = make(tmp_path)
     theirs = saver.allocate(0, "theirs", "host", MIB)
     view(theirs, MIB)[:] = list(SECRET.ljust(32)) * (MIB // 32)
@@ -107,7 +107,7 @@ def test_nothing_of_another_tag_is_left_in_a_backup(tmp_path: Path, policy: str)
 
 
 def test_the_account_of_a_host_device_is_its_user_s(tmp_path: Path) -> None:
-    """Mode 0600 whatever the umask says, and never reached through a link that somebody left in its place."""
+    """Mode 0600 with any umask, and never opened through a symbolic link."""
     name = f"privacy-{uuid.uuid4().hex[:12]}"
     path = Path(f"/dev/shm/memsaver-{os.getuid()}-{name}")
     before = os.umask(0)

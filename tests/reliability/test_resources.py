@@ -1,4 +1,4 @@
-"""Resources that run out, for real, in a process of their own; and a copy that stalls."""
+"""Resources that really run out, in child processes; and a copy that stalls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Save
     return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_file_descriptors_run_out(tmp_path: Path) -> None:
-    """R3: without a descriptor for the backup file a release is refused with nothing unmapped, and works afterwards."""
+    """Without a descriptor for the backup file a release is refused with nothing unmapped; it works afterwards."""
 
     def body() -> None:
         saver = make(tmp_path)
@@ -47,8 +48,9 @@ def test_file_descriptors_run_out(tmp_path: Path) -> None:
     in_child(body)
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_address_space_runs_out() -> None:
-    """B5: host memory that the system refuses is an error with nothing lost, and the retry works."""
+    """If the system refuses host memory, it is an error, nothing is lost, and the retry works."""
 
     def body() -> None:
         saver = make()
@@ -62,7 +64,7 @@ def test_address_space_runs_out() -> None:
             saver.release([], [], {})
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
         assert saver.audit() == []
-        saver.resume([])  # undoing the release needs a little memory itself
+        saver.resume([])  # the undo needs a little memory too
         assert content(address, 128 * MIB) == written
         saver.release([], [], {})
         saver.resume([])
@@ -71,13 +73,14 @@ def test_address_space_runs_out() -> None:
     in_child(body)
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_the_device_is_taken_during_a_resume() -> None:
-    """R3: memory that goes between the look at it and its use fails the resume, undone, and the retry works."""
+    """If memory is taken between the check and its use, the resume fails and is undone, and the retry works."""
     saver = make(capacity=16 * MIB)
     addresses = [saver.allocate(0, tag, "host", 4 * MIB) for tag in ("a", "b")]
     written = [fill(address, 4 * MIB, seed) for seed, address in enumerate(addresses)]
     saver.release([], [], {})
-    saver.delay("create", 3600)  # the look has been taken when this is reached
+    saver.delay("create", 3600)  # free memory has been checked by then
     taken: list[int] = []
     failures: list[Exception] = []
 
@@ -92,7 +95,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
     thread.start()
     while saver.counts()["create"] == before:
         pass
-    saver.delay("create", 0)  # for others
+    saver.delay("create", 0)  # for other allocations
     taken.append(saver.allocate(0, "tenant", "discard", 14 * MIB))
     saver.heal()
     thread.join()
@@ -104,8 +107,9 @@ def test_the_device_is_taken_during_a_resume() -> None:
     assert [content(address, 4 * MIB) for address in addresses] == written
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_status_answers_while_a_copy_stalls() -> None:
-    """S3: while a copy makes no progress, status says which operation is under way, again and again."""
+    """It keeps reporting which operation is running."""
     saver = make()
     fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
     saver.delay("copy_to_host", 3600)
@@ -113,7 +117,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
     thread.start()
     while saver.counts().get("copy_to_host", 0) == 0:
         pass
-    answers = [saver.status() for _ in range(50)]  # all of them while the copy stands still
+    answers = [saver.status() for _ in range(50)]  # while the copy is held
     saver.heal()
     thread.join()
     assert {answer["state"] for answer in answers} == {"releasing"}
@@ -122,8 +126,9 @@ def test_status_answers_while_a_copy_stalls() -> None:
     assert answers[-1]["total_bytes"] == 4 * MIB
 
 
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
-    """B2: the resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
+    """The resume is over and its memory in use while host memory that is no longer needed is unpinned."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
@@ -134,7 +139,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     resume.join(60)
     waited = resume.is_alive()
     while saver.counts().get("unregister_host", 0) == 0:
-        pass  # it is freed all the same
+        pass  # the memory is freed all the same
     status = saver.status()
     found = content(address, 4 * MIB)
     fill(address, 4 * MIB, 2)
@@ -147,9 +152,10 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
 
 
 @pytest.mark.parametrize("retention", ["trim", "free"])
+@pytest.mark.guards("an operation waited forever, and nothing said why", "memory grew with every cycle")
 def test_retention_never_blocks(retention: str) -> None:
-    """S3, S4: the thread that unpins backups after a resume and the next resume do not wait for each other for ever;
-    cycle after cycle, host memory stays the same."""
+    """The thread that unpins backups after a resume and the next resume do not deadlock, and host memory stays the
+    same over many cycles."""
     saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention=retention, verify="full")
     address = saver.allocate(0, "t", "host", 2 * MIB)
     written = fill(address, 2 * MIB, 1)

@@ -1,4 +1,4 @@
-"""Fixtures: the service over a small real engine, reached through real sockets."""
+"""Fixtures: the service over a small real engine, called through real sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(memory: Memory) -> Iterator[TensorEngine]:
 
 @pytest.fixture
 def driver(engine: TensorEngine) -> Iterator[Driver]:
-    """The driver under the engine, to make it fail or slow."""
+    """The driver below the engine, to inject failures and delays."""
     driver = process.saver()
     yield driver
     driver.heal()

@@ -1,4 +1,4 @@
-"""Kinds of modules as people write them, each made releasable in at most five lines, and what must then hold."""
+"""Examples of modules, each made releasable in at most five lines, and the checks that all of them pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memsaver_server.integrations.module import ModuleEngine, module_tensors
 
 @dataclass
 class Example:
-    """An attached module. ``run`` uses it as its program would; ``held`` is what a release must take."""
+    """An attached module. ``run`` uses it as its program would; ``held`` is the memory that a release must free."""
 
     engine: ModuleEngine
     server: Attachment
@@ -29,14 +29,14 @@ class Example:
 
     @property
     def bytes(self) -> int:
-        """Of the memory under ``held``, counted once where it is shared."""
+        """The size of the memory under ``held``; shared memory counts once."""
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in self.held}
         return sum(storages.values())
 
 
 @contextmanager
 def example(make: Callable[[int], Example], width: int) -> Iterator[Example]:
-    """One of the examples below for the length of the block, ``width`` wide."""
+    """One of the examples below, ``width`` wide, while the block runs."""
     torch.manual_seed(11)
     with torch.inference_mode(False), torch.no_grad():
         made = make(width)
@@ -49,7 +49,7 @@ def example(make: Callable[[int], Example], width: int) -> Iterator[Example]:
 
 
 def check_occupation(made: Example, slack_bytes: int) -> None:
-    """Release and resume over HTTP, twice: measured, at the same addresses, and with the same outputs."""
+    """Release and resume over HTTP, twice: measured, with the same addresses and the same outputs."""
     expected = made.run().cpu()
     assert expected.isfinite().all()
     assert expected.std() > 0
@@ -133,7 +133,7 @@ def embedder(width: int) -> Example:
     return Example(engine, server, lambda: model(ids), tensors_of(model))
 
 
-# A mixture of experts: its first call makes a workspace for itself, and another for all of its kind.
+# A mixture of experts: the first call allocates a workspace for the module, and one for its class.
 
 
 class Experts(nn.Module):
@@ -225,7 +225,7 @@ def vision(width: int) -> Example:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        model(static_images)  # what is made once must not be made in the capture
+        model(static_images)  # one-time allocations must not happen in the capture
     torch.cuda.current_stream().wait_stream(stream)
     with ms.graph(graph, stream=stream):
         features = model(static_images)
@@ -235,6 +235,6 @@ def vision(width: int) -> Example:
         with engine.request():
             static_images.copy_(images)
             graph.replay()
-            return features.clone()  # the graph's memory goes with a release
+            return features.clone()  # a release takes the graph's memory
 
     return Example(engine, server, run, [*tensors_of(model), static_images, features])

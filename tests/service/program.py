@@ -1,4 +1,4 @@
-"""A run of ``served.py``: an engine that is served, or a co-tenant, in a process of its own."""
+"""Runs ``served.py``: a served engine, or a co-tenant, in a child process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temp
 
 
 class Program(Child):
-    """A run of ``served.py``, and its first line of output."""
+    """A run of ``served.py``, with its first line of output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **environment)
@@ -24,25 +24,25 @@ class Program(Child):
         self.ask(f"fail {call} {kind}")
 
     def hold(self, call: str) -> None:
-        """From now on ``call`` of its driver stands still, until ``heal``."""
+        """From now on, hold ``call`` of its driver until ``heal``."""
         self.ask(f"hold {call}")
 
     def heal(self) -> None:
-        """Forget what ``fail`` and ``hold`` planned; what stands still goes on."""
+        """Undo ``fail`` and ``hold``; held calls continue."""
         self.ask("heal")
 
     def count(self, call: str) -> int:
-        """How often ``call`` of its driver was made so far."""
+        """How often its driver's ``call`` was called so far."""
         return int(self.ask(f"count {call}"))
 
     def wait_for(self, call: str, more_than: int) -> None:
-        """Return when ``call`` of its driver was made more often than that."""
+        """Return once its driver's ``call`` was called more often than that."""
         while self.count(call) <= more_than:
             pass
 
 
 def client(program: Program) -> httpx.Client:
-    """A client of a served engine. It waits for no answer for ever."""
+    """A client of a served engine, with a timeout."""
     return httpx.Client(base_url=program.said, timeout=60)
 
 

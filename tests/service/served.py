@@ -1,9 +1,9 @@
-"""A process of its own: serves the test engine until its standard input ends. Prints the server's address first.
+"""Serves the test engine in a process of its own until standard input ends.
 
-Lines on standard input are orders for its driver, each answered by how often the call was made so far:
-``fail CALL KIND`` makes the next such call fail in this way, ``hold CALL`` makes it stand still, ``heal`` ends both,
-``count CALL`` does nothing. Run with ``bare`` its engine has weights and a KV cache alone; with ``trainer BYTES`` it is
-a co-tenant instead, which holds so much of the device until its standard input ends.
+Prints the server's address first. Each line of standard input is an order for its driver, answered by the number of
+calls so far: ``fail CALL KIND`` makes the next such call fail in this way, ``hold CALL`` holds it, ``heal`` ends both,
+and ``count CALL`` does nothing else. With ``bare``, the engine has only weights and a KV cache. With ``trainer BYTES``,
+the process is a co-tenant that holds this much of the device instead.
 """
 
 from __future__ import annotations

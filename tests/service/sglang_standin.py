@@ -1,8 +1,8 @@
-"""A scheduler with the names of SGLang's, as far as memsaver uses them, and with an engine small enough to follow.
+"""Stands in for SGLang's scheduler, with the names that memsaver uses, and with an engine small enough to follow.
 
-Its model is a table of weights and a buffer, under ``weights``; the cache holds one number for each token, under
-``kv_cache``; the next token follows from the sum of the cached numbers. So lost weights, a lost buffer, and a cached
-prefix whose pages are gone all give other tokens.
+Its model is a table of weights and a buffer, under ``weights``; the cache holds one number per token, under
+``kv_cache``; the next token is computed from the sum of the cached numbers. So lost weights, a lost buffer, or a cached
+prefix without pages give other tokens.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MESSAGES = (
 
 
 class Adapter:
-    """Its calls are those of tests/unit/test_compat_adapters.py."""
+    """Its calls are the ones in tests/unit/test_compat_adapters.py."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -131,7 +131,7 @@ class ScheduleBatch:
 
 
 class Pool:
-    """The pages, and who holds them."""
+    """The pages and their users."""
 
     def __init__(self) -> None:
         self.clear()
@@ -144,7 +144,7 @@ class Pool:
 
 
 class Tree:
-    """Pages of prefixes that were computed."""
+    """The pages of computed prefixes."""
 
     def __init__(self) -> None:
         self.prefixes: dict[tuple[int, ...], list[int]] = {}
@@ -154,7 +154,7 @@ class Tree:
 
 
 class Tokenizer:
-    """What the tokenizer's process is sent: the answers, by request."""
+    """The answers that the tokenizer process is sent, by request."""
 
     def __init__(self) -> None:
         self.answers: Queue[tuple[str, Any]] = Queue()
@@ -300,7 +300,7 @@ class HookRegistry:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> type[Scheduler]:
-    """Put the modules where memsaver looks for SGLang's, for the length of a test. Returns the scheduler's class."""
+    """Put the modules where memsaver looks for SGLang's while a test runs. Returns the scheduler's class."""
     scheduler: type[Scheduler] = type("Scheduler", (Scheduler,), {"__module__": "sglang.srt.managers.scheduler"})
     adapter = type("Adapter", (Adapter,), {"__module__": "sglang.srt.utils.torch_memory_saver_adapter"})
     monkeypatch.setattr(sys.modules[__name__], "Adapter", adapter)

@@ -1,4 +1,4 @@
-"""The service from outside: every route that it has, and all that a call could change."""
+"""The service from outside: all its routes, and all that a call could change."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memsaver_server import routes as package
 
 from .tensor_engine import TensorEngine
 
-#: Open to everybody on purpose: the page and its files, which hold no data, the description, probes and metrics.
+#: Open without a key on purpose: the dashboard page and its files (without data), the description, probes and metrics.
 OPEN = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz", "/metrics"}
 
 
 def routes() -> list[tuple[str, str]]:
-    """Each method and path of every file of routes, those beside the description included."""
+    """Method and path of every route in the route files, including those that the description leaves out."""
     files = [import_module(f"{package.__name__}.{found.name}") for found in iter_modules(package.__path__)]
     served = [route for file in files if hasattr(file, "router") for route in file.router.routes]
     return [("GET", "/openapi.json"), *sorted((method, route.path) for route in served for method in route.methods)]
 
 
 def posts(engine: TensorEngine) -> dict[str, list[str]]:
-    """Every path that is posted to, and the fields of its body."""
+    """Every POST path with the fields of its body."""
     described = create_app(engine, Settings()).openapi()["paths"]
     return {
         path: list(operations["post"]["requestBody"]["content"]["application/json"]["schema"].get("properties", {}))
@@ -33,7 +33,7 @@ def posts(engine: TensorEngine) -> dict[str, list[str]]:
 
 
 def seen(engine: TensorEngine) -> object:
-    """What a call could change."""
+    """Everything that a call could change."""
     status = ms.status()
     return (
         *(status.state, status.tags, status.host_backup),

@@ -1,4 +1,4 @@
-"""An engine small enough to read at once, that implements the port for real.
+"""A small real implementation of the engine protocol.
 
 It owns torch tensors in memsaver's regions. Every token is computed from its weights, and cached prefixes are read back
 from its KV cache: a request that reached released memory would crash the process or give another token.
@@ -30,9 +30,9 @@ MIB = 1 << 20
 
 
 class Memory:
-    """What an engine holds of the device: weights, a KV cache, state of graphs and a workspace, each in its region.
+    """The memory of an engine: weights, a KV cache, graph state and a workspace, each in its region.
 
-    A ``bare`` one has neither graphs nor workspace there.
+    A ``bare`` one has no graph state and no workspace there.
     """
 
     def __init__(self, *, bare: bool = False, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB) -> None:
@@ -48,7 +48,8 @@ class Memory:
         self._loads = 0
 
     def load(self) -> None:
-        """Write what a new engine holds. A word that no token is made of differs, so no old backup is good."""
+        """Write the content of a new engine. One word that no token depends on differs, so that no old backup
+        matches."""
         generator = torch.Generator().manual_seed(7)
         self.weights.copy_(torch.randint(1, VOCABULARY, self.weights.shape, generator=generator))
         self._loads += 1
@@ -58,7 +59,7 @@ class Memory:
 
 
 class TensorEngine:
-    """Tokens from arithmetic; admission, drain, freezing and a prefix cache as a real engine has them."""
+    """Computes tokens by arithmetic, with admission, drain, freezing and a prefix cache as a real engine has."""
 
     name = "tensor engine"
 
@@ -79,7 +80,7 @@ class TensorEngine:
         self._blocked = False
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="engine")
 
-    # -- the port --------------------------------------------------------------------------------------------------
+    # -- the protocol --------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         return self.alive
@@ -147,7 +148,7 @@ class TensorEngine:
         return self._write(base64.b64decode(serialized_named_tensors[0]))
 
     def _write(self, image: bytes) -> int:
-        """Overwrite the weights by the one tensor of a safetensors image."""
+        """Overwrite the weights with the only tensor of a safetensors image."""
         try:
             given = safetensors.torch.load(image)["weights"]
         except (safetensors.SafetensorError, KeyError) as error:
@@ -156,7 +157,7 @@ class TensorEngine:
         self.flush_cache()
         return 1
 
-    # -- the inside ------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
@@ -167,7 +168,7 @@ class TensorEngine:
         return self._held
 
     def block(self) -> None:
-        """Compute no token until ``unblock``: requests stay in flight."""
+        """Compute no token until ``unblock``, so that requests stay in flight."""
         with self._state:
             self._blocked = True
 
@@ -177,7 +178,7 @@ class TensorEngine:
             self._state.notify_all()
 
     def wait_until(self, condition: Any, timeout_s: float = 30.0) -> None:
-        """Wait until ``condition(self)`` holds; it is looked at whenever a request moves."""
+        """Wait until ``condition(self)`` holds; it is checked whenever a request makes progress."""
         with self._state:
             assert self._state.wait_for(lambda: condition(self), timeout_s), "the engine never came to that"
 
@@ -185,7 +186,7 @@ class TensorEngine:
         return list(self._running)
 
     def close(self) -> None:
-        """Let everybody go. The memory stays, resident, for the next engine."""
+        """Let all requests go. The memory stays, resident, for the next engine."""
         self.unblock()
         self.open_admission()
         self._threads.shutdown(wait=True)
@@ -229,7 +230,7 @@ class TensorEngine:
         }
 
     def _step(self, name: str) -> bool:
-        """Wait for leave to compute one token; False where the request is to end instead."""
+        """Wait until a token may be computed; False if the request must end instead."""
         with self._state:
             while not self._aborting and (self._frozen or self._blocked):
                 self._running[name] = "frozen" if self._frozen else "running"
@@ -239,7 +240,7 @@ class TensorEngine:
             return not self._aborting
 
     def _token(self, ids: list[int]) -> int:
-        """Compute the token after ``ids`` from the weights, with the sums of known prefixes read from the KV cache."""
+        """Compute the token after ``ids`` from the weights; sums of known prefixes come from the KV cache."""
         self.tokens_computed += 1
         key = tuple(ids[:-1])
         with self._state:

@@ -1,4 +1,4 @@
-"""Who is let in while memory comes and goes."""
+"""Which requests are admitted while memory is released and resumed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def post(http: httpx.Client, path: str, **body: object) -> httpx.Response:
     return http.post(path, json=body)
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_generation_while_released_is_refused(http: httpx.Client, engine: TensorEngine) -> None:
-    """R12: 503 with Retry-After and the reason; no kernel is reached."""
+    """503 with Retry-After and the reason; no kernel runs."""
     post(http, "/release_memory_occupation")
     computed = engine.tokens_computed
     response = generate(http)
@@ -37,8 +38,9 @@ def test_generation_while_released_is_refused(http: httpx.Client, engine: Tensor
     assert generate(http).status_code == 200
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_generation_while_released_is_queued_where_asked_for(serve: Serve, engine: TensorEngine) -> None:
-    """R12: held until everything is back, then served; one more than fits is refused."""
+    """Held until everything is resident, then served; requests beyond the limit are refused."""
     http = serve(while_released="queue", queue_limit=1)
     expected = generate(http).json()["output_ids"]
     post(http, "/release_memory_occupation")
@@ -62,10 +64,11 @@ def test_continue_before_the_kv_cache_is_back_is_remembered(http: httpx.Client) 
     assert generate(http).status_code == 200
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_nothing_opens_admission_while_a_release_runs(
     http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
 ) -> None:
-    """R2: neither ``continue_generation`` nor a pause that fails lets a request in before memory goes."""
+    """Neither ``continue_generation`` nor a failing pause admits a request before memory is released."""
     with ThreadPoolExecutor(1) as pool:
         releasing = pool.submit(post, http, "/release_memory_occupation")
         engine.wait_until(lambda engine: engine.is_closed)
@@ -128,10 +131,11 @@ def in_flight(http: httpx.Client, engine: TensorEngine) -> Future[httpx.Response
         engine.unblock()
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_drain_that_takes_too_long_releases_nothing(
     http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
 ) -> None:
-    """S3: the answer names the phase and the requests that held it up; admission is as it was."""
+    """The answer names the phase and the requests that delayed it; admission is as before."""
     response = post(http, "/release_memory_occupation", timeout_s=0.05)
     assert response.status_code == 504
     assert response.json()["error"]["phase"] == "drain"

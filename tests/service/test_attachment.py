@@ -1,4 +1,4 @@
-"""Serving from a thread of the engine's process, and leaving no trace of it."""
+"""Serving from a thread of the engine's process, and removing every trace of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from memsaver_core._native import Saver as Driver
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from memsaver_server.attachment import nccl_registers_graphs
+from tests.waiting import wait_until
 
 from .tensor_engine import Memory, TensorEngine
 
@@ -38,8 +39,9 @@ def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
     attachment.close()
 
 
+@pytest.mark.guards("memory grew with every cycle")
 def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S4: nothing that ran for a server keeps the engine, and so its memory, once both are closed."""
+    """No leftover of a server keeps the engine's memory alive after both are closed."""
     monkeypatch.setattr("memsaver_server.operation_queue.IDLE_S", threading.TIMEOUT_MAX)
     engine = TensorEngine(Memory(bare=True))
     with attach(engine) as server:
@@ -49,14 +51,19 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
     gone = threading.Event()
     weakref.finalize(engine, gone.set)
     del engine, server
-    while not gone.wait(0.1):  # a thread may still be on its way out
+
+    def is_gone() -> bool:
         gc.collect()
+        return gone.is_set()
+
+    wait_until(is_gone)  # a thread may still be ending
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_caller_hears_that_the_server_ends(
     engine: TensorEngine, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3: with an operation that does not end in time, its caller is told; the operation goes on."""
+    """If an operation does not end in time, its caller is told; the operation goes on."""
     driver.delay("unmap", 3600)
     with ThreadPoolExecutor(1) as pool, attach(engine) as server:
         answer = pool.submit(httpx.post, f"{server.url}/release_memory_occupation", timeout=60)
@@ -84,8 +91,8 @@ def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Pat
     assert not path.exists()
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_the_socket_of_a_server_that_died_is_replaced(engine: TensorEngine, tmp_path: Path) -> None:
-    """S5: a stale socket does not keep the next server from starting."""
     path = tmp_path / "engine.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -138,15 +145,16 @@ def test_closing_ends_streams(engine: TensorEngine) -> None:
         ("cpu:gloo,cuda:gloo", None, False),
     ],
 )
+@pytest.mark.guards("replaying a graph with NCCL hung after a remap")
 def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None, registers: bool) -> None:
-    """G3: NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also where torch chose the backend."""
+    """NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also if torch chose the backend."""
     assert nccl_registers_graphs(backends, setting) is registers
 
 
+@pytest.mark.guards("replaying a graph with NCCL hung after a remap")
 def test_other_backends_are_no_reason_to_warn(
     engine: TensorEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """G3: the warning at attach is NCCL's alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
     try:
         with caplog.at_level(logging.WARNING, "memsaver"), attach(engine):

@@ -1,4 +1,4 @@
-"""One test for each client of the contract: its requests as it sends them, its own rule for what it accepts."""
+"""One test per client of the contract: its requests as it sends them, and its own rule for accepting answers."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def transformers_engine() -> Iterator[TransformersEngine]:
 
 @pytest.fixture(scope="module", params=["tensor engine", "transformers engine"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which engine. One after the other: tags belong to the process, so each engine would lose what the other does."""
+    """The engine to test. One after another, because tags belong to the process."""
     return str(request.param)
 
 
 @pytest.fixture
 def engine(kind: str, request: pytest.FixtureRequest, memory: Memory) -> Iterator[TensorEngine | TransformersEngine]:
-    """The small engine of these tests, or the one that ``memsaver serve`` runs."""
+    """The small engine of these tests, or the one of ``memsaver serve``."""
     if kind == "tensor engine":
         engine = TensorEngine(memory)
         yield engine
@@ -65,7 +65,7 @@ def engine(kind: str, request: pytest.FixtureRequest, memory: Memory) -> Iterato
 
 @pytest.fixture
 def weights_folder(engine: TensorEngine | TransformersEngine, tmp_path: Path) -> str:
-    """Where a trainer has left the weights that the engine has."""
+    """A folder in which a trainer stored the engine's weights."""
     if isinstance(engine, TransformersEngine):
         return str(small_checkpoint())
     path = tmp_path / "weights.safetensors"
@@ -75,7 +75,7 @@ def weights_folder(engine: TensorEngine | TransformersEngine, tmp_path: Path) ->
 
 @pytest.fixture
 def bucket(weights_folder: str) -> list[str]:
-    """Some of those weights, as an update carries them."""
+    """Some of those weights, as a weight update carries them."""
     path = Path(weights_folder)
     file = path if path.is_file() else next(path.glob("*.safetensors"))
     name, tensor = next(iter(safetensors.torch.load_file(file).items()))
@@ -91,7 +91,7 @@ def send_and_go_away(server: httpx.Client, path: str, body: bytes) -> None:
 
 
 class SlimeClient:
-    """Posts JSON, raises for any status but 2xx, reads JSON; flushes up to 60 times until it gets a 200."""
+    """Posts JSON, raises for any status but 2xx, reads JSON; retries a flush up to 60 times until it gets a 200."""
 
     def __init__(self, server: httpx.Client) -> None:
         self.server = server
@@ -154,13 +154,13 @@ def test_nemo_rl(http: httpx.Client) -> None:
 
 
 def test_verl(http: httpx.Client) -> None:
-    """verl sends again what it got no answer to, up to three times, and raises on any 4xx or 5xx."""
+    """verl retries up to three times without an answer, and raises on any 4xx or 5xx."""
     before = tokens(http)
 
     def post(endpoint: str, payload: dict[str, object]) -> None:
         for _ in range(2):
             send_and_go_away(http, f"/{endpoint}", json.dumps(payload).encode())
-        # By a connection of its own, as those before it: one that is open already would overtake them.
+        # On a new connection like the earlier ones: an open connection would overtake them.
         httpx.post(http.base_url.join(f"/{endpoint}"), json=payload, timeout=60).raise_for_status()
 
     http.get("/flush_cache", params={"reset_connector": True}).raise_for_status()
@@ -175,7 +175,7 @@ def test_verl(http: httpx.Client) -> None:
 
 
 def test_areal_with_sglang(http: httpx.Client) -> None:
-    """AReaL gives memory calls 30 s, retries all that is not 2xx, and reads JSON where the content type says so."""
+    """AReaL allows memory calls 30 s, retries unless it gets a 2xx, and reads JSON if the content type says so."""
     before = tokens(http)
 
     def call(method: str, path: str, **request: object) -> None:
@@ -229,7 +229,7 @@ def test_skyrl_with_a_json_body(http: httpx.Client) -> None:
 
 
 def test_vllm_tooling(http: httpx.Client, weights_folder: str) -> None:
-    """All levels: 0 pauses alone, 1 keeps the weights, 2 gives them up for the caller to write again."""
+    """All levels: 0 only pauses, 1 keeps the weights, 2 discards them, and the caller writes them again."""
     before = tokens(http)
     assert http.post("/sleep?level=0&mode=keep").is_success
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
@@ -266,7 +266,8 @@ def test_tensorrt_llm_tooling(http: httpx.Client) -> None:
 
 
 def test_tensorrt_llm_signatures(serve: Serve) -> None:
-    """With a key set a request is signed: over its body, or over all of it with a time and a nonce that count once."""
+    """With a key set, a request is signed: over its body, or over all of it plus a timestamp and a nonce that are
+    valid once."""
     server = serve(api_key="control key")
 
     def digest(signed: bytes) -> str:
@@ -297,7 +298,7 @@ def test_tensorrt_llm_signatures(serve: Serve) -> None:
 
 
 def test_an_operator_with_curl(http: httpx.Client) -> None:
-    """curl -X POST sends no body, no length and no content type; GET does as well."""
+    """curl -X POST sends no body, length or content type; GET works as well."""
     before = tokens(http)
     address = urlsplit(str(http.base_url))
     for method in ("POST", "GET"):

@@ -1,4 +1,4 @@
-"""The dashboard as the server sends it: its files, who may have them, and the feed that it lives on."""
+"""The dashboard as the server sends it: its files, access to them, and the feed of its data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_file_is_served_and_no_other(http: httpx.Client) -> None:
 
 
 def test_the_page_takes_nothing_from_elsewhere(http: httpx.Client) -> None:
-    """It works where there is no network, and its policy forbids scripts that are not this server's files."""
+    """It works without a network, and its content policy allows only this server's scripts."""
     for name in FILES:
         text = http.get(f"/dashboard/{name}").text
         for in_page, in_script in LINK.findall(text):
@@ -84,7 +84,7 @@ def test_the_feed_tells_what_is_held_and_what_happens(http: httpx.Client) -> Non
 
 
 def test_readings_are_remembered(http: httpx.Client) -> None:
-    """Whoever opens the page sees what was before."""
+    """The page shows what was measured before it was opened."""
     told = feed(http)
     seen = [data["at"] for _, data in (next(told) for _ in range(6)) if "devices" in data]
     told.close()

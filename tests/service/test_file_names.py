@@ -1,4 +1,4 @@
-"""What a caller says becomes no file's name, but in the one call that is there for it."""
+"""No input from a caller is used as a file name, except in the one call for that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import _native
 
-#: The field whose job it is: the checkpoint folder of a weight update.
+#: The one field that is a path: the checkpoint folder of a weight update.
 NAMES_A_FILE = ("/update_weights_from_disk", "model_path")
 CONTENT = "not for callers"
 IN_ALL_EVENTS = 0xFFF
@@ -37,7 +37,7 @@ sys.addaudithook(_note)
 
 @pytest.fixture
 def touched() -> Iterator[list[str]]:
-    """What the interpreter opens, lists, makes, moves or runs from here on, whether it is there or not."""
+    """What the interpreter opens, lists, creates, moves or runs from here on, whether it exists or not."""
     global _touched
     _touched = []
     yield _touched
@@ -45,9 +45,9 @@ def touched() -> Iterator[list[str]]:
 
 
 class Watch:
-    """What the system does to folders and what is in them, whoever asks for it: native code, too, and other processes.
+    """File system events of folders and their content, from native code and other processes too.
 
-    Only what is there is seen, and what is made there.
+    Only existing files, and files created there, are seen.
     """
 
     def __init__(self, *folders: Path) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._seen: list[str] = []
 
     def seen(self) -> list[str]:
-        """What was opened, read, written, made, moved or removed so far."""
+        """What was opened, read, written, created, moved or removed so far."""
         while True:
             try:
                 events = os.read(self._file, 1 << 16)
@@ -81,7 +81,7 @@ class Watch:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file that is nobody's, in a folder of its own. Both have a name that nothing else has."""
+    """A file in a folder, both with names that occur nowhere else."""
     folder = tmp_path / f"mark-{uuid.uuid4().hex}"
     folder.mkdir()
     (folder / "content").write_text(CONTENT)
@@ -90,23 +90,23 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def watch(secret: Path) -> Iterator[Watch]:
-    """Sees what is done to the secret, and to names in the folders where a name alone would lead."""
+    """Watches the secret, and the folders in which a bare name would be resolved."""
     watch = Watch(secret.parent, Path.cwd(), Path(ms.core_settings().file_dir))
     yield watch
     watch.close()
 
 
 def bodies(schema: dict[str, Any], word: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A body for each field, with the word wherever the field's type lets it be."""
+    """One body per field, with the word wherever the field's type allows it."""
     for name in schema.get("properties", {}):
         for value in (word, [word], {word: "file"}, {word: word}, {"weights": word}, [{"name": word}]):
             yield name, {name: value}
-    if "restore" in schema.get("properties", {}):  # so that a file is made meanwhile
+    if "restore" in schema.get("properties", {}):  # so that a file is created
         yield "", {"restore": {"weights": "file", "kv_cache": "file", word: "file"}, "other": word}
 
 
 def test_no_request_names_a_file(http: httpx.Client, touched: list[str], secret: Path, watch: Watch) -> None:
-    """Every field of every call in turn, in the body and in the query, and headers and paths: none of it is opened."""
+    """Each field of each call, in the body and the query, and headers and paths: none of it is opened."""
     mark = secret.parent.name
     touched.clear()
     described = http.get("/openapi.json").json()["paths"]
@@ -136,7 +136,7 @@ def test_no_request_names_a_file(http: httpx.Client, touched: list[str], secret:
 
 
 def test_a_tag_that_reads_like_a_path_is_none(http: httpx.Client, secret: Path, watch: Watch) -> None:
-    """Its content goes to a file, and not to that one."""
+    """Its content goes to a file, but not to that one."""
     tag = str(secret)
     with ms.region(tag, restore="file"):
         held = torch.full((1 << 16,), 7, dtype=torch.int64, device=ms.torch_device())
@@ -151,7 +151,7 @@ def test_a_tag_that_reads_like_a_path_is_none(http: httpx.Client, secret: Path, 
 
 
 def test_a_weight_update_names_one(http: httpx.Client, touched: list[str], secret: Path, watch: Watch) -> None:
-    """So that the tests above would see it."""
+    """Shows that the tests above would notice."""
     answer = http.post(NAMES_A_FILE[0], json={NAMES_A_FILE[1]: str(secret)})
     assert answer.status_code == 400
     assert str(secret) in touched
@@ -159,7 +159,7 @@ def test_a_weight_update_names_one(http: httpx.Client, touched: list[str], secre
 
 
 def test_what_native_code_opens_is_seen(secret: Path, watch: Watch) -> None:
-    """The file of a backup has no name, yet the folder that it is in shows that something was made there."""
+    """A backup file has no name, but its creation in the folder is visible."""
     saver = _native.Saver(
         driver="host",
         host_devices=[f"mark-{uuid.uuid4()}"],

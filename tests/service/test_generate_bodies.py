@@ -1,4 +1,4 @@
-"""What a caller may send to the engine that ``memsaver serve`` runs, and what becomes of it and of others."""
+"""Bodies of generation requests to the engine of ``memsaver serve``, and their effect on it and on other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine(transformers_engine: TransformersEngine) -> TransformersEngine:
 
 
 def generate(http: httpx.Client, **sampling: Any) -> httpx.Response:
-    # Not json=, which refuses to write what is no number.
+    # Not json=, which refuses to write NaN.
     body = json.dumps({"text": PROMPT, "sampling_params": {"max_new_tokens": 8, **sampling}})
     return http.post("/generate", content=body)
 
@@ -79,7 +79,7 @@ def test_numbers_that_are_of_no_use_are_refused_by_name(http: httpx.Client, name
 
 
 def test_weights_that_are_no_numbers_end_no_engine(http: httpx.Client, engine: TransformersEngine) -> None:
-    """Its scores are none either then; new weights, and it answers as before."""
+    """Its scores are NaN; with new weights it answers as before."""
     greedy = tokens(http)
     file = next(small_checkpoint().glob("*.safetensors"))
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in safetensors.torch.load_file(file).items()}
@@ -97,7 +97,7 @@ def test_weights_that_are_no_numbers_end_no_engine(http: httpx.Client, engine: T
 @pytest.mark.parametrize("field", ["text", "rid", "other", "sampling_params"])
 @pytest.mark.parametrize("text", ["\ud800", "before \udfff after", "\ude00\ud83d"])
 def test_text_that_no_answer_could_repeat_is_refused(http: httpx.Client, field: str, text: str) -> None:
-    """Halves of a character, which JSON can say and UTF-8 cannot."""
+    """Unpaired surrogates, which JSON allows and UTF-8 does not."""
     value = {text: 1} if field == "sampling_params" else text
     response = http.post("/generate", content=json.dumps({"text": PROMPT, field: value}))
     assert response.status_code == 400

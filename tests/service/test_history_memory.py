@@ -1,4 +1,4 @@
-"""What is forgotten is gone at once, not when Python next looks for cycles of references, which may be hours."""
+"""Forgotten operations are freed at once, not at Python's next cycle collection, which may be hours away."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def work(fails: bool, log: ms.PhaseLog) -> OperationReport:
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.guards("memory grew with every cycle")
 def test_a_forgotten_operation_is_gone(fails: bool) -> None:
-    """S4: with all its phases and figures, whether somebody waited for it and however it ended."""
+    """With all its phases and figures, with or without a waiting caller, and however it ended."""
     operations = OperationQueue(1, lambda _operation: None)
     request = ReleaseRequest(ms.ReleaseOptions(tags=("nothing",)))
 

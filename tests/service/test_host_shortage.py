@@ -1,4 +1,4 @@
-"""The host runs out under a served engine: its control group of memory, the disk of space, the process of files."""
+"""A served engine on a host that runs out of memory (control group), disk space or file descriptors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.reliability.surroundings import (
     mount_small_disk,
     no_descriptors,
 )
+from tests.waiting import wait_until
 
 from .program import Program, client, tokens
 from .tensor_engine import MIB
@@ -36,7 +37,7 @@ ON_DISK = {"restore": {"weights": "file", "kv_cache": "file"}}
 
 
 def is_untouched(http: httpx.Client) -> bool:
-    """Whether all is resident and requests are let in."""
+    """Whether everything is resident and requests are admitted."""
     occupation = http.get("/memory_occupation").json()
     return (
         occupation["state"] == "resident"
@@ -46,8 +47,9 @@ def is_untouched(http: httpx.Client) -> bool:
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_over_the_control_groups_limit(version: int) -> None:
-    """B5: 507 with the figures instead of the OOM killer; still resident, and serving; with room the retry works."""
+    """507 with figures instead of the OOM killer; it stays resident and serves; with room the retry works."""
     with control_group(22 * MIB, version) as group, Program(**ENVIRONMENT) as engine, client(engine) as http:
         before = tokens(http)
         group.enter(engine.process.pid)
@@ -66,9 +68,13 @@ def test_a_backup_over_the_control_groups_limit(version: int) -> None:
         assert tokens(http) == before
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "a backup larger than host memory ended in the OOM killer",
+)
 def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
-    """R3, B5: 507 that says what to do; what was not written stays, and what was written comes back; with space again
-    all goes on."""
+    """507 that says what to do. What was not written stays, what was written comes back, and with space the release
+    works."""
 
     def body() -> None:
         keep_mounts_private()
@@ -82,7 +88,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
                 engine.wait_for("copy_to_host", more_than=copies)  # the look at the disk has been taken
                 intruder = tmp_path / "intruder"
                 with intruder.open("wb") as file:
-                    os.posix_fallocate(file.fileno(), 0, 12 * MIB)  # leaves space for one of the two tags
+                    os.posix_fallocate(file.fileno(), 0, 12 * MIB)  # space for one of the two tags
                 engine.heal()
                 response = releasing.result()
             assert response.status_code == 507
@@ -94,7 +100,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             assert http.post("/resume_memory_occupation").json()["state"] == "resident"
             assert is_untouched(http)
             assert tokens(http) == before
-            refused = http.post("/release_memory_occupation", json=ON_DISK)  # now by the look at the disk
+            refused = http.post("/release_memory_occupation", json=ON_DISK)  # now by the check of disk space
             assert (refused.status_code, refused.json()["state"]) == (507, "resident")
             assert refused.json()["error"]["needed_bytes"] > refused.json()["error"]["free_bytes"] >= 0
             assert is_untouched(http)
@@ -106,9 +112,10 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
     in_child(body)
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_descriptors_run_out() -> None:
-    """S3: whoever has a connection is answered, a release goes as far as it needs no descriptor and else is refused,
-    and a resume needs none; with descriptors again all goes on."""
+    """Open connections are answered, a release is refused if it needs a descriptor, and a resume needs none; with
+    descriptors again everything works."""
     with Program(**ENVIRONMENT) as engine, client(engine) as http, client(engine) as observer:
         before = tokens(http)
         assert observer.get("/readyz").status_code == 200
@@ -117,8 +124,8 @@ def test_descriptors_run_out() -> None:
                 assert observer.get(path).status_code == 200
             assert tokens(http) == before
             new = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
-            new.request("GET", "/livez")  # waits in the kernel for somebody to accept it
-            refused = http.post("/release_memory_occupation", json=KEPT)  # may it pin memory? it cannot read the limits
+            new.request("GET", "/livez")  # waits in the kernel to be accepted
+            refused = http.post("/release_memory_occupation", json=KEPT)  # it cannot read the memory limits
             assert refused.status_code == 500
             assert refused.json()["error"]["type"] == "backup_error"
             assert "ulimit -n" in refused.json()["message"]
@@ -145,10 +152,11 @@ def test_descriptors_run_out() -> None:
                 assert tokens(http) == before
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_connection_that_cannot_be_accepted_costs_little(
     serve: Callable[..., httpx.Client], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3: it is a line in the log now and then, not thousands at once, for which those who are connected would wait."""
+    """A log line now and then, instead of thousands at once that delay the connected clients."""
     http = serve()
     assert http.get("/livez").status_code == 200
     with socket.socket() as new:
@@ -156,8 +164,12 @@ def test_a_connection_that_cannot_be_accepted_costs_little(
         with no_descriptors(os.getpid()):
             new.connect((http.base_url.host, http.base_url.port))
             new.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            while not caplog.records:
+
+            def was_logged() -> bool:
                 assert http.get("/livez").status_code == 200
+                return bool(caplog.records)
+
+            wait_until(was_logged)
             assert http.get("/livez").status_code == 200
             assert len([record for record in caplog.records if record.name == "asyncio"]) < 10
         assert new.recv(65536).startswith(b"HTTP/1.1 200")

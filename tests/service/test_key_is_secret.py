@@ -1,4 +1,4 @@
-"""The key: what a caller, a log, a metric or an error shows of it."""
+"""The API key appears in nothing that a caller, a log, a metric or an error shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRONG = "a-wrong-word-nobody-may-read"
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Every line that any level of any logger would show, with tracebacks."""
+    """Every line that any level of any logger would write, with tracebacks."""
     caplog.set_level(1)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "memsaver", "memsaver.audit", "asyncio"):
         caplog.set_level(1, name)
@@ -38,7 +38,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def answer_of(http: httpx.Client, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> str:
-    """All of an answer, but for a stream's content."""
+    """The whole answer, except a stream's content."""
     with http.stream(method, path, headers=headers, content=body) as answer:
         if answer.headers["content-type"].startswith("text/event-stream"):
             return str(answer.headers)
@@ -51,11 +51,11 @@ def test_it_is_in_no_log_line_and_no_answer(
     logged: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is a wrong one that somebody sent, whatever the level of the logs and however a request ends."""
+    """Nor is a wrong key that a caller sent, at any log level and however the request ends."""
     http = serve(api_key=KEY)
     described = http.get("/openapi.json").json()["paths"]
     said = [http.get("/openapi.json").text]
-    monkeypatch.setattr(engine, "flush_cache", lambda: 1 / 0)  # one route fails in a way that nobody foresaw
+    monkeypatch.setattr(engine, "flush_cache", lambda: 1 / 0)  # an unexpected error in one route
     for word in (KEY, WRONG):
         for scheme in ("Bearer", "Basic"):
             for path in described:
@@ -72,7 +72,7 @@ def test_it_is_in_no_log_line_and_no_answer(
 
 
 def signed(key: str, method: str, path: str, body: bytes) -> Iterator[dict[str, str]]:
-    """The headers of a signed call: the two older kinds, the present one, and what somebody may send by mistake."""
+    """The headers of a signed call: the two older kinds, the current one, and mistakes that callers may make."""
 
     def signature(text: bytes) -> str:
         return "sha256=" + hmac.digest(key.encode(), text, "sha256").hex()
@@ -101,7 +101,7 @@ def test_what_a_call_is_signed_with_is_nowhere(
     logged: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither the key nor a signature, which may be good for another call; also where the call fails."""
+    """Neither the key nor a signature, which could be valid for another call; also if the call fails."""
     http = serve(api_key=KEY)
     said, secrets, statuses = [], {KEY, WRONG}, set()
     for broken in (False, True):
@@ -126,7 +126,7 @@ def test_what_a_call_is_signed_with_is_nowhere(
 def test_no_span_holds_it(
     serve: Callable[..., httpx.Client], engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever header it came in, and whether the operation went well."""
+    """In whichever header it came, and whether the operation succeeded or failed."""
     trace = pytest.importorskip("opentelemetry.trace")
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -151,7 +151,7 @@ def test_no_span_holds_it(
 
 
 def said_by(arguments: Sequence[str], key: str, *, option: bool) -> tuple[int, str]:
-    """The exit code of a command and all that it prints, its traceback where it breaks."""
+    """A command's exit code and everything that it prints, its traceback if it crashes."""
     given = [arguments[0], "--api-key", key, *arguments[1:]] if option else list(arguments)
     result = CliRunner().invoke(commands.app, given, env={"MEMSAVER_API_KEY": None if option else key})
     broken = [] if result.exception is None else traceback.format_exception(result.exception)
@@ -167,7 +167,7 @@ COMMANDS: list[Sequence[str]] = [
     ("watch", "no-such-operation"),
     ("top",),
 ]
-#: These end before anything is asked.
+#: Options with which the command ends before any request.
 WRONG_COMMANDS: list[Sequence[str]] = [
     ("status", "-v"),
     ("status", "--api-key"),
@@ -178,13 +178,13 @@ WRONG_COMMANDS: list[Sequence[str]] = [
     ("status", "--uds", "/nowhere"),
     ("status", "--url", "http://127.0.0.1:9"),
 ]
-#: No header can carry them; files and secrets that end with their line give the first.
+#: Keys that no header can carry; the first comes from files and secrets with a final newline.
 UNFIT = [f"{KEY}\n", f"{KEY} ", f"{KEY}\r\nX-Other: 1", f"{KEY}\udcff", f"{KEY}\x01"]
 
 
 @pytest.mark.parametrize("option", [False, True])
 def test_no_command_prints_it(serve: Callable[..., httpx.Client], option: bool) -> None:
-    """The right one, a wrong one and such as no header can carry, from the environment or from the option."""
+    """The right key, a wrong one and invalid ones, from the environment or the option."""
     url = str(serve(api_key=KEY).base_url)
     cases: list[tuple[Sequence[str], str]] = [
         *(((*arguments, "--url", url), KEY) for arguments in COMMANDS),
@@ -215,5 +215,5 @@ def test_settings_do_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_server_takes_it_from_the_environment_alone() -> None:
-    """Whoever lists processes reads their arguments."""
+    """Other users can read a process's arguments."""
     assert not any("key" in name for name in inspect.signature(command.serve).parameters)

@@ -1,4 +1,4 @@
-"""The contract of the two memory paths, whoever calls them."""
+"""The contract of release and resume over HTTP, for every caller."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def used_bytes() -> int:
     return sum(device.used_bytes for device in ms.read_devices())
 
 
+@pytest.mark.guards("memory was reported free before it was free")
 def test_memory_is_back_when_the_answer_comes(http: httpx.Client) -> None:
-    """R1: the device's own count has fallen by what the answer says, when it says so, and tokens are the same after."""
+    """The device's own count has fallen by the reported bytes, and tokens are the same after a resume."""
     before = tokens(http)
     full = used_bytes()
-    unused = sum(tag.retained_bytes for tag in ms.status().tags)  # goes for good
+    unused = sum(tag.retained_bytes for tag in ms.status().tags)  # freed for good
     response = release(http, {})
     assert full - used_bytes() >= BOTH
     assert response.status_code == 200
@@ -63,16 +64,18 @@ def test_memory_is_back_when_the_answer_comes(http: httpx.Client) -> None:
     assert tokens(http) == before
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_phases_are_told_in_their_order(http: httpx.Client) -> None:
-    """R2: the engine is drained and the device synchronized before the first unmap."""
+    """The engine is drained and the device synchronized before the first unmap."""
     phases = [phase["name"] for phase in release(http).json()["phases"]]
     assert phases == ["drain", "synchronize", "pause", "empty_cache", "ipc_collect", "settle"]
     phases = [phase["name"] for phase in resume(http).json()["phases"]]
     assert phases == ["restore", "repair", "reopen"]
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_a_request_in_flight_ends_before_memory_goes(http: httpx.Client, engine: TensorEngine) -> None:
-    """R2: a release that arrives during a generation waits for it; the request gets all its tokens."""
+    """A release waits for a running generation, which gets all its tokens."""
     expected = tokens(http)
     engine.block()
     with ThreadPoolExecutor(2) as pool:
@@ -113,8 +116,9 @@ def test_an_option_that_cannot_be_is_refused(http: httpx.Client, field: dict[str
     assert http.get("/memory_occupation").json()["state"] == "resident"
 
 
+@pytest.mark.guards("a second release or resume failed")
 def test_second_release_second_resume_and_resume_of_nothing(http: httpx.Client) -> None:
-    """R4: what is already in the state asked for is success, and is reported as such."""
+    """If the requested state is already there, that is success, and reported as such."""
     tag = tags_of(resume(http))["weights"]
     assert (tag["already"], tag["resumed_bytes"]) == (True, 0)
     assert release(http).json()["released_bytes"] >= BOTH
@@ -125,8 +129,9 @@ def test_second_release_second_resume_and_resume_of_nothing(http: httpx.Client) 
     assert (tag["state"], tag["already"], tag["resumed_bytes"]) == ("resident", True, 0)
 
 
+@pytest.mark.guards("releasing everything failed after one tag had been released")
 def test_release_of_one_tag_then_of_everything(http: httpx.Client) -> None:
-    """R5: the second release takes the rest."""
+    """The second release takes the rest."""
     assert tags_of(release(http, {"tags": ["weights"]}))["weights"]["already"] is False
     tags = tags_of(release(http))
     assert tags["weights"]["already"] is True
@@ -134,8 +139,9 @@ def test_release_of_one_tag_then_of_everything(http: httpx.Client) -> None:
     assert resume(http).json()["state"] == "resident"
 
 
+@pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_resume_of_everything_after_a_partial_release(http: httpx.Client) -> None:
-    """R8: resume with no tags resumes exactly what is released."""
+    """Without tags, a resume brings back exactly what is released."""
     before = tokens(http)
     assert release(http, {"tags": ["kv_cache"]}).json()["released_bytes"] < BOTH
     answer = resume(http).json()
@@ -164,7 +170,8 @@ def test_an_unknown_tag_names_those_that_exist(http: httpx.Client) -> None:
 
 
 def test_what_nobody_asks_for_comes_back_with_the_rest(http: httpx.Client) -> None:
-    """A client that releases all and resumes weights and KV cache by name leaves no workspace behind, in any order."""
+    """A client that releases everything and resumes weights and KV cache by name leaves no workspace released, in
+    any order."""
     before = tokens(http)
     for first, last in (("weights", "kv_cache"), ("kv_cache", "weights")):
         release(http)
@@ -176,8 +183,9 @@ def test_what_nobody_asks_for_comes_back_with_the_rest(http: httpx.Client) -> No
     assert set(tags_of(resume(http, {"tags": ["kv_cache"]}))) == {"kv_cache"}
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, engine: TensorEngine) -> None:
-    """R13: a prefix cached before the release is not read from the pages that came back as zeros."""
+    """A prefix cached before the release is not read from pages that came back as zeros."""
     before = tokens(http)
     release(http)
     resume(http)
@@ -185,12 +193,13 @@ def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, en
     assert tokens(http) == before
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_kv_pages_come_back_as_zeros(http: httpx.Client, engine: TensorEngine) -> None:
-    """R14: undefined pages have given NaN, so KV pages are zero unless the engine asked otherwise."""
+    """Undefined pages have produced NaN elsewhere; KV pages are zero unless the engine asks otherwise."""
     with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
         release(http, {"restore": {"kv_cache": "discard"}}).raise_for_status()
         resume(http)
-    assert bool((engine.kv == -1).all())  # so it is what such pages hold
+    assert bool((engine.kv == -1).all())  # shows that the new pages hold garbage
     with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
         assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
         resume(http)
@@ -237,8 +246,9 @@ def test_a_driver_error_in_a_release_is_told_and_the_retry_works(http: httpx.Cli
 
 
 @pytest.mark.parametrize("call", ["create", "map", "copy_to_device"])
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_driver_error_in_a_resume_leaves_all_of_it_released(http: httpx.Client, driver: Driver, call: str) -> None:
-    """R3: rolled back to released, the backup intact; the retry works."""
+    """It is rolled back, the backup is intact, and the retry works."""
     before = tokens(http)
     release(http)
     driver.fail(call)
@@ -252,7 +262,7 @@ def test_a_driver_error_in_a_resume_leaves_all_of_it_released(http: httpx.Client
 
 
 def test_a_device_that_cannot_be_read_fails_nothing_that_is_done(http: httpx.Client, driver: Driver) -> None:
-    """Where the device does not tell its memory, an operation tells no figures, and invents none."""
+    """If the device's memory cannot be read, an operation succeeds without these figures."""
     before = tokens(http)
     driver.fail("memory_info", times=10**6)
     released = release(http)
@@ -261,7 +271,7 @@ def test_a_device_that_cannot_be_read_fails_nothing_that_is_done(http: httpx.Cli
     assert released.json()["phases"]
     assert not released.json()["devices"]
     assert not any(phase["devices"] for phase in released.json()["phases"])
-    refused = resume(http)  # which must know what is free
+    refused = resume(http)  # which needs the free memory
     assert (refused.status_code, refused.json()["error"]["call"], refused.json()["state"]) == (
         500,
         "memory_info",

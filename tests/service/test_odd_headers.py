@@ -1,4 +1,4 @@
-"""Headers that nobody would write, on every route: refused or passed over."""
+"""Malformed headers on every route are refused or ignored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .surface import OPEN, routes, seen
 from .tensor_engine import TensorEngine
 
 KEY = "the key"
-#: Those that somebody on the way reads, and one that nobody does.
+#: Headers that some layer reads, and one that none does.
 NAMES = [
     *("Idempotency-Key", "Authorization", "Host", "User-Agent", "Accept", "Accept-Encoding", "Cookie", "Origin"),
     *("Content-Type", "Content-Encoding", "Connection", "Upgrade", "Range", "If-None-Match", "Last-Event-ID"),
@@ -25,7 +25,7 @@ NAMES = [
     *(*request_signing.BODY_HEADERS, request_signing.TIMESTAMP_HEADER, request_signing.NONCE_HEADER),
     "X-Nobody-Reads",
 ]
-#: These say where the request ends: with a wrong one it may never do so.
+#: Headers that determine where the request ends; with a wrong one it may never end.
 FRAMING = ["Content-Length", "Transfer-Encoding", "Expect"]
 VALUES = [
     *(b"", b" ", b"\t", b"\x00", b"\x7f", b"\xff\xfe", "é".encode(), "日本".encode(), b"a\rb", b"\x1b[2J", b"%00%0a"),
@@ -35,7 +35,7 @@ VALUES = [
     *(b"chunked", b"chunked, chunked", b"gzip", b"100-continue", b"close", b"keep-alive", b"websocket", b"h2c"),
     *(b"application/json; charset=utf-7", b"multipart/form-data", b"text/html", b"cross-site", b"0" * 32),
 ]
-#: What could be taken for the key, or for a reason to ask for none.
+#: Values that could be mistaken for the key, or for a reason not to require it.
 ALMOST = [
     *((b"Authorization", b"Bearer" + end) for end in (b"", b" ", b" the", b" the key2", b"\tthe key", b" the key, x")),
     *((b"Authorization", value) for value in (b"the key", b"Basic dGhlIGtleQ==", b"Bearer null")),
@@ -55,7 +55,7 @@ odd_headers = st.lists(st.one_of(st.tuples(odd_name, odd_value), st.sampled_from
 odd_framing = st.lists(
     st.tuples(
         st.sampled_from([name.encode() for name in FRAMING]),
-        odd_value.filter(lambda value: value.strip(b" \t0") != b""),  # no body at all is a good one
+        odd_value.filter(lambda value: value.strip(b" \t0") != b""),  # an empty body is valid
     ),
     min_size=1,
     max_size=2,
@@ -64,9 +64,10 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: bool = True) -> int:
-    """Send a request that is not JSON, and return the status; 0 where the server hung up without a word.
+    """Send a request that is not JSON, and return the status; 0 if the server closed the connection without an
+    answer.
 
-    Where it may not have an end, the caller hangs up after it: the server must notice.
+    If the request may have no end, the caller disconnects after it, and the server must notice.
     """
     names = {name.lower() for name, _ in headers}
     plain = {b"Host": b"127.0.0.1", b"Content-Length": b"1"}
@@ -77,12 +78,12 @@ def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: b
         try:
             one.sendall(b"\r\n".join([f"{method} {target} HTTP/1.1".encode(), *lines, b"", b"{"]))
             if not ends:
-                with suppress(OSError):  # the server did so first
+                with suppress(OSError):  # the server closed it first
                     one.shutdown(socket.SHUT_WR)
             answer = b""
             while b"\r\n\r\n" not in answer and (more := one.recv(65536)):
                 answer += more
-        except ConnectionError:  # it refused, and did not read the rest; its answer was lost with that
+        except ConnectionError:  # it refused without reading the rest, and so its answer was lost
             return 400
     return int(answer[9:12]) if answer else 0
 
@@ -94,11 +95,11 @@ def is_alive(http: httpx.Client) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("caller", ["needs no key", "has the key", "has no key"])
 def test_odd_headers_change_nothing(serve: Callable[..., httpx.Client], engine: TensorEngine, caller: str) -> None:
-    """No 500, no hang, and what is refused changes nothing; without the key all is refused that needs it."""
+    """No 500 and no hang; a refused request changes nothing, and without the key every route that needs one refuses."""
     http = serve(api_key=None if caller == "needs no key" else KEY)
     own: Headers = [(b"Authorization", f"Bearer {KEY}".encode())] if caller == "has the key" else []
     client = httpx.Client(base_url=http.base_url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
-    client.get("/health_generate").raise_for_status()  # its prefix is there from now on
+    client.get("/health_generate").raise_for_status()  # from now on its prefix is cached
     sent = 0
     for method, path in routes():
 
@@ -114,7 +115,7 @@ def test_odd_headers_change_nothing(serve: Callable[..., httpx.Client], engine: 
                 assert status != 500
                 if caller == "has no key" and path not in OPEN:
                     assert not 200 <= status < 300
-                if 200 <= status < 300:  # it was understood: none of the headers mattered, or the body had no length
+                if 200 <= status < 300:  # accepted: no header mattered, or the body had no length
                     client.post("/resume_memory").raise_for_status()
                     client.post("/continue_generation").raise_for_status()
                 else:

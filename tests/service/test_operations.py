@@ -1,10 +1,9 @@
-"""Operations as clients see them: joined, queued, refused, left alone, watched, remembered."""
+"""Operations as clients see them: joined, queued, refused, abandoned, watched, remembered."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
+from tests.waiting import wait_until
 
 from .tensor_engine import MIB, TensorEngine
 
@@ -45,12 +45,12 @@ def events(http: httpx.Client, operation_id: str) -> Iterator[tuple[str, dict[st
 
 
 def until_done(http: httpx.Client, operation_id: str) -> dict[str, object]:
-    """Follow the events of an operation; return its answer."""
+    """Follow the events of an operation, and return its answer."""
     return next(data for name, data in events(http, operation_id) if name == "done")
 
 
 def asked(http: httpx.Client, path: str) -> HTTPConnection:
-    """A connection on which a request was sent, whose answer nobody has read yet."""
+    """A connection on which a request was sent and whose answer is not read yet."""
     connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
     connection.request("POST", path)
     return connection
@@ -58,7 +58,7 @@ def asked(http: httpx.Client, path: str) -> HTTPConnection:
 
 @contextmanager
 def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
-    """The driver's ``call`` stands still while the block runs; what it gets waits until one does."""
+    """Hold the driver's ``call`` while the block runs; the yielded function waits until a call is held."""
     before = driver.counts().get(call, 0)
 
     def wait() -> None:
@@ -74,7 +74,7 @@ def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def drain_held_up(http: httpx.Client, engine: TensorEngine) -> Iterator[ThreadPoolExecutor]:
-    """A request that does not end until the block does: a release inside stays in its drain."""
+    """A request that lasts as long as the block, so that a release inside stays in its drain."""
     engine.block()
     with ThreadPoolExecutor(8) as pool:
         pool.submit(post, http, "/generate", **PROMPT)
@@ -91,8 +91,9 @@ def release_in_drain(http: httpx.Client, engine: TensorEngine, **body: object) -
     return operation_id
 
 
+@pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -> None:
-    """R9: a repeat of a call in flight joins it, and both get the one operation's answer."""
+    """The second call joins the first, and both get the operation's answer."""
     with drain_held_up(http, engine) as pool:
         operation_id = release_in_drain(http, engine, tags=["kv_cache", "weights"])
         repeats = [
@@ -107,14 +108,15 @@ def test_two_clients_release_at_once(http: httpx.Client, engine: TensorEngine) -
     assert answers[0] == answers[1]
 
 
+@pytest.mark.guards("one of two concurrent callers was told that the operation failed")
 def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
-    """R9: all who ask for a resume while one maps memory join it, and get the one operation's answer."""
+    """All resumes that arrive while one maps memory join it, and get its answer."""
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
         callers = [asked(http, "/resume_memory_occupation")]
         wait()
         callers += [asked(http, "/resume_memory_occupation") for _ in range(7)]
-        # Requests take turns, so that the others have joined when this one has: it asks last, and waits for nothing.
+        # Requests are served in order: when this one, the last, is answered, the others have joined.
         operation_id = post(http, "/resume_memory_occupation", **{"async": True}).json()["operation_id"]
     responses = [caller.getresponse() for caller in callers]
     answers = [json.load(response) for response in responses]
@@ -158,8 +160,9 @@ def test_releases_of_different_tags_follow_each_other(http: httpx.Client, engine
     assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: TensorEngine) -> None:
-    """R10: the operation completes by itself, and the state is true."""
+    """The operation completes by itself, and the reported state is true."""
     with drain_held_up(http, engine):
         connection = asked(http, "/release_memory_occupation")
         engine.wait_until(lambda engine: engine.is_closed)
@@ -171,8 +174,9 @@ def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: Ten
     assert http.get("/memory_occupation").json()["state"] == "released"
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Client, driver: Driver) -> None:
-    """R10: the resume completes by itself, and the state is true."""
+    """The resume completes by itself, and the reported state is true."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     with stopped(driver, "map") as wait:
@@ -187,8 +191,9 @@ def test_a_client_that_goes_away_from_a_resume_cancels_nothing(http: httpx.Clien
     assert post(http, "/generate", **PROMPT).json()["output_ids"] == before
 
 
+@pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_resume_that_fails_after_its_client_went_away(http: httpx.Client, driver: Driver) -> None:
-    """R10: it is undone by itself, the state is true, and the next one works."""
+    """It is undone by itself, the reported state is true, and the next one works."""
     before = post(http, "/generate", **PROMPT).json()["output_ids"]
     post(http, "/release_memory_occupation").raise_for_status()
     maps = driver.counts()["map"]
@@ -300,10 +305,11 @@ def test_at_least_so_much_takes_what_is_discarded_first(http: httpx.Client) -> N
     assert http.get("/readyz").status_code == 200
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_phase_that_makes_no_progress_is_named(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: callers of an operation that is stuck are told the phase; the operation goes on, and the state is true."""
+    """Callers of a stuck operation are told its phase; it goes on, and the reported state is true."""
     http = serve(phase_timeout_s=0.2)
     drain = engine.drain
 
@@ -325,8 +331,9 @@ def test_a_phase_that_makes_no_progress_is_named(
 
 
 @pytest.mark.parametrize(("path", "call", "phase"), [("release", "unmap", "pause"), ("resume", "map", "restore")])
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: str, call: str, phase: str) -> None:
-    """S3: a driver that does not come back is told by the phase it is in; probes answer, and the end is true."""
+    """By its phase; probes answer meanwhile, and the final state is true."""
     http = serve(phase_timeout_s=0.2)
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
@@ -340,12 +347,12 @@ def test_a_driver_call_that_hangs_is_named(serve: Serve, driver: Driver, path: s
     assert until_done(http, response.json()["error"]["operation_id"])["success"] is True
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     serve: Serve, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """S3: an operation that goes on by itself says in its record, its events, the metrics and the log that it is stuck,
-    and in which phase; it goes on all the same, and then says so no more.
-    """
+    """A stuck operation without a waiting caller reports itself and its phase in its record, its events, the metrics
+    and the log. When it continues, the report ends."""
     http = serve(phase_timeout_s=0.2)
     driver.delay("unmap", 3600)
     started = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()
@@ -360,8 +367,7 @@ def test_what_nobody_waits_for_is_told_when_it_is_stuck(
     def told() -> list[str]:
         return [record.getMessage() for record in caplog.records if operation_id in record.getMessage()]
 
-    while not told():
-        time.sleep(0.01)
+    wait_until(told)
     driver.heal()
     assert until_done(http, operation_id)["success"] is True
     assert operation(http, operation_id)["stalled"] is None
@@ -374,7 +380,7 @@ def test_what_nobody_waits_for_is_told_when_it_is_stuck(
 def weights_being_written(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], httpx.Response]]:
-    """A weight update that does not end until the block does, or until its answer is asked for."""
+    """A weight update that lasts until the block ends, or until its answer is asked for."""
     writing, ends = threading.Event(), threading.Event()
 
     def write(_path: str, **_how: object) -> int:
@@ -397,10 +403,11 @@ def weights_being_written(
             ends.set()
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_release_waits_for_weights_as_for_requests(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: no longer than its drain may take; the error names what it waited for, and nothing is released."""
+    """Up to the drain deadline; the error names what it waited for, and nothing is released."""
     with weights_being_written(http, engine, monkeypatch) as update:
         late = post(http, "/release_memory_occupation", timeout_s=0.05)
         assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
@@ -411,10 +418,11 @@ def test_a_release_waits_for_weights_as_for_requests(
     assert post(http, "/release_memory_occupation").json()["state"] == "released"
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_resume_says_that_it_waits_for_weights(
     serve: Serve, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: it has a deadline, after which nothing is resumed and the error names what it waited for."""
+    """After a deadline nothing is resumed, and the error names what it waited for."""
     http = serve(phase_timeout_s=0.2)
     post(http, "/release_memory_occupation", tags=["kv_cache"])
     with weights_being_written(http, engine, monkeypatch) as update:
@@ -427,10 +435,11 @@ def test_a_resume_says_that_it_waits_for_weights(
     assert post(http, "/resume_memory_occupation").json()["state"] == "resident"
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_weight_update_does_not_wait_without_end(
     serve: Serve, engine: TensorEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: behind another update, or an operation that is stuck, it is refused after a while, and says behind what."""
+    """Behind another update or a stuck operation it is refused after a while, and the error names that."""
     http = serve(phase_timeout_s=0.2)
     with weights_being_written(http, engine, monkeypatch):
         second = post(http, "/update_weights_from_disk", model_path="/trained")
@@ -451,8 +460,9 @@ def test_a_weight_update_does_not_wait_without_end(
     ("path", "call", "phase"),
     [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
 )
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path: str, call: str, phase: str) -> None:
-    """S3: also where the phase failed instead of hanging."""
+    """Also if the phase failed instead of hanging."""
     if path == "resume":
         post(http, "/release_memory_occupation").raise_for_status()
     driver.fail(call, kind="invalid_value")
@@ -461,10 +471,11 @@ def test_the_error_says_in_which_phase(http: httpx.Client, driver: Driver, path:
     assert answer.json()["error"]["phase"] == phase
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_an_engine_that_cannot_be_made_whole_says_in_which_phase(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S3: also where the error is not one of ours."""
+    """Also for errors of unknown types."""
     post(http, "/release_memory_occupation").raise_for_status()
 
     def repair(_tags: list[str], _lost: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Host memory for the first release is pinned in the background once the engine is attached."""
+"""Host memory for the first release is pinned in the background after the engine is attached."""
 
 from __future__ import annotations
 

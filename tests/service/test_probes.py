@@ -1,4 +1,4 @@
-"""Probes and metrics, awake, asleep and dead."""
+"""Probes and metrics while resident, released and failed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[name, frozenset(labels.items())]
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_asleep_is_alive_but_not_ready(http: httpx.Client) -> None:
-    """R11: a sleeping worker is alive, also for routers that look at /health; it is not ready, and says why."""
+    """Also for routers that check /health; /readyz says why."""
     for path in ("/livez", "/health", "/readyz", "/health_generate"):
         assert http.get(path).status_code == 200
     http.post("/release_memory_occupation")
@@ -40,8 +41,8 @@ def test_asleep_is_alive_but_not_ready(http: httpx.Client) -> None:
         assert response.json()["reason"] == "memory of cuda_graph, kv_cache, weights, workspace is released"
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_dead_is_neither_alive_nor_ready(http: httpx.Client, engine: TensorEngine) -> None:
-    """R11: health does not say 200 while the worker is dead."""
     engine.alive = False
     for path in ("/livez", "/health", "/readyz", "/health_generate"):
         assert http.get(path).status_code == 503

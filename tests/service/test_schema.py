@@ -1,4 +1,4 @@
-"""The API description is true, and what does not fit it changes nothing."""
+"""The API description is true, and requests that do not fit it change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 
 
 def test_every_answer_is_as_described(http: httpx.Client) -> None:
-    """State-changing calls included. 503 and 504 are answers (memory is away, a drain of no time); 500 never is."""
+    """State-changing calls included. 503 and 504 are valid answers (memory released, a drain without time); 500
+    never is."""
     described = schemathesis.openapi.from_url(str(http.base_url.join("/openapi.json")))
     statuses: dict[int, int] = {}
     for found in described.get_all_operations():
@@ -45,7 +46,7 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
     assert statuses.get(200, 0) > 0
 
 
-#: What fits no field of any body: neither a text or number nor a list or map of such.
+#: Fits no field of any body: neither a text or number nor a list or map of those.
 WRONG = (
     lambda word: [{"a": word}],
     lambda word: {word: [word]},
@@ -54,7 +55,7 @@ WRONG = (
     lambda word: [None],
     lambda word: [word, [word]],
 )
-#: What else does not fit, by the field.
+#: Further values that do not fit, by field.
 WRONG_VALUES: dict[str, list[Any]] = {
     "tags": ["weights", 7, {"weights": True}, [1], ["weights", 7], [["weights"]], ["x" * 300], ["\ud800"]],
     "timeout_s": [-1, 1e400, float("nan"), "soon", 86401],
@@ -71,13 +72,13 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "text": ["x", 7],
 }
 UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
-#: It has its own tag, and ignores others.
+#: Has its own tag, and ignores others.
 KNOWS_ITS_TAG = "/release_kv_cache_memory"
 BAD_REQUESTS = 10_000
 
 
 def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
-    """A body that this route, which reads these fields, should not accept."""
+    """A body that this route, which reads these fields, should refuse."""
     junk = bytes(choose.randrange(256) for _ in range(choose.randrange(1, 40)))
     word = "".join(choose.choice("abcdefghijk \x00é\ud800") for _ in range(choose.randrange(1, 12)))
     kinds = [
@@ -99,12 +100,12 @@ def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
 
 @pytest.mark.slow
 def test_bad_requests_leave_everything_as_it_was(serve: Callable[..., httpx.Client], engine: TensorEngine) -> None:
-    """Every route that is posted to, and each time all is looked at: while all is resident, and with memory away."""
+    """On every POST route, with the full state compared each time, while resident and while released."""
     http = serve()
     choose = random.Random(2026)
     bodies = posts(engine)
     assert sorted(bodies) == [path for method, path in routes() if method == "POST"]
-    http.post("/generate", json={"input_ids": [1, 2, 3]}).raise_for_status()  # so that there is a cache to forget
+    http.post("/generate", json={"input_ids": [1, 2, 3]}).raise_for_status()  # so that there is a cache to drop
     for state in ("resident", "released"):
         if state == "released":
             http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status()

@@ -1,4 +1,4 @@
-"""An engine and its co-tenants that compete for one device, and an engine whose saver is switched off."""
+"""An engine and its co-tenants that compete for one device, and an engine with memsaver disabled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from memsaver_core import _native
+from tests.waiting import wait_until
 
 from .program import PROMPT, Program, client, tokens
 from .tensor_engine import ALL_TAGS, MIB
@@ -18,12 +19,12 @@ from .tensor_engine import ALL_TAGS, MIB
 Start = Callable[..., Program]
 CAPACITY = 64 * MIB  # of which an engine takes 26 MiB
 
-#: Whoever sleeps such a wait out, instead of going on as soon as the memory is there, meets the client's time limit.
+#: A resume that waits this long, instead of continuing once the memory is free, exceeds the client's timeout.
 AN_HOUR = {"wait_for_memory_s": 3600}
 
 
 def new_device() -> dict[str, str]:
-    """Settings of processes that share a device of their own."""
+    """Settings of processes that share a new device."""
     return {
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
@@ -33,7 +34,7 @@ def new_device() -> dict[str, str]:
 
 
 class CoTenant:
-    """This process as a co-tenant of a device: takes memory part by part, and gives the last part back first."""
+    """This process as a co-tenant: takes memory in parts, and frees the last part first."""
 
     def __init__(self, device: dict[str, str]) -> None:
         self._saver = _native.Saver(
@@ -69,7 +70,7 @@ def engine(device: dict[str, str]) -> Iterator[Program]:
 @pytest.fixture
 def http(engine: Program) -> Iterator[httpx.Client]:
     with client(engine) as http:
-        engine.heal()  # whatever a test that failed has left
+        engine.heal()  # what a failed test may have left
         http.post("/resume_memory_occupation", json={"wait": True}).raise_for_status()
         yield http
 
@@ -83,7 +84,7 @@ def tenant(device: dict[str, str]) -> Iterator[CoTenant]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start programs on a device of the test's own."""
+    """Start programs on a device of this test's own."""
     programs: list[Program] = []
     own = new_device()
 
@@ -103,8 +104,12 @@ def resume_that_waits(http: httpx.Client) -> Iterator[Future[httpx.Response]]:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(http.post, "/resume_memory_occupation", json=AN_HOUR)
         with httpx.Client(base_url=http.base_url, timeout=60) as other:
-            while not is_waiting(other):
+
+            def waits() -> bool:
                 assert not waiting.done(), waiting.result().text
+                return is_waiting(other)
+
+            wait_until(waits)
             yield waiting
 
 
@@ -112,8 +117,9 @@ def is_waiting(http: httpx.Client) -> bool:
     return http.get("/operations").json()["operations"][0]["phase"] == "wait_for_memory"
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: 503 with the figures; still released with the backup intact; the retry works once the trainer lets go."""
+    """503 with figures; released with the backup intact; the retry works after the trainer frees memory."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -131,8 +137,9 @@ def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> N
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: the answer comes when the memory is there, an hour before the wait is over."""
+    """The answer comes once the memory is free, long before the one-hour limit."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -144,23 +151,28 @@ def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTena
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant, engine: Program) -> None:
-    """R3: what is not enough ends no wait; what is added to it later does."""
+    """Too little free memory does not end the wait; more of it later does."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     for part in (48 * MIB, 8 * MIB):
         tenant.take(part)
     with resume_that_waits(http) as waiting:
         tenant.let_go()
-        engine.wait_for("memory_info", more_than=engine.count("memory_info") + 5)  # it has seen the 16 MiB
+        engine.wait_for("memory_info", more_than=engine.count("memory_info") + 5)  # the wait has seen the 16 MiB
         assert not waiting.done()
         tenant.let_go()
         assert waiting.result().raise_for_status().json()["state"] == "resident"
     assert tokens(http) == before
 
 
+@pytest.mark.guards(
+    "running out of memory or other resources killed the process",
+    "a process was killed in the middle of an operation",
+)
 def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: dict[str, str]) -> None:
-    """R3, S5: what a co-tenant held that ends without a word counts as free, and ends the wait."""
+    """The memory of a killed co-tenant counts as free, and ends the wait."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     trainer = Program("trainer", str(56 * MIB), **device)
@@ -170,9 +182,9 @@ def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: d
     assert tokens(http) == before
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """R3: after the wait 503 with the figures; what is released and why nothing is let in are as before; the retry
-    works."""
+    """503 with figures; released tags and the reason for refusing requests are as before; the retry works."""
     before = tokens(http)
     http.post("/release_memory_occupation").raise_for_status()
     tenant.take(56 * MIB)
@@ -184,7 +196,7 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
         error = response.json()["error"]
         assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
         assert error["needed_bytes"] > error["free_bytes"] == 8 * MIB
-        # It looked, waited, and looked again.
+        # It tried, waited, and tried again.
         phases = [phase["name"] for phase in response.json()["phases"]]
         assert (phases[:2], phases[-1]) == (["restore", "wait_for_memory"], "restore")
         occupation = http.get("/memory_occupation").json()
@@ -197,10 +209,11 @@ def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, ten
     assert tokens(http) == before
 
 
+@pytest.mark.guards("two engines on one GPU hung")
 def test_two_engines_do_not_wait_for_each_other(
     http: httpx.Client, engine: Program, start: Start, device: dict[str, str]
 ) -> None:
-    """S1: one engine goes and comes back while the other stands still in the middle of an operation of its own."""
+    """One engine releases and resumes while the other is held in the middle of an operation."""
     with client(start(**device)) as other:
         before = tokens(http), tokens(other)
         for path, call, state in (("release", "unmap", "releasing"), ("resume", "map", "resuming")):
@@ -213,15 +226,16 @@ def test_two_engines_do_not_wait_for_each_other(
                     assert other.post("/release_memory_occupation").json()["state"] == "released"
                     assert other.post("/resume_memory_occupation").json()["state"] == "resident"
                     assert tokens(other) == before[1]
-                with client(engine) as observer:  # it stood still all the while
+                with client(engine) as observer:  # it was held all the time
                     assert observer.get("/memory_occupation").json()["state"] == state
                 engine.heal()
                 assert under_way.result().raise_for_status().json()["success"] is True
         assert (tokens(http), tokens(other)) == before
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_release_without_enough_host_memory(start: Start) -> None:
-    """B5: 507 with the figures before anything is unmapped; still resident, and serving."""
+    """507 with figures before anything is unmapped; it stays resident and serves."""
     with client(start(MEMSAVER_HOST_BACKUP_LIMIT=str(MIB))) as http:
         before = tokens(http)
         response = http.post("/release_memory_occupation")
@@ -233,8 +247,9 @@ def test_release_without_enough_host_memory(start: Start) -> None:
         assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).status_code == 200
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_a_lost_context_is_fatal_and_says_so(start: Start) -> None:
-    """R11: the process is neither alive nor ready, every answer says why, and it still does not die."""
+    """The process is neither alive nor ready, every answer says why, and it does not exit."""
     engine = start()
     with client(engine) as http:
         engine.fail("synchronize", "context_lost")

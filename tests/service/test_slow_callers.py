@@ -1,4 +1,4 @@
-"""Callers that are slow, or many: what they keep from others."""
+"""Slow or numerous callers: they must not keep others from being served."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import safetensors.torch
 
 from memsaver_server.http import connection_limits
 from memsaver_server.routes import dashboard
+from tests.waiting import wait_until
 
 from .tensor_engine import TensorEngine
 
@@ -28,7 +29,7 @@ CHUNKED = HEAD.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")
 
 @pytest.fixture
 def key() -> str | None:
-    """What the service asks for; a test that has it ask for something says so."""
+    """The key that the service asks for; empty unless a test sets one."""
     return None
 
 
@@ -39,7 +40,7 @@ def http(serve: Serve, key: str | None) -> httpx.Client:
 
 @pytest.fixture
 def connect(http: httpx.Client) -> Iterator[Connect]:
-    """Open a connection to the served engine; all of them end with the test."""
+    """Open a connection to the served engine; all of them are closed at the end of the test."""
     opened: list[socket.socket] = []
 
     def run() -> socket.socket:
@@ -52,7 +53,7 @@ def connect(http: httpx.Client) -> Iterator[Connect]:
 
 
 def was_dropped(one: socket.socket) -> bool:
-    """Wait until the server ends the connection."""
+    """Wait until the server closes the connection."""
     try:
         return one.recv(1) == b""
     except ConnectionResetError:
@@ -60,7 +61,7 @@ def was_dropped(one: socket.socket) -> bool:
 
 
 def all_of(one: socket.socket) -> bytes:
-    """Everything that the server says until it ends the connection."""
+    """Everything that the server sends until it closes the connection."""
     said = b""
     try:
         while more := one.recv(65536):
@@ -92,7 +93,7 @@ def test_a_body_that_is_cut_off_changes_nothing(http: httpx.Client, connect: Con
     one = connect()
     one.sendall(HEAD + b'\r\n{"tags": ["weights"]}')
     one.shutdown(socket.SHUT_WR)
-    one.recv(65536)  # an answer or none
+    one.recv(65536)  # an answer or nothing
     assert http.get("/memory_occupation").json()["state"] == "resident"
     assert http.get("/operations").json()["operations"] == []
 
@@ -116,7 +117,7 @@ def test_headers_that_never_end_are_dropped(
 
 
 def test_headers_have_their_own_bound(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another connection's runs out while this one's body is on its way."""
+    """The limit of one connection's headers applies while another one's body is being sent."""
     monkeypatch.setattr(connection_limits, "HEADERS_S", 0.2)
     slow = connect()
     slow.sendall(HEAD.replace(b"100", b"21") + b'\r\n{"tags": ["weig')
@@ -137,7 +138,7 @@ def test_a_body_that_stops_is_answered(
     path: bytes,
     sent: bytes,
 ) -> None:
-    """After its time, by a 408 that says what is wanted; the connection ends, and nothing has happened."""
+    """After a time limit by a 408 that says what is required. The connection is closed, and nothing has changed."""
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(sent.replace(b"/release_memory_occupation", path))
@@ -155,11 +156,11 @@ def test_a_body_that_stops_is_answered(
 def test_a_body_that_trickles_is_answered(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte by byte a small body could take for ever, and would never be silent."""
+    """Sent byte by byte, a small body could take forever without ever being idle."""
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000") + b"\r\n")
-    for _ in range(50_000):  # all of it together is less than a body has to bring in its time
+    for _ in range(50_000):  # together less than the minimum upload rate requires
         if has_news(one):
             break
         one.sendall(b" ")
@@ -170,7 +171,7 @@ def test_a_body_that_trickles_is_answered(
 def test_a_large_body_may_take_longer(
     http: httpx.Client, connect: Connect, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that come slowly come all the same, while bodies that stop are ended beside them, one after the other."""
+    """Slow weights arrive in full, while bodies that stop are ended on other connections."""
     monkeypatch.setattr(connection_limits, "BODY_S", 1.0)
     monkeypatch.setattr(connection_limits, "BODY_BYTES", 1)
     payload = base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()}))
@@ -179,9 +180,13 @@ def test_a_large_body_may_take_longer(
     for _ in range(3):
         other = connect()
         other.sendall(HEAD + b"\r\n")
-        while not has_news(other):
+
+        def was_ended(other: socket.socket = other) -> bool:
             slow.sendall(chunk(b" "))
             assert http.get("/livez").status_code == 200
+            return has_news(other)
+
+        wait_until(was_ended)
         assert all_of(other).startswith(b"HTTP/1.1 408")
     slow.sendall(chunk(b'{"serialized_named_tensors": ["' + payload + b'"]}') + b"0\r\n\r\n")
     assert slow.recv(65536).startswith(b"HTTP/1.1 200")
@@ -194,7 +199,7 @@ def test_a_large_body_may_take_longer(
 def test_slow_bodies_without_the_key_keep_nobody_out(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
 ) -> None:
-    """They take all connections that there may be, and lose them."""
+    """They take all allowed connections, and lose them."""
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
@@ -215,8 +220,7 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000000000") + b"\r\n")
-    while not has_news(one):
-        pass
+    select.select([one], [], [], 60)
     assert one.recv(65536).startswith(b"HTTP/1.1 401")
     for _ in range(20_000):
         assert http.get("/livez").status_code == 200
@@ -230,22 +234,27 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
 def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
     http: httpx.Client, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told at the level of debugging, and of what."""
+    """It is logged at debug level, with its path."""
     caplog.set_level(logging.DEBUG, "memsaver")
     paths = ["/release_memory_occupation", "/sleep", "/generate", "/update_weights_from_tensor"]
     for path in paths:
         one = connect()
         one.sendall(HEAD.replace(b"/release_memory_occupation", path.encode()) + b'\r\n{"tags": ')
         one.close()
-    while not all(any(path in record.getMessage() for record in caplog.records) for path in paths):
+
+    def told() -> bool:
         assert http.get("/livez").status_code == 200
+        return all(any(path in record.getMessage() for record in caplog.records) for path in paths)
+
+    wait_until(told)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert http.get("/operations").json()["operations"] == []
 
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> set[connection_limits.LimitedProtocol]:
-    """The connections that can take nothing more until their reader reads. They have little room, to be so soon."""
+    """The connections whose write buffer is full until their reader reads. Buffers are small, so that this comes
+    soon."""
     found: set[connection_limits.LimitedProtocol] = set()
     made, pause = connection_limits.LimitedProtocol.connection_made, connection_limits.LimitedProtocol.pause_writing
 
@@ -269,9 +278,9 @@ def test_readers_that_never_read_hinder_nobody(
     engine: TensorEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streams of an operation that runs, the dashboard's feed and metrics: their writers wait, and nobody else."""
-    monkeypatch.setattr(dashboard, "IDLE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(dashboard, "RUNNING_INTERVAL_S", 0.0)
+    """Event streams, the dashboard's feed and metrics: only their own writers wait."""
+    monkeypatch.setattr(dashboard, "BEAT_S", 0.0)
+    monkeypatch.setattr(dashboard, "RUNNING_BEAT_S", 0.0)
     monkeypatch.setattr(dashboard, "TICK_S", 0.0)
     engine.block()
     busy = connect()
@@ -285,20 +294,23 @@ def test_readers_that_never_read_hinder_nobody(
     for one, path in zip(readers, asked, strict=True):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         one.sendall(b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n" % path.encode() * (1000 if path == "/metrics" else 1))
-    while len(full) < 8:  # those of feeds and metrics
+
+    def feeds_and_metrics_are_full() -> bool:
         assert http.get("/livez").status_code == 200
+        return len(full) >= 8
+
+    wait_until(feeds_and_metrics_are_full)
     assert http.get("/memory_occupation").json()["state"] == "releasing"
     assert http.get("/metrics").status_code == 200
     assert all(one.transport.get_write_buffer_size() < 1 << 20 for one in full)
     engine.unblock()
-    while http.get(f"/operations/{operation_id}").json()["status"] == "running":
-        pass
+    wait_until(lambda: http.get(f"/operations/{operation_id}").json()["status"] != "running")
     assert http.post("/resume_memory_occupation").json()["state"] == "resident"
     assert http.post("/release_memory_occupation").json()["state"] == "released"
 
 
 def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.get("/livez").status_code == 200  # this connection is one of them
+    assert http.get("/livez").status_code == 200  # this connection counts
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     before = len(os.listdir("/proc/self/fd"))
     held = [connect() for _ in range(9)]
@@ -306,14 +318,16 @@ def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypat
     assert http.get("/livez").status_code == 200
     assert len(os.listdir("/proc/self/fd")) - before <= 2 * 9 + 50 + 1  # both ends of nine, our end of the others
     held[0].close()
-    while True:
+
+    def answers() -> bool:
         one = connect()
         one.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         try:
-            if one.recv(65536).startswith(b"HTTP/1.1 200"):
-                break
-        except ConnectionResetError:
-            pass  # the server has not seen yet that the other is gone
+            return one.recv(65536).startswith(b"HTTP/1.1 200")
+        except ConnectionResetError:  # the server has not noticed yet that the other one is gone
+            return False
+
+    wait_until(answers)
 
 
 def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

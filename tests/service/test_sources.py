@@ -1,4 +1,4 @@
-"""What holds each device's memory: every byte that the device counts has an owner, or is called unexplained."""
+"""The breakdown of each device's memory: every byte that the device counts has a source or is called unexplained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device(used: int, process: int | None, index: int = 0) -> DeviceMemory:
 
 @pytest.fixture
 def status() -> Status:
-    """Weights on two devices, of which the second's are released; a cache on the first."""
+    """Weights on two devices, released on the second one, and a cache on the first."""
     tags = (
         tag("weights", {0: 20 * GIB, 1: 0}, {0: 20 * GIB, 1: 20 * GIB}),
         tag("kv_cache", {0: 30 * GIB}, {0: 30 * GIB}),
@@ -63,7 +63,7 @@ def test_what_a_process_holds_is_told_apart(status: Status) -> None:
 
 
 def test_each_device_has_its_own(status: Status) -> None:
-    """torch counts released regions as well: on the second device it holds nothing else."""
+    """torch counts released regions too; on the second device it holds nothing else."""
     first, second = held(
         device(60 * GIB, 55 * GIB),
         device(3 * GIB, 1 * GIB, 1),
@@ -78,7 +78,7 @@ def test_each_device_has_its_own(status: Status) -> None:
 
 
 def test_a_hibernated_process_holds_what_the_driver_keeps(status: Status) -> None:
-    """Neither tags that were not released nor torch's own count say what is on the device now."""
+    """Neither resident tags nor torch's own count describe what is on the device then."""
     [parts] = held(
         device(10 * GIB, 4 * MIB), status=replace(status, hibernated=True), torch={0: TorchMemory(54 * GIB, 0)}
     )
@@ -92,7 +92,7 @@ def test_what_the_driver_does_not_tell_is_called_unexplained(status: Status) -> 
 
 
 def test_a_count_that_lags_behind_is_never_exceeded(status: Status) -> None:
-    """Nor do sources of this process take what the driver counts for others."""
+    """Nor do sources of this process include what the driver counts for others."""
     [parts] = held(device(40 * GIB, 24 * GIB), status=status, torch={0: TorchMemory(50 * GIB, 0)})
     assert parts == {
         ("tag", "weights"): 20 * GIB,

@@ -1,4 +1,4 @@
-"""A device that stands still: what the service says meanwhile."""
+"""What the service answers while the device is stalled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import memsaver_core as ms
 from memsaver_core._native import Saver
 from tests.unit.saver_memory import MIB, fill
 
-#: What a release does to the device, by the phase that it is in; and a resume, all of it while it restores.
+#: The driver calls of a release, by phase, and of a resume, all of them in its restore phase.
 RELEASING = {
     "synchronize": "synchronize",
     "copy_to_host": "pause",
@@ -29,7 +29,7 @@ PATHS = ["/memory_occupation", "/metrics", "/livez", "/readyz", "/operations"]
 
 
 def stands_still(driver: Saver, call: str, before: int, work: Future[Any]) -> bool:
-    """Whether ``work`` comes to a call that is delayed; False where it ends without one."""
+    """Whether ``work`` reaches a delayed call; False if it ends without one."""
     while driver.counts().get(call, 0) == before:
         if work.done():
             return False
@@ -37,7 +37,7 @@ def stands_still(driver: Saver, call: str, before: int, work: Future[Any]) -> bo
 
 
 def answers_meanwhile(http: httpx.Client, driver: Saver) -> dict[str, httpx.Response]:
-    """What is answered while the device stands still; it goes on after that."""
+    """What is answered while the device is stalled; it continues afterwards."""
     try:
         return {path: http.get(path) for path in PATHS for _ in range(5)}
     finally:
@@ -45,7 +45,8 @@ def answers_meanwhile(http: httpx.Client, driver: Saver) -> dict[str, httpx.Resp
 
 
 def check_stalled(http: httpx.Client, driver: Saver, call: str, path: str, state: str, phase: str) -> None:
-    """Stall ``call`` of the operation that ``path`` starts; everything else answers, and the operation then ends."""
+    """Stall ``call`` in the operation that ``path`` starts: everything else answers, and the operation then
+    completes."""
     before = driver.counts().get(call, 0)
     driver.delay(call, 3600)
     with ThreadPoolExecutor(1) as pool:
@@ -59,22 +60,24 @@ def check_stalled(http: httpx.Client, driver: Saver, call: str, path: str, state
 
 
 @pytest.mark.parametrize("call", RELEASING)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_a_release_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: while a driver's call stands still, status, metrics, probes and operations answer, and name the phase."""
+    """While a driver call is held, status, metrics, probes and operations answer and name the phase."""
     check_stalled(http, driver, call, "/release_memory_occupation", "releasing", RELEASING[call])
     assert http.post("/resume_memory_occupation").status_code == 200
 
 
 @pytest.mark.parametrize("call", RESUMING)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_a_resume_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: as for a release."""
     assert http.post("/release_memory_occupation").status_code == 200
     check_stalled(http, driver, call, "/resume_memory_occupation", "resuming", "restore")
 
 
 @pytest.mark.parametrize("call", ["reserve", "create", "map"])
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_everything_else_answers_while_an_allocation_stalls(http: httpx.Client, driver: Saver, call: str) -> None:
-    """S3: the engine may wait for the device; who asks about the engine does not."""
+    """The engine may have to wait for the device; questions about the engine do not."""
 
     def allocate() -> torch.Tensor:
         with ms.region(f"stalls-{call}"):
@@ -91,7 +94,7 @@ def test_everything_else_answers_while_an_allocation_stalls(http: httpx.Client, 
         assert float(allocating.result().sum()) == MIB
 
 
-#: Every call that can take its time, those included that a process makes once.
+#: Every call that can take long, also those that a process makes once.
 CALLS = [
     "device_info",
     "memory_info",
@@ -119,10 +122,10 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str) -> None:
-    """S3: whatever the driver does not come back from, in whatever a saver does in its life: what probes, metrics and
-    status are made of waits for none of it.
-    """
+    """Whichever driver call is held, at any point of a saver's life: the data of probes, metrics and status waits
+    for none."""
     driver = Saver(
         driver="host",
         host_capacity=64 * MIB,
@@ -172,8 +175,9 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
     assert driver.audit() == []
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Client, driver: Saver) -> None:
-    """S3: whoever asks what is occupied does not wait for the device; the state is told as it is now all the same."""
+    """Questions about memory do not wait for the device; the reported state is current all the same."""
     before = http.get("/memory_occupation").json()["devices"]
     assert before
     calls = driver.counts()["memory_info"]
@@ -183,7 +187,7 @@ def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Cl
         while driver.counts()["memory_info"] == calls:
             pass
         answers = [http.get("/memory_occupation").json() for _ in range(3)]
-        assert not stuck.done()  # all of them came while the device was silent
+        assert not stuck.done()  # all answers came while the device was stalled
         driver.heal()
     assert all(answer["devices"][0]["total_bytes"] == before[0]["total_bytes"] for answer in answers)
     assert all(answer["state"] == "resident" for answer in answers)

@@ -1,4 +1,4 @@
-"""Spans of operations and their phases, for those who collect them."""
+"""OpenTelemetry spans of operations and their phases."""
 
 from __future__ import annotations
 

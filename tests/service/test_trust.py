@@ -1,4 +1,4 @@
-"""Who may call, and what a caller is told."""
+"""Which callers are accepted, and what they are told."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .surface import OPEN
 from .tensor_engine import TensorEngine
 
 Serve = Callable[..., httpx.Client]
-#: Halves of a character, which JSON can say and UTF-8 cannot: as an escape, and as the bytes that are not allowed.
+#: Unpaired surrogates, which JSON allows and UTF-8 does not: as an escape, and as invalid bytes.
 HALVES = [rb"\ud800", rb"a\uDFFFb", rb"\ude00\ud83d", b"\xed\xa0\x80"]
 
 
 def calls(engine: TensorEngine) -> list[tuple[str, str]]:
-    """Each method and path that the service has, by its own account."""
+    """Method and path of each call, according to the service's routes."""
     routes = iter_route_contexts(create_app(engine).routes)
     return sorted((method, str(route.path)) for route in routes for method in route.methods or ())
 
 
 def test_all_calls_are_known(http: httpx.Client, engine: TensorEngine) -> None:
-    """What this file derives from the service's own routes is no less than what the service describes."""
+    """The routes found here include all that the service describes."""
     described = http.get("/openapi.json").json()["paths"]
     assert {(method.upper(), path) for path in described for method in described[path]} <= set(calls(engine))
     assert {path for _, path in calls(engine)} >= OPEN
@@ -37,7 +37,7 @@ def test_all_calls_are_known(http: httpx.Client, engine: TensorEngine) -> None:
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Basic the key", "the key", "Bearer \xe9"])
 def test_without_the_key_nothing_happens(serve: Serve, engine: TensorEngine, given: str | None) -> None:
-    """Whatever the route: one that is not to ask for the key is named above."""
+    """On every route, except the ones listed above that need no key."""
     http = serve(api_key="the key")
     headers = {} if given is None else {"Authorization": given.encode("latin-1")}
     for method, path in calls(engine):
@@ -62,7 +62,7 @@ def test_without_the_key_no_body_is_waited_for(serve: Serve, engine: TensorEngin
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_of_a_body_that_is_said_to_be_signed_little_is_read(serve: Serve, chunked: bool) -> None:
-    """Anybody can say so: more than that is read only for the key itself."""
+    """Any caller can claim a signature: larger bodies are read only with the key itself."""
     http = serve(api_key="the key")
     body = b" " * (64 << 10) + b"{}"
     for header in ("x-trtllm-runtime-control-auth", "x-trtllm-rl-control-auth"):
@@ -95,7 +95,7 @@ def test_a_local_server_is_called_by_address(http: httpx.Client, host: str) -> N
 
 @pytest.mark.parametrize("host", ["attacker.example:30000", "127.0.0.1.attacker.example", "localhost.example"])
 def test_a_name_that_leads_here_is_refused(http: httpx.Client, host: str) -> None:
-    """A site whose name leads to this machine sends what a browser takes for requests of the same origin."""
+    """DNS rebinding: a site whose name resolves to this machine sends requests that a browser considers same-origin."""
     for path in ("/release_memory_occupation", "/release_memory", "/sleep"):
         response = http.post(path, headers={"Host": host})
         assert response.status_code == 403
@@ -111,7 +111,7 @@ def test_with_a_key_any_name_will_do(serve: Serve) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_refused(serve: Serve, engine: TensorEngine, chunked: bool) -> None:
-    """By every call that takes one, and the answer names the setting."""
+    """By every call that takes a body; the answer names the setting."""
     http = serve(max_body_bytes=4096, max_update_bytes=8192)
     largest = {"/update_weights_from_tensor": (8192, "MEMSAVER_MAX_UPDATE_BYTES")}
     takers = {path for method, path in calls(engine) if method == "POST"}
@@ -139,7 +139,7 @@ def test_a_body_of_just_the_limit_is_read(serve: Serve) -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_text_that_no_answer_could_repeat_is_refused(serve: Serve, engine: TensorEngine, half: bytes) -> None:
-    """In whichever field of whichever call, its name included."""
+    """In any field of any call, and in field names."""
     http = serve()
     fields = [b"tags", b"text", b"rid", b"model_path", b"serialized_named_tensors", b"mode", b"other"]
     values = [b'"%s"', b'["%s"]', b'{"%s": "host"}', b'[{"a": ["%s"]}]']
@@ -156,13 +156,13 @@ def test_text_that_no_answer_could_repeat_is_refused(serve: Serve, engine: Tenso
 
 
 def test_text_outside_of_bodies_can_always_be_repeated(http: httpx.Client, engine: TensorEngine) -> None:
-    """Path, query and headers are bytes that any text is read from; no answer fails on it."""
+    """Paths, queries and headers are bytes that decode to any text; no answer fails on it."""
     half = "%ED%A0%80"
     headers = dict.fromkeys(("User-Agent", "Idempotency-Key", "Accept", "Content-Type"), b"\xed\xa0\x80")
     for method, path in calls(engine):
         address = path.replace("{operation_id}", half).replace("{name}", half)
         for name in ("tags", "mode", "level", "model_path", "serialized_named_tensors", "wait", half):
-            if path != "/dashboard/feed":  # has no end
+            if path != "/dashboard/feed":  # an endless stream
                 response = http.request(method, f"{address}?{name}={half}", headers=headers)
                 assert response.status_code != 500, (method, path, response.text)
                 if "json" in response.headers["content-type"] and method != "HEAD":

@@ -1,4 +1,4 @@
-"""Crowds take turns on the event loop, and whoever only looks goes past them."""
+"""Many callers share the event loop fairly, and reads go ahead of them."""
 
 from __future__ import annotations
 

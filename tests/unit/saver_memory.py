@@ -1,4 +1,4 @@
-"""Reading and writing a saver's memory on the host driver, where addresses are ordinary memory."""
+"""Reads and writes a saver's memory on the host driver, on which addresses are ordinary memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = 4096
 
 
 def view(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """The memory itself; touching it while it is released ends the process, as on a GPU."""
+    """The memory itself. Touching it while it is released crashes the process, as on a GPU."""
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8)
 
 

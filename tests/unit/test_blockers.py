@@ -1,4 +1,4 @@
-"""What keeps a process from being hibernated: each thing is refused by a reason of its own, and seen where it is."""
+"""Reasons against hibernating a process: each is detected and refused with a message of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_helper_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_mps_is_seen_where_its_daemon_has_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The environment variable alone starts no daemon."""
+    """The environment variable alone does not mean that the daemon runs."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     assert preconditions.mps_pipe() == ""
     os.mkfifo(tmp_path / "control")
@@ -66,7 +66,7 @@ def test_mps_is_seen_where_its_daemon_has_its_pipe(monkeypatch: pytest.MonkeyPat
 
 
 def test_tensors_shared_in_host_memory_are_not_cuda_s() -> None:
-    """torch remembers both in one place."""
+    """torch records both kinds in one place."""
     before = torch.multiprocessing.get_sharing_strategy()
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     tensors = [torch.ones(10), torch.ones(10)]

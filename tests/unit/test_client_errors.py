@@ -1,4 +1,4 @@
-"""Which error an answer becomes, and which exit code that is."""
+"""The client's error and the exit code for each answer."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_folder_of_backups_cannot_change_under_paused_memory(tag: str, tmp_path:
 
 
 def test_tags_are_independent(tag: str) -> None:
-    """The order of an RL step: each tag pauses and resumes by itself."""
+    """In the order of an RL step."""
     weights, cache = tag + "-weights", tag + "-cache"
     with torch_memory_saver.region(tag=weights, enable_cpu_backup=True):
         model = torch.nn.Linear(64, 64)
@@ -113,8 +113,9 @@ def test_tags_are_independent(tag: str) -> None:
     pages.zero_()
 
 
+@pytest.mark.guards("a second release or resume failed")
 def test_pause_and_resume_can_be_repeated(tag: str) -> None:
-    """R4: what ends the process in torch_memory_saver is success."""
+    """In torch_memory_saver this ends the process."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.randn(1000)
     expected = tensor.clone()
@@ -126,8 +127,12 @@ def test_pause_and_resume_can_be_repeated(tag: str) -> None:
     assert torch.equal(tensor, expected)
 
 
+@pytest.mark.guards(
+    "releasing everything failed after one tag had been released",
+    "resuming everything failed on tags that were never released",
+)
 def test_a_tag_then_all(tag: str) -> None:
-    """R5, R8: pausing one tag and then everything pauses the rest; resuming everything resumes what is paused."""
+    """Pausing everything pauses the rest; resuming everything resumes what is paused."""
     with torch_memory_saver.region(tag + "-a", enable_cpu_backup=True):
         first = torch.randn(1000)
     with torch_memory_saver.region(tag + "-b", enable_cpu_backup=True):
@@ -147,8 +152,9 @@ def test_unknown_tag_is_passed_over(tag: str) -> None:
     torch_memory_saver.resume(tag=tag)
 
 
+@pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_under_a_paused_tag(tag: str) -> None:
-    """R6: it lives, and a resume brings the others back."""
+    """It is usable at once, and a resume brings the others back."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         old = torch.ones(1000)
     torch_memory_saver.pause(tag)
@@ -221,7 +227,7 @@ def test_backup_of_what_is_in_no_region(tag: str) -> None:
 
 
 def test_retained_backup(tag: str) -> None:
-    """Retention is looked at by resume; a retained backup stays where it is, and the next pause refreshes it."""
+    """Resume reads the setting. A retained backup keeps its address, and the next pause refreshes it."""
     other = tag + "-other"
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.randn(1000)
@@ -255,8 +261,9 @@ def test_retained_backup(tag: str) -> None:
     assert torch.equal(tensor, expected)
 
 
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_memory_margin(tag: str) -> None:
-    """T1: an allocation that the margin forbids fails as out of memory, and the process lives."""
+    """An allocation that the margin forbids fails as out of memory, and the process goes on."""
     free, _ = process.saver().memory_info(0)
     torch_memory_saver.memory_margin_bytes = free - 4 * MIB
     with pytest.raises(ms.OutOfDeviceMemoryError, match="margin"), torch_memory_saver.region(tag):
@@ -288,8 +295,9 @@ def test_disable_inside_a_region(tag: str) -> None:
         pass
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_regions_nest_and_leave_the_threads_state_as_it_was(tag: str) -> None:
-    """R15: nested regions restore the outer tag."""
+    """Nested regions restore the outer tag."""
     cdll = torch_memory_saver._ensure_initialized()._binary_wrapper.cdll
     read = (
         cdll.tms_get_interesting_region,
@@ -320,7 +328,7 @@ def test_regions_nest_and_leave_the_threads_state_as_it_was(tag: str) -> None:
 
 
 def test_leaving_a_region_by_the_private_setter(tag: str) -> None:
-    """What projects do around a library that must have ordinary memory."""
+    """Projects do this around a library that needs ordinary memory."""
     impl = torch_memory_saver._ensure_initialized()
     cdll = impl._binary_wrapper.cdll
     with torch_memory_saver.region(tag):
@@ -352,7 +360,7 @@ def test_setting_the_state_of_a_thread_as_a_whole() -> None:
 
 
 def test_pools_of_regions_are_let_go_of(tag: str) -> None:
-    """On the host driver there are none, and projects that drop theirs go on."""
+    """The host driver has no pools; dropping them is still allowed."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensor = torch.ones(10)
     pools = torch_memory_saver._ensure_initialized()._mem_pools
@@ -382,7 +390,7 @@ def test_arguments_that_exclude_each_other(tag: str) -> None:
 
 
 def test_savers_share_one_memory(tag: str) -> None:
-    """Some projects make an object per purpose."""
+    """Some projects create one object per purpose."""
     first, second = TorchMemorySaver(), TorchMemorySaver()
     first.hook_mode = "torch"
     with first.region(tag, enable_cpu_backup=True):
@@ -401,8 +409,9 @@ def test_savers_share_one_memory(tag: str) -> None:
         _ = first.hook_mode
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_content_without_a_backup() -> None:
-    """R14: under the tag of a KV cache it is zero after a resume; elsewhere it is undefined."""
+    """Zeros under the tag of a KV cache, undefined elsewhere."""
     assert _native.restore_for("kv_cache", False, False) == "zero"
     assert _native.restore_for("workspace", False, False) == "zero"
     assert _native.restore_for("weights", False, False) == "discard"
@@ -410,8 +419,9 @@ def test_content_without_a_backup() -> None:
     assert _native.restore_for("weights", False, True) == "file"
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_freed_while_paused(tag: str) -> None:
-    """R7: a tensor freed while paused takes its address range and backup with it."""
+    """Its address range and backup are freed with it."""
     with torch_memory_saver.region(tag, enable_cpu_backup=True):
         tensors = [torch.randn(1000) for _ in range(4)]
     expected = tensors[1].clone()
@@ -433,8 +443,9 @@ def test_freed_while_paused(tag: str) -> None:
     ],
     ids=lambda environment: next(iter(environment)),
 )
+@pytest.mark.guards("expandable segments made a release free nothing")
 def test_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """T3: like all that ends the process in torch_memory_saver, it is an error that names the variable, no more."""
+    """torch_memory_saver ends the process here; memsaver raises an error that names the variable."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(state.this_process, "_initialized", False)

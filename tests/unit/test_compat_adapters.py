@@ -102,7 +102,7 @@ class Model(torch.nn.Module):
 
 
 class Scheduler:
-    """Weights without a backup, their buffers stashed by the engine itself, and a KV cache."""
+    """Weights without a backup, their buffers saved by the engine itself, and a KV cache."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -118,7 +118,7 @@ class Scheduler:
             self._stashed = [(name, buffer.detach().clone()) for name, buffer in self.model.named_buffers()]
             self.adapter.pause("weights")
         if "cuda_graph" in tags:
-            self.adapter.pause("cuda_graph")  # nothing was captured: passed over
+            self.adapter.pause("cuda_graph")  # nothing was captured: ignored
 
     def resume_memory_occupation(self, tags: list[str]) -> None:
         if "cuda_graph" in tags:
@@ -133,8 +133,10 @@ class Scheduler:
 
 
 @each_adapter
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_scheduler_of_an_engine(module: ModuleType, adapt: Callable[[ModuleType], Adapter]) -> None:
-    """R14: a rollout engine between two steps; all away, weights back and overwritten, then the cache, as zeros."""
+    """A rollout engine between two steps: everything is paused, the weights return and are overwritten, then the
+    cache returns as zeros."""
     adapter = adapt(module)
     assert adapter.enabled
     with adapter.configure_subprocess():
@@ -194,7 +196,7 @@ def test_memory_that_an_adapter_leaves_out(module: ModuleType) -> None:
 
 
 def test_mode_that_others_chose_first(module: ModuleType) -> None:
-    """A trainer's import sets one mode, and the engine in the same process the other, before the first use."""
+    """A trainer sets one mode at import, and the engine in the same process sets another one before the first use."""
     saver = module.TorchMemorySaver()
     saver.hook_mode = "torch"
     saver.hook_mode = "preload"
@@ -203,7 +205,7 @@ def test_mode_that_others_chose_first(module: ModuleType) -> None:
 
 
 def test_train_actor(module: ModuleType) -> None:
-    """A trainer that makes way for the rollout: weights are sent from their backup while paused."""
+    """A trainer pauses for the rollout; its weights are sent from their backup meanwhile."""
     saver = module.torch_memory_saver
     margin = 1 << 20
     saver.memory_margin_bytes = margin
@@ -229,7 +231,7 @@ def test_train_actor(module: ModuleType) -> None:
 
 
 def test_library_that_must_have_ordinary_memory(module: ModuleType) -> None:
-    """A communication buffer is made between two calls of the private setter, its value saved or not."""
+    """A communication buffer is allocated between two calls of the private setter, with or without saving its value."""
     saver = module.torch_memory_saver
     saver._ensure_initialized()
     assert saver._impl is not None
@@ -245,7 +247,7 @@ def test_library_that_must_have_ordinary_memory(module: ModuleType) -> None:
 
 
 def test_regions_of_several_threads(module: ModuleType) -> None:
-    """A region is its thread's alone: the tag and the backup of others are not touched."""
+    """A region applies to its own thread only."""
     adapter = SglangAdapter(module)
     made: dict[str, torch.Tensor] = {}
     ready = threading.Barrier(2)

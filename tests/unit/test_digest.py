@@ -1,4 +1,4 @@
-"""The content digest: no change goes unnoticed."""
+"""The content digest: every change is detected."""
 
 from __future__ import annotations
 

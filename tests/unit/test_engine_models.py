@@ -1,4 +1,4 @@
-"""The engine's arithmetic against transformers' own generation, for models of several families."""
+"""The reference engine's arithmetic, compared with transformers' generation for models of several families."""
 
 from __future__ import annotations
 

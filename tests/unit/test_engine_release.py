@@ -1,4 +1,4 @@
-"""The reference engine over released and resumed memory, on the host driver."""
+"""The reference engine with released and resumed memory, on the host driver."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ def test_the_engine_fits_the_port(engine: TransformersEngine) -> None:
     assert isinstance(engine, GeneratingEngine)
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_every_part_lies_in_its_region(engine: TransformersEngine) -> None:
-    """R15: weights with the computed buffers among them, KV cache, scratch, and static inputs and outputs."""
+    """Weights including computed buffers, KV cache, scratch, static inputs and outputs."""
     runner, held = engine._runner, live_bytes()
     weights = storage_bytes(tensor for _, tensor in tensors_of(runner.model))
     assert any("inv_freq" in name for name, _ in tensors_of(runner.model))
@@ -101,8 +102,9 @@ def test_tokens_and_addresses_are_the_same_after_everything_went_and_came_back(e
 
 
 @pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["workspace"], ["cuda_graph"], ["kv_cache", "cuda_graph"]])
+@pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_tokens_are_the_same_after_a_part_went_and_came_back(engine: TransformersEngine, tags: list[str]) -> None:
-    """R8: what was never released stays as it is, and a resume without tags brings the rest."""
+    """What was never released stays as it is; a resume without tags brings the rest back."""
     before = engine.generate_sync(REQUEST)
     release(engine, tags)
     assert {tag.tag for tag in ms.status().tags if tag.released_bytes} == set(tags)
@@ -123,8 +125,9 @@ def test_parts_come_back_one_by_one_with_a_flush_between(engine: TransformersEng
     assert held.result(60).output == before["output_ids"]
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: TransformersEngine) -> None:
-    """R13: cached prefixes go with the KV pages that held them, and stay with those that were kept."""
+    """Cached prefixes are dropped with their KV pages, and stay if the pages stay."""
     first, second = engine.generate_sync(REQUEST), engine.generate_sync(REQUEST)
     assert second["meta_info"]["cached_tokens"] > 0
     release(engine, ["weights"])
@@ -137,8 +140,9 @@ def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: Transformer
     assert again["output_ids"] == second["output_ids"] == first["output_ids"]
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_a_cache_that_comes_back_empty_gives_no_undefined_number(engine: TransformersEngine) -> None:
-    """R14: the KV cache comes back as zeros, whatever its new pages held, and the tokens are the same."""
+    """The KV cache returns as zeros whatever its new pages held, and the tokens are the same."""
     before = engine.generate_sync(REQUEST)["output_ids"]
     cache = [tensor for pair in engine._runner._cache._layers for tensor in pair]
     with dirty_pages(cache[0].data_ptr(), 2 * live_bytes()["kv_cache"]):
@@ -183,8 +187,8 @@ def test_an_unknown_drain_mode_is_refused(engine: TransformersEngine) -> None:
         engine.drain(1.0, "hurry")  # type: ignore[arg-type]
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_the_engine_is_alive_while_its_memory_is_away(engine: TransformersEngine) -> None:
-    """R11: released is not dead."""
     release(engine)
     assert engine.is_alive()
 
@@ -224,8 +228,9 @@ def test_tokens_are_the_same_with_the_saver_disabled(engine: TransformersEngine)
 
 
 @pytest.mark.parametrize("end", ["", "leave released"])
+@pytest.mark.guards("the process aborted at exit")
 def test_tokens_are_the_same_without_graphs_and_the_process_ends_cleanly(engine: TransformersEngine, end: str) -> None:
-    """T2: an engine that nobody closed does not stop the interpreter from ending, released or not."""
+    """An engine that was never closed does not keep the interpreter from exiting."""
     apart = run_apart({"enforce_eager": True}, end)
     assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
 

@@ -1,4 +1,4 @@
-"""What a request may ask for, and which slot it gets."""
+"""Parameters that a request may have, and the slot that it gets."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_draws_follow_the_seed_and_the_bounds() -> None:
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-45, 1e-38, 9e-6])
 def test_a_temperature_too_small_to_matter_is_greedy(temperature: float) -> None:
-    """As vLLM and SGLang take it: divided by it, scores are no numbers any more."""
+    """As in vLLM and SGLang: scores divided by it would overflow to NaN."""
     sampler = Sampler(Sampling.parse({"temperature": temperature}))
     assert sampler.greedy
     assert sampler.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
 
 
-#: Scores as a model may have them, one that is broken or has lost its weights included; and what may be drawn of them.
+#: Possible scores of a model, also of a broken one, and the tokens that may be sampled from them.
 SCORES = [
     ([0.0, 3.0, 2.9, -1.0], {0, 1, 2, 3}),
     ([3e38, 1.0, -3e38, 0.0], {0}),
@@ -111,7 +111,7 @@ SCORES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scores", "allowed"), SCORES)
 def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[int], dtype: torch.dtype) -> None:
-    """A draw among what are no numbers is an error on the host, and on a GPU the end of the process's context."""
+    """Sampling from NaN is an error on the host, and destroys the context on a GPU."""
     logits = torch.tensor(scores, dtype=dtype)
     before = logits.clone()
     for temperature, top_p, top_k in itertools.product(
@@ -121,7 +121,9 @@ def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[in
         sampler = Sampler(Sampling.parse(given))
         assert not sampler.greedy
         assert {sampler.pick(logits) for _ in range(5)} <= allowed, given
-    assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # the engine's own, which the next token may read
+    assert torch.equal(
+        logits.nan_to_num(), before.nan_to_num()
+    )  # the engine's own scores, which the next token may read
 
 
 def test_an_answer_ends_at_its_stop_tokens() -> None:
@@ -155,7 +157,7 @@ def test_a_new_prompt_takes_the_slot_that_loses_least() -> None:
     table.give_back(1)
     table.give_back(0)
     assert table.take([9, 9])[0] == 2  # holds nothing
-    assert table.take([9, 9])[0] == 1  # given back first
+    assert table.take([9, 9])[0] == 1  # freed first
     assert table.free == 1
 
 

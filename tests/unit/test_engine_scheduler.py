@@ -1,4 +1,4 @@
-"""The scheduler by itself, over a runner that computes by arithmetic and notices every wrong move."""
+"""The scheduler alone, over a runner that computes with integers and detects every wrong step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 1009
 
 
 def next_token(history: Sequence[int]) -> int:
-    """What follows ``history``: depends on every token and its place."""
+    """The token after ``history``; it depends on every token and its position."""
     value = 17
     for token in history:
         value = (value * 31 + token + 1) % VOCABULARY
@@ -33,7 +33,7 @@ def answer_to(prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 class ArithmeticRunner:
-    """Keeps tokens where a real runner keeps keys and values, and computes from those alone."""
+    """Stores tokens in place of keys and values, and computes from what it stored."""
 
     chunk = 4
     length = 256
@@ -147,8 +147,9 @@ def test_equal_beginnings_are_computed_once(scheduler: Scheduler) -> None:
     assert first.output == second.output
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R13: a prefix that was cached before the KV cache went away is not found after it came back empty."""
+    """A prefix that was cached before the KV cache was released is not found afterwards."""
     prompt = list(range(11))
     first = scheduler.submit(ask(prompt, 4)).result(60)
     scheduler.close_admission("released", 0)
@@ -161,8 +162,9 @@ def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, 
     assert second.output == first.output
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_closed_admission_refuses_with_the_reason(scheduler: Scheduler) -> None:
-    """R12: a request that arrives while memory is away is told so at once."""
+    """At once."""
     scheduler.close_admission("memory is released", 0)
     with pytest.raises(AdmissionClosedError, match="memory is released"):
         scheduler.submit(ask([1], 1))
@@ -170,8 +172,9 @@ def test_closed_admission_refuses_with_the_reason(scheduler: Scheduler) -> None:
     assert scheduler.submit(ask([1], 1)).result(60).output == answer_to([1], 1)
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_held_requests_wait_up_to_the_bound_and_reach_no_step(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R12: requests that may wait do, computed only once admission is open."""
+    """They are computed only once admission is open."""
     scheduler.close_admission("memory is released", 2)
     scheduler.drain(60, "wait")
     held = [scheduler.submit(ask([n], 3)) for n in range(2)]
@@ -190,8 +193,9 @@ def test_a_held_request_that_is_cancelled_frees_its_place(scheduler: Scheduler) 
     assert scheduler.submit(ask([2], 3))
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_drain_waits_for_what_was_accepted(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R2: a drain returns only when no step runs any more."""
+    """A drain returns only when no step runs any more."""
     futures = [scheduler.submit(ask([n], 40)) for n in range(7)]
     scheduler.close_admission("releasing", 0)
     scheduler.drain(60, "wait")
@@ -262,8 +266,9 @@ def test_a_broken_step_fails_its_requests_alone(scheduler: Scheduler, runner: Ar
     assert scheduler.submit(ask([2], 4)).result(60).output == answer_to([2], 4)
 
 
+@pytest.mark.guards("health probes confused a sleeping engine with a dead one")
 def test_a_lost_context_ends_the_engine(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R11: an engine whose device context is lost does not call itself alive."""
+    """It does not report itself alive."""
     runner.break_next = runner.lost_context = True
     with pytest.raises(ArithmeticError):
         scheduler.submit(ask([1], 4)).result(60)
@@ -291,8 +296,9 @@ def test_closing_fails_what_is_in_flight(scheduler: Scheduler, runner: Arithmeti
     scheduler.close()
 
 
+@pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_no_step_ever_touches_released_memory(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    """R2: clients and an operator at once; no step runs between drain and reopening, no answer is wrong."""
+    """With clients and an operator at once: no step runs between drain and reopening, and no answer is wrong."""
     chooser = random.Random(4)
     plan = [(chooser.choice(["wait", "keep", "keep"]), chooser.random() < 0.5) for _ in range(60)]
     stop = threading.Event()

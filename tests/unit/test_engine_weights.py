@@ -1,4 +1,4 @@
-"""New weights into a serving engine."""
+"""Weight updates of a serving engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def original() -> Path:
 
 @pytest.fixture(scope="module")
 def trained(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Another checkpoint of the same shape: its folder, its tensors, and what it answers to REQUEST."""
+    """Another checkpoint of the same shape: its folder, its tensors, and its answer to REQUEST."""
     folder = tmp_path_factory.mktemp("trained")
     model: Any = AutoModelForCausalLM.from_pretrained(original)
     checkpoint.fill_random(model, 99)
@@ -70,8 +70,9 @@ def answer_of(engine: TransformersEngine) -> list[int]:
     return tokens
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_from_disk(engine: TransformersEngine, trained: Trained, original: Path) -> None:
-    """R13: what the prefix cache holds of the old weights goes with them."""
+    """Prefixes cached with the old weights are dropped."""
     before = answer_of(engine)
     assert engine.update_weights_from_disk(trained[0]) > 70
     assert answer_of(engine) == trained[2] != before
@@ -89,20 +90,21 @@ def test_from_tensors_in_buckets(engine: TransformersEngine, trained: Trained) -
 
 
 def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, trained: Trained) -> None:
-    """What the model computes at load (rotary frequencies) is in no update, and is put back by the repair."""
+    """Values computed at load (rotary frequencies) are in no update; the repair restores them."""
     engine.close_admission("released")
     engine.drain(60)
     with torch.no_grad():
         for _, tensor in checkpoint.tensors_of(engine._runner.model):
-            tensor.fill_(float("nan"))  # what pages that come back undefined may hold
+            tensor.fill_(float("nan"))  # as undefined pages may hold
     engine.repair(["weights"], ["weights"])
     engine.update_weights_from_tensor(payload(trained[1]))
     engine.open_admission()
     assert answer_of(engine) == trained[2]
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, original: Path) -> None:
-    """R14: undefined numbers computed once do not reach later requests through the slots that they left them in."""
+    """NaN computed once does not reach later requests through reused slots."""
     before = answer_of(engine)
     broken = {name: torch.full_like(t, float("nan")) for name, t in engine._runner.model.named_parameters()}
     engine.update_weights_from_tensor(payload(broken))
@@ -178,8 +180,9 @@ def test_a_folder_of_another_shape_is_refused(engine: TransformersEngine, tmp_pa
     assert answer_of(engine) == before
 
 
+@pytest.mark.guards("a request during sleep hung or used released memory")
 def test_released_weights_are_not_written(engine: TransformersEngine, trained: Trained) -> None:
-    """R12: an update that arrives while the weights are away is refused, and touches nothing."""
+    """The update is refused and changes nothing."""
     engine.close_admission("released")
     engine.drain(60)
     ms.release(["weights"])

@@ -1,9 +1,8 @@
-"""The gate: admission, drain and holding for programs without a scheduler."""
+"""The gate: admission, drain and holding requests for programs without a scheduler."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -11,6 +10,7 @@ import pytest
 
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine
 from memsaver_server.gate import Gate, InFlightRequest
+from tests.waiting import wait_until
 
 
 def in_thread(work: Callable[[], object]) -> Future[object]:
@@ -27,7 +27,7 @@ def in_thread(work: Callable[[], object]) -> Future[object]:
 
 
 class Inside:
-    """A request that stays inside the gate until it is told to leave, or is aborted."""
+    """A request that stays inside the gate until it may leave, or is aborted."""
 
     def __init__(self, gate: Gate, name: str | None = None) -> None:
         self.leave = threading.Event()
@@ -98,7 +98,7 @@ def test_held_requests_enter_when_it_opens_and_those_over_the_limit_are_refused(
     gate = Gate()
     gate.close_admission("released", hold=1)
     held = Inside(gate)
-    until(lambda: gate.held == 1)
+    wait_until(lambda: gate.held == 1)
     with pytest.raises(AdmissionClosedError), gate.request():
         pass
     gate.drain(0.0)
@@ -108,8 +108,3 @@ def test_held_requests_enter_when_it_opens_and_those_over_the_limit_are_refused(
     held.leave.set()
     assert held.done.result(10) == "ended"
     assert gate.held == 0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Host devices: processes that name the same one compete for it, and a process that dies gives its share back."""
+"""Host devices: processes that name the same one share its memory, and a killed process loses its share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 def name() -> Iterator[str]:
     device = f"test-{uuid.uuid4().hex[:12]}"
     yield device
-    gc.collect()  # an exception that a test caught keeps its saver in a cycle
+    gc.collect()  # a caught exception keeps its test's saver in a reference cycle
     assert not os.path.exists(account_of(device)), "the last process to leave takes the account with it"
 
 
@@ -47,7 +47,7 @@ sys.stdin.readline()
 
 
 def hold(device: str, nbytes: int) -> Child:
-    """Another process that holds memory of a host device until it is told to end."""
+    """Another process that holds memory of a host device until told to end."""
     tenant = Child("-c", TENANT, device, str(nbytes))
     assert tenant.read_line() == "holds"
     return tenant
@@ -66,8 +66,9 @@ def test_processes_compete(name: str) -> None:
     assert free_bytes(saver) == 64 * MIB
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_killed_process_gives_its_share_back(name: str) -> None:
-    """S5: what a killed process held is free at once, and so is its place."""
+    """Its memory and its slot in the account are free at once."""
     saver = open_device(name)
     tenant = hold(name, 60 * MIB)
     assert free_bytes(saver) == 4 * MIB
@@ -76,8 +77,9 @@ def test_killed_process_gives_its_share_back(name: str) -> None:
     saver.free(saver.allocate(0, "t", "discard", 64 * MIB))
 
 
+@pytest.mark.guards("a process was killed in the middle of an operation")
 def test_account_left_by_killed_processes_is_taken_over(name: str) -> None:
-    """S5: an account that only killed processes used holds nothing, and may be opened with another capacity."""
+    """An account that only killed processes used is empty, and may be opened with another capacity."""
     tenant = hold(name, 60 * MIB)
     tenant.kill()
     assert os.path.exists(account_of(name))
@@ -92,8 +94,9 @@ def test_capacity_must_be_agreed_on(name: str) -> None:
     tenant.end()
 
 
+@pytest.mark.guards("memory was reported free before it was free")
 def test_released_memory_is_free_for_others(name: str) -> None:
-    """R1: what a release has given back, another process can take as soon as the call has returned."""
+    """Another process can take it as soon as the release has returned."""
     saver = open_device(name)
     saver.allocate(0, "t", "discard", 60 * MIB)
     saver.release([], [], {})
@@ -124,14 +127,15 @@ with ms.region("weights"):
     weights = torch.ones(1 << 20)
 child = os.fork()
 if child == 0:
-    sys.exit(0)  # through the interpreter's own end, with a copy of all that the parent knows
+    sys.exit(0)  # through the interpreter's normal exit, with a copy of the parent's state
 os.waitpid(child, 0)
 print(os.path.exists(sys.argv[1]), flush=True)
 sys.exit(0)  # the saver lives to the very end
 """
 
 
+@pytest.mark.guards("the process aborted at exit", "a forked child used or damaged its parent's memory")
 def test_a_clean_end_leaves_nothing_behind(name: str) -> None:
-    """T2, T4: a process in use ends, and its account goes with it; the end of its forked child is not its own."""
+    """The account goes with its last process, but not with a forked child."""
     assert output_of(ENGINE, account_of(name), MEMSAVER_DRIVER="host", MEMSAVER_HOST_DEVICE=name) == "True\n"
     assert not os.path.exists(account_of(name))

@@ -1,4 +1,4 @@
-"""Attaching a module: what moves where, what its calls are to the gate, and what is refused."""
+"""Attaching a module: what is moved into regions, how its calls pass the gate, and what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def owned(tensor: Tensor) -> bool:
     return process.saver().owns(tensor.untyped_storage().data_ptr())
 
 
-# What moves, and under which tag.
+# What is moved, and under which tag.
 
 
 class Assorted(nn.Module):
@@ -132,7 +132,7 @@ def test_a_workspace_that_shares_memory_with_a_weight_is_kept_as_one(engine_of: 
 
 
 def test_what_others_keep_of_the_memory_moves_along(engine_of: Callable[..., ModuleEngine]) -> None:
-    """A state dict that somebody holds would pin the old memory, and no longer be the module's."""
+    """A state dict held elsewhere would keep the old memory and no longer be the module's."""
     module = nn.Linear(16, 16)
     state = module.state_dict()
     flat = torch.zeros(8)
@@ -179,12 +179,12 @@ def test_subclasses_move_by_the_tensors_that_they_wrap_or_stay(
     assert owned(module.pair.a)
     assert owned(module.pair.b)
     assert torch.equal(module.conjugate, content)
-    # No error: they may have been made in a region.
+    # No error: they may have been allocated in a region.
     assert "odd, conjugate are of a kind that cannot be moved" in caplog.text
     assert module.odd.sum() == 16
 
 
-# What is refused, before anything has changed.
+# Refusals, before anything has changed.
 
 
 def test_meta_tensors_are_refused_by_name(engine_of: Callable[..., ModuleEngine]) -> None:
@@ -207,7 +207,7 @@ def test_patterns_that_fit_nothing_are_refused(engine_of: Callable[..., ModuleEn
 
 
 def test_a_second_engine_is_refused_until_the_first_is_closed_or_gone() -> None:
-    """A release takes the memory of all regions, and another engine's gate would not know."""
+    """A release takes the memory of all regions, and the second engine's gate would not know."""
     first = ModuleEngine(nn.Linear(4, 4))
     with pytest.raises(ms.ConfigurationError, match="Linear is attached in this process already"):
         ModuleEngine(nn.Linear(4, 4))
@@ -231,7 +231,7 @@ def test_an_asynchronous_forward_is_refused(engine_of: Callable[..., ModuleEngin
 
 
 class Called(nn.Module):
-    """Runs what it is given."""
+    """Calls a given function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_it_is_an_engine_and_generates_nothing(engine_of: Callable[..., ModuleEn
 
 
 def test_calls_within_a_call_belong_to_it(engine_of: Callable[..., ModuleEngine]) -> None:
-    """A module that calls itself, or a part that is attached too, cannot be shut out in the middle."""
+    """A module that calls itself, or an attached part of it, cannot be refused in the middle of a call."""
     module = Called()
     engine = engine_of(module, module.inner)
 
@@ -376,7 +376,7 @@ def test_a_generator_is_one_request_from_its_first_step_to_its_last(engine_of: C
     assert inside(engine) == []
     assert next(stream) == ["Streams #2"]
     engine.close_admission("memory is being released")
-    with pytest.raises(AdmissionClosedError), engine.request():  # its consumer is not inside
+    with pytest.raises(AdmissionClosedError), engine.request():  # its consumer holds no request
         pass
     assert stream.send("sent") == "sent"
     assert stream.throw(KeyError()) == "caught"
@@ -469,7 +469,8 @@ def test_compiled_calls_are_requests(
 def test_an_attached_part_of_a_compiled_module_is_gated_or_refused(
     engine_of: Callable[..., ModuleEngine], fullgraph: bool
 ) -> None:
-    """A graph ends before an attached part; where no graph may end, torch says so. It is never compiled past."""
+    """The compiled graph breaks before an attached part, or torch reports an error if it must not. The gate is never
+    compiled away."""
     torch.compiler.reset()
     module = Net()
     compiled = torch.compile(module, backend="eager", fullgraph=fullgraph)
@@ -521,7 +522,7 @@ def test_a_copy_is_a_module_of_its_own_and_not_attached(
 ) -> None:
     module = Assorted()
     x = torch.randn(2, 16)
-    if own_forward:  # as libraries do that wrap it
+    if own_forward:  # as wrapping libraries do
         module.forward = torch.neg
     expected = module(x)
     engine = engine_of(module)
@@ -532,7 +533,7 @@ def test_a_copy_is_a_module_of_its_own_and_not_attached(
     with torch.no_grad():
         for parameter in restored.parameters():
             parameter.zero_()
-    assert torch.equal(restored(x), expected) is own_forward  # it computes with its own
+    assert torch.equal(restored(x), expected) is own_forward  # it computes with its own weights
 
 
 def test_a_closed_engine_gates_nothing(engine_of: Callable[..., ModuleEngine]) -> None:
@@ -540,7 +541,7 @@ def test_a_closed_engine_gates_nothing(engine_of: Callable[..., ModuleEngine]) -
     own = module.forward = module.forward
     engine = engine_of(module, wrapped)
     outer = wrapped.forward
-    wrapped.forward = lambda work: outer(work)  # by somebody else, since
+    wrapped.forward = lambda work: outer(work)  # replaced by other code meanwhile
     engine.close_admission("memory is released")
     engine.close()
     engine.close()

@@ -1,4 +1,4 @@
-"""Regions on the host driver: unmodified torch code inside one is releasable."""
+"""Regions on the host driver: memory of unmodified torch code can be released."""
 
 from __future__ import annotations
 
@@ -57,33 +57,13 @@ def test_from_pretrained(tag: str, tmp_path: Path, dtype: str) -> None:
     with ms.region(tag, restore="host"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     assert all(owned(each) for each in [*model.parameters(), *model.buffers()])
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # tied, and still is
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()  # still tied
     ids = torch.arange(8)[None]
     with torch.no_grad():
         expected = model(ids).logits
         ms.release([tag])
         ms.resume([tag])
         assert torch.equal(model(ids).logits, expected)
-
-
-def test_only_what_is_made_inside(tag: str) -> None:
-    """R15, T7: a region holds what is allocated inside it and nothing else; nested regions restore the outer tag."""
-    inner_tag = tag + "-inner"
-    before = torch.ones(1000)
-    view_of_before = None
-    with ms.region(tag):
-        view_of_before = before[10:20]
-        before.add_(1)
-        first = torch.zeros(1000)
-        with ms.region(inner_tag):
-            inner = torch.zeros(1000)
-            view_of_first = first[5:]
-        last = torch.zeros(1000)
-    after = torch.zeros(1000)
-    assert [owned(each) for each in (before, view_of_before, after)] == [False] * 3
-    assert [owned(each) for each in (first, inner, view_of_first, last)] == [True] * 4
-    assert view_of_first.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-    assert (bytes_of(tag), bytes_of(inner_tag)) == (8192, 4096)
 
 
 def test_data_literals_and_copies(tag: str) -> None:
@@ -112,8 +92,9 @@ def test_memory_ends_with_its_tensor(tag: str) -> None:
     assert bytes_of(tag) == 0
 
 
+@pytest.mark.guards("running out of memory inside the allocator killed the process")
 def test_out_of_memory() -> None:
-    """T1: out of memory inside a region is an error, and the process goes on."""
+    """It is an error, and the process goes on."""
     result = run(
         """
         import torch, memsaver_core as ms
@@ -182,22 +163,24 @@ def test_one_line_brings_a_buffer_in(tag: str) -> None:
     attention.workspace.fill_(1)
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_pages_of_zero_are_really_zero() -> None:
-    """R14: `kv_cache` comes back as zeros by default, so what somebody else left in its pages cannot give NaN."""
+    """`kv_cache` comes back as zeros by default, so old page content cannot produce NaN."""
     with ms.region("kv_cache"):
         cache = torch.ones(1000)
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
         ms.release(["kv_cache"], restore={"kv_cache": "discard"})
         ms.resume(["kv_cache"])
-    assert cache.isnan().all()  # so it is what such pages hold
+    assert cache.isnan().all()  # shows that the new pages hold garbage
     with dirty_pages(cache.data_ptr(), bytes_of("kv_cache")):
         ms.release(["kv_cache"])
         ms.resume(["kv_cache"])
     assert not cache.any()
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded", "releasing a graph freed nothing")
 def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
-    """G1, G2: its pages go, measured, and what nobody writes a second time is there again on others."""
+    """Its pages are freed, as measured, and content that only the capture wrote is back on the new pages."""
     with ms.region("cuda_graph"):
         written_at_capture = torch.arange(1 << 18, dtype=torch.int64)
     address, expected = written_at_capture.data_ptr(), written_at_capture.clone()
@@ -212,8 +195,9 @@ def test_a_graphs_memory_goes_and_keeps_what_capture_wrote(tag: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*_set_allocator_settings is deprecated:FutureWarning")
 @pytest.mark.parametrize("where", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "at run time"])
+@pytest.mark.guards("expandable segments made a release free nothing")
 def test_whatever_torch_was_told_of_expandable_segments(where: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T3: memory of a region goes, measured."""
+    """The region's memory is freed, as measured."""
     if where == "at run time":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     else:
@@ -238,8 +222,9 @@ def test_unknown_and_well_known_tags(tag: str) -> None:
     assert (report.tag, report.bytes, report.already) == ("cuda_graph", 0, True)
 
 
+@pytest.mark.guards("memory was reported free before it was free")
 def test_report_is_measured(tag: str) -> None:
-    """R1: every phase carries the device's own count before and after it."""
+    """Every phase carries the device's own count before and after it."""
     with ms.region(tag, restore="host"):
         tensor = torch.ones(1 << 20)
     report = ms.release([tag])
@@ -290,24 +275,6 @@ def test_settings_that_cannot_be_used() -> None:
         MEMSAVER_RETENTION="forever",
     )
     assert result == ["True"]
-
-
-@pytest.mark.parametrize("state", ["resident", "released", "resumed"])
-def test_clean_exit(state: str) -> None:
-    """T2: the interpreter exits cleanly, released or not."""
-    result = run(
-        f"""
-        import torch, memsaver_core as ms
-        with ms.region("weights"):
-            model = torch.nn.Linear(100, 100)
-        if {state!r} != "resident":
-            ms.release()
-        if {state!r} == "resumed":
-            ms.resume()
-        print("end")
-        """
-    )
-    assert result == ["end"]
 
 
 def run(code: str, **environment: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The saver on the host driver: release and resume, what each promises, and what holds when a call fails."""
+"""The saver on the host driver: what release and resume promise, and what holds when a call fails."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import glob
 import multiprocessing
 import os
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from memsaver_core.errors import (
 )
 from tests.dirty_pages import GARBAGE, dirty_pages
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
+from tests.waiting import wait_until
 
 POLICIES = ("discard", "zero", "host", "file")
 
@@ -35,13 +34,6 @@ def make(**settings: Any) -> _native.Saver:
 def used(saver: _native.Saver, device: int = 0) -> int:
     free, total = saver.memory_info(device)
     return total - free
-
-
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.001)
 
 
 def release(saver: _native.Saver, *tags: str, **overrides: str) -> dict[str, dict[str, Any]]:
@@ -57,8 +49,9 @@ def tag_status(saver: _native.Saver, tag: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.guards("undefined KV cache pages produced NaN", "content was wrong after a restore")
 def test_each_policy_gives_what_it_owes(policy: str) -> None:
-    """R14, B1: on pages that hold what somebody else left there."""
+    """On new pages that hold garbage."""
     saver = make()
     sizes = [PAGE, 3 * MIB, 70 * MIB]
     blocks = [(saver.allocate(0, "t", policy, size), size) for size in sizes]
@@ -74,11 +67,11 @@ def test_each_policy_gives_what_it_owes(policy: str) -> None:
             assert content(address, size) == expected
         else:
             assert (view(address, size) == (0 if policy == "zero" else GARBAGE)).all()
-        view(address, size)[:] = 1  # readable and writable whatever the policy
+        view(address, size)[:] = 1  # readable and writable with any policy
 
 
 def test_resident_memory_falls() -> None:
-    """Invariant 8: release makes the process's resident memory fall."""
+    """Release reduces the process's resident memory."""
     saver = make()
     address = saver.allocate(0, "t", "discard", 200 * MIB)
     view(address, 200 * MIB)[:] = 1
@@ -92,8 +85,13 @@ def test_resident_memory_falls() -> None:
     assert before - resident() >= 190 * MIB
 
 
+@pytest.mark.guards(
+    "resuming everything failed on tags that were never released",
+    "a second release or resume failed",
+    "releasing everything failed after one tag had been released",
+)
 def test_resume_of_everything_is_what_is_released() -> None:
-    """R8, R4, R5: resume with no tags resumes exactly what is released; repeats are success."""
+    """Without tags; repeats are success."""
     saver = make()
     first = saver.allocate(0, "a", "host", MIB)
     second = saver.allocate(0, "b", "host", MIB)
@@ -109,8 +107,9 @@ def test_resume_of_everything_is_what_is_released() -> None:
     assert (content(first, MIB), content(second, MIB)) == expected
 
 
+@pytest.mark.guards("an allocation made under a released tag broke the resume")
 def test_allocation_while_released() -> None:
-    """R6: a new allocation under a released tag lives; resume maps the others."""
+    """A new allocation under a released tag is usable; resume maps the others."""
     saver = make()
     old = saver.allocate(0, "t", "host", MIB)
     expected = fill(old, MIB, 1)
@@ -123,8 +122,9 @@ def test_allocation_while_released() -> None:
     assert (content(old, MIB), content(new, MIB)) == (expected, expected_new)
 
 
+@pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_free_while_released() -> None:
-    """R7: freeing a released allocation frees its range and its backup, without a driver call."""
+    """Its range and backup are freed, without a driver call."""
     saver = make(faulty=True)
     doomed = saver.allocate(0, "t", "host", 8 * MIB)
     kept = saver.allocate(0, "t", "host", 8 * MIB)
@@ -141,7 +141,8 @@ def test_free_while_released() -> None:
 
 
 def test_shared_chunks_and_churn() -> None:
-    """After a resume neighbours share handles; frees inside one are retained, reusable, and gone at a release."""
+    """After a resume, neighbours share chunks. Freed parts of a chunk are retained, reusable, and freed by a
+    release."""
     saver = make()
     addresses = [saver.allocate(0, "t", "discard", MIB) for _ in range(64)]
     assert tag_status(saver, "t")["chunks"] == 64
@@ -153,7 +154,7 @@ def test_shared_chunks_and_churn() -> None:
     assert tag_status(saver, "t")["retained_bytes"] == 32 * MIB
     assert used(saver) == 64 * MIB
     again = [saver.allocate(0, "t", "discard", MIB) for _ in range(32)]
-    assert used(saver) == 64 * MIB  # the free ranges were used
+    assert used(saver) == 64 * MIB  # the free ranges were reused
     assert tag_status(saver, "t")["retained_bytes"] == 0
     for address in again[:10]:
         saver.free(address)
@@ -181,8 +182,9 @@ def test_memory_does_not_creep() -> None:
     assert used(saver) == 0
 
 
+@pytest.mark.guards("content was wrong after a restore")
 def test_unchanged_content_is_not_copied() -> None:
-    """B1: what is copied and what is not, the content that comes back is right."""
+    """Content that comes back is correct, copied or not."""
     saver = make()
     address = saver.allocate(0, "t", "host", 200 * MIB)
     fill(address, 200 * MIB, 3)
@@ -199,8 +201,9 @@ def test_unchanged_content_is_not_copied() -> None:
     assert content(address, 200 * MIB) == expected
 
 
+@pytest.mark.guards("content was wrong after a restore")
 def test_zero_content_needs_no_memory() -> None:
-    """B1: what was zero is written as zeros, over whatever the new pages hold."""
+    """Zeros are written over whatever the new pages hold."""
     saver = make()
     address = saver.allocate(0, "t", "host", 64 * MIB)
     view(address, 64 * MIB)[:] = 0
@@ -211,8 +214,9 @@ def test_zero_content_needs_no_memory() -> None:
     assert not view(address, 64 * MIB).any()
 
 
+@pytest.mark.guards("unused cached blocks were backed up too")
 def test_dead_ranges_are_not_copied() -> None:
-    """B4: what the caller says is dead is not copied and not counted."""
+    """Nor counted."""
     saver = make()
     address = saver.allocate(0, "t", "host", 100 * MIB)
     expected = fill(address, 100 * MIB, 4)
@@ -225,8 +229,9 @@ def test_dead_ranges_are_not_copied() -> None:
         assert content(address, 100 * MIB)[begin * MIB : end * MIB] == expected[begin * MIB : end * MIB]
 
 
+@pytest.mark.guards("pinned memory took twice its size")
 def test_host_memory_is_sized_exactly() -> None:
-    """B3: the pool pins what is needed, not the next power of two."""
+    """The pool pins what is needed, not the next power of two."""
     saver = make()
     size = 300 * MIB + 4 * PAGE
     fill(saver.allocate(0, "t", "host", size), size, 1)
@@ -247,21 +252,23 @@ def test_prepared_memory_is_used() -> None:
 
 
 @pytest.mark.parametrize(("retention", "capacity"), [("keep", 40 * MIB), ("trim", 40 * MIB), ("free", 0)])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_retention(retention: str, capacity: int) -> None:
-    """B2: what stays pinned after a resume is a policy."""
+    """What stays pinned after a resume depends on the retention policy."""
     saver = make(retention=retention)
     address = saver.allocate(0, "t", "host", 40 * MIB)
     expected = fill(address, 40 * MIB, 1)
     release(saver)
     resume(saver)
-    await_that(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # what is freed is freed after the resume
+    wait_until(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # freed after the resume, in the background
     release(saver)
     resume(saver)
     assert content(address, 40 * MIB) == expected
 
 
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_backup_larger_than_the_bound_is_refused_first() -> None:
-    """B5: refused with figures before anything is unmapped."""
+    """With figures, before anything is unmapped."""
     saver = make(host_backup_limit=10 * MIB)
     address = saver.allocate(0, "t", "host", 20 * MIB)
     expected = fill(address, 20 * MIB, 1)
@@ -273,8 +280,9 @@ def test_backup_larger_than_the_bound_is_refused_first() -> None:
     assert release(saver, t="discard")["t"]["released_bytes"] == 20 * MIB
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_policy_override_holds_for_one_release() -> None:
-    """R14: an override to zeros gives them on pages that hold what somebody else left there."""
+    """An override to zeros gives zeros on pages that hold garbage."""
     saver = make()
     address = saver.allocate(0, "t", "host", 2 * MIB)
     fill(address, 2 * MIB, 1)
@@ -291,7 +299,7 @@ def test_policy_override_holds_for_one_release() -> None:
 
 
 def test_override_keeps_what_was_kept_before() -> None:
-    """Content that a first release kept is not lost to an override of a second one on the same tag."""
+    """A second release with an override does not lose what the first one backed up."""
     saver = make()
     kept = saver.allocate(0, "t", "host", MIB)
     expected = fill(kept, MIB, 1)
@@ -303,8 +311,9 @@ def test_override_keeps_what_was_kept_before() -> None:
     assert content(kept, MIB) == expected
 
 
+@pytest.mark.guards("running out of memory or other resources killed the process")
 def test_resume_without_memory_is_undone() -> None:
-    """R3: out of memory on resume is an error with figures; all stays released, and the retry works."""
+    """The error has figures; everything stays released, and the retry works."""
     saver = make(host_capacity=64 * MIB)
     address = saver.allocate(0, "t", "host", 48 * MIB)
     expected = fill(address, 48 * MIB, 1)
@@ -329,7 +338,7 @@ def test_allocation_without_memory() -> None:
 
 
 def test_failed_release_can_be_resumed() -> None:
-    """Invariant 4: what a failed release had given back comes back with its content."""
+    """What it had released comes back with its content."""
     saver = make(faulty=True)
     address = saver.allocate(0, "t", "host", 300 * MIB)
     expected = fill(address, 300 * MIB, 1)
@@ -345,7 +354,7 @@ def test_failed_release_can_be_resumed() -> None:
 
 
 def test_discarded_tags_go_last() -> None:
-    """A release that cannot keep what it must keep has discarded nothing yet."""
+    """A release that cannot back something up has discarded nothing."""
     saver = make(faulty=True)
     scratch = saver.allocate(0, "a-scratch", "discard", MIB)
     fill(saver.allocate(0, "z-weights", "host", MIB), MIB, 1)
@@ -356,8 +365,9 @@ def test_discarded_tags_go_last() -> None:
     assert content(scratch, MIB) == expected
 
 
+@pytest.mark.guards("content was wrong after a restore", "backup files were left behind")
 def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
-    """B1, B6: a damaged backup is an error that names tag and range, never wrong content; no file is left behind."""
+    """It names the tag and range, and never returns wrong content; no file is left behind."""
     saver = make(file_folder=str(tmp_path))
     address = saver.allocate(0, "t", "file", 2 * MIB)
     expected = fill(address, 2 * MIB, 1)
@@ -397,8 +407,9 @@ def test_lost_context_is_final() -> None:
         resume(saver)
 
 
+@pytest.mark.guards("only the current device was synchronized or restored")
 def test_every_device_is_synchronized() -> None:
-    """T6: a release waits for every device that it touches, and restores all of them."""
+    """A release synchronizes every device that it touches, and a resume restores all of them."""
     saver = make(host_devices=["", ""], faulty=True)
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
@@ -424,18 +435,18 @@ def test_one_device_that_fails_undoes_all() -> None:
 
 
 def test_allocations_do_not_wait_for_a_release() -> None:
-    """Invariant 6: while one tag is copied, another allocates and frees, and status answers."""
+    """While one tag is copied, another one allocates and frees, and status answers."""
     saver = make(faulty=True)
     fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
     busy = saver.allocate(0, "t", "host", PAGE)
     saver.delay("copy_to_host", 3600)
     thread = threading.Thread(target=release, args=(saver,))
     thread.start()
-    await_that(lambda: saver.status()["operation"] == "release")
+    wait_until(lambda: saver.status()["operation"] == "release")
     other = saver.allocate(0, "other", "discard", MIB)
     view(other, MIB)[:] = 1
     saver.free(other)
-    late = saver.allocate(0, "t", "host", PAGE)  # lives: it is not part of the release
+    late = saver.allocate(0, "t", "host", PAGE)  # usable: it is not part of the release
     view(late, PAGE)[:] = 5
     saver.free(busy)  # takes effect when the release has ended
     state = saver.status()["state"]
@@ -446,8 +457,9 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     assert tag_status(saver, "t")["allocations"] == 2
 
 
+@pytest.mark.guards("memory grew with every cycle")
 def test_thousand_cycles_are_flat() -> None:
-    """S4: nothing grows by the cycle, and every tenth is verified."""
+    """Nothing grows; every tenth cycle compares the content."""
     saver = make()
     blocks = [saver.allocate(0, "t", "host", 256 * 1024) for _ in range(8)]
 
@@ -479,8 +491,9 @@ def test_unknown_address_is_an_error() -> None:
         saver.free(0x1234)
 
 
+@pytest.mark.guards("a forked child used or damaged its parent's memory")
 def test_forked_child_is_refused() -> None:
-    """T4: a forked child gets a clear error and leaves its parent's memory alone."""
+    """With a clear error; the parent's memory is untouched."""
     saver = make()
     address = saver.allocate(0, "t", "host", MIB)
     expected = fill(address, MIB, 1)

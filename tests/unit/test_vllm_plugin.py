@@ -1,6 +1,6 @@
-"""The plugin for vLLM on the host driver: real memory in workers of their own processes, behind vLLM's interfaces.
+"""The vLLM plugin on the host driver: real memory in worker processes, behind vLLM's interfaces.
 
-tests/gpu/test_vllm_gpu.py runs the same against vLLM itself.
+tests/gpu/test_vllm_gpu.py runs the same with vLLM itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from memsaver_core.ranks.protocol import (
 )
 from memsaver_server.integrations.vllm.memory import VllmMemory
 from tests.programs import output_of
+from tests.waiting import wait_until
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
 ALL = {"weights", "kv_cache", "runtime", "workspace"}
@@ -44,7 +45,7 @@ ALL = {"weights", "kv_cache", "runtime", "workspace"}
 
 
 class Model:
-    """What a test asks of the worker's tensors."""
+    """What a test asks about the worker's tensors."""
 
     def __init__(self) -> None:
         from memsaver_core.compat.vllm.plugin import register
@@ -72,7 +73,7 @@ class Model:
         return {tag.tag: tag.allocations for tag in ms.status().tags}
 
     def content(self) -> dict[str, bool]:
-        """Whether the tensors are as after the start; only what is resident may be asked for."""
+        """Whether the tensors are as after the start. Ask only for resident ones."""
         runner = self.worker.model_runner
         return {
             "weights": bool((runner.model.weight == self.weights).all()),
@@ -86,7 +87,7 @@ class Model:
         self.worker.model_runner.model.weight.data.copy_(self.weights)
 
     def start_again(self) -> None:
-        """Leave all as it was after the start."""
+        """Restore the state after the start."""
         from memsaver_core import process
 
         process.saver().heal()
@@ -122,7 +123,7 @@ class Model:
 
 
 def serve(connection: Connection, environment: dict[str, str]) -> None:
-    """The process of a worker: does what it is told until nobody tells it anything."""
+    """The main function of a worker process: executes commands until the connection closes."""
     os.environ.update(environment)
     sys.path.insert(0, str(STANDIN))
     model = Model()
@@ -139,7 +140,7 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
 
 class Rank:
-    """A worker, as its executor sees it. Its calls are those of ``Model``."""
+    """A worker as its executor sees it. Its calls are those of ``Model``."""
 
     def __init__(self, **environment: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
@@ -167,7 +168,7 @@ class Rank:
 
 
 class Executor:
-    """Reaches its ranks as vLLM's does, and as that does not go to sleep twice."""
+    """Calls its ranks as vLLM's executor does; like that, it ignores a second sleep."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
@@ -185,7 +186,7 @@ class Executor:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Rank]]:
-    """Two workers, which take seconds to start; each on a device of its own."""
+    """Two workers, which take seconds to start, each on its own device."""
     started = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
     yield started
     for each in started:
@@ -302,7 +303,7 @@ print(seen)
 
 
 def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes groups on NCCL for a single worker, too."""
+    """vLLM creates NCCL groups for a single worker too."""
     import torch.distributed.distributed_c10d as c10d
 
     from memsaver_core.communicators import nccl_groups
@@ -328,8 +329,9 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guards("tensors were recorded under the wrong tag")
 def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
-    """R15: attention metadata is made beside the cache, and does not go with it."""
+    """Attention metadata is allocated beside the cache, and is not released with it."""
     allocations = rank.allocations()
     assert set(allocations) == ALL
     assert allocations["kv_cache"] == 3
@@ -337,8 +339,9 @@ def test_each_kind_of_memory_is_under_its_tag(rank: Rank) -> None:
     assert policies == {"weights": "host", "runtime": "host", "kv_cache": "zero", "workspace": "zero"}
 
 
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
-    """R14: the cache comes back as zeros, not as what happened to be there."""
+    """The cache comes back as zeros, not as undefined content."""
     rank.sleep(1)
     assert released(rank) == ALL
     rank.wake_up()
@@ -364,8 +367,9 @@ def test_level_2_gives_the_weights_up_and_restores_buffers(rank: Rank) -> None:
     assert content["runtime"]
 
 
+@pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
-    """R8: buffers are written back when the weights are there, and not into memory that is not."""
+    """Buffers are written back once the weights are resident, never before."""
     rank.sleep(2)
     rank.wake_up(["kv_cache"])
     assert released(rank) == {"weights"}
@@ -376,8 +380,9 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
     assert content["buffers"]
 
 
+@pytest.mark.guards("a second release or resume failed")
 def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
-    """R4: the second of either is success."""
+    """The second call of each is success."""
     rank.sleep(1)
     rank.sleep(1)
     rank.wake_up()
@@ -404,8 +409,9 @@ def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
     assert status.state == "resident"
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_errors_are_answers(rank: Rank) -> None:
-    """S2: a rank that raised would leave vLLM's executor waiting for the answers of the others."""
+    """A rank that raised would leave vLLM's executor waiting for the answers of the others."""
     for message, error in (
         (REQUESTS.encode(Resume(ResumeOptions(("nothing",)))), "UnknownTagError"),
         ({"version": VERSION, "type": "Dance", "fields": {}}, "ConfigurationError"),
@@ -470,8 +476,9 @@ def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
     assert memory.release(ReleaseOptions(("cuda_graph",))).released_bytes == 0
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None:
-    """S2: the ranks that had released are resumed, with their content."""
+    """The ranks that had released are resumed, with their content."""
     memory = VllmMemory(Executor(group))
     group[1].fail("unmap", "invalid_value", 1)
     with pytest.raises(MemsaverError, match="rank 1") as failed:
@@ -483,8 +490,12 @@ def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None
     memory.resume(ResumeOptions())
 
 
+@pytest.mark.guards(
+    "one rank or device failed while the others went on",
+    "running out of memory or other resources killed the process",
+)
 def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
-    """S2, R3: the ranks that had resumed release again; the repeat brings everything back."""
+    """The ranks that had resumed release again; the repeat brings everything back."""
     memory = VllmMemory(Executor(group))
     memory.release(ReleaseOptions())
     group[0].fail("create", "out_of_memory", 1)
@@ -496,8 +507,9 @@ def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None
     assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
 
 
+@pytest.mark.guards("releasing everything failed after one tag had been released")
 def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
-    """R5: vLLM takes itself to be asleep after the first part, and does not ask its workers again."""
+    """VLLM takes itself to be asleep after the first part, and does not ask its workers again."""
     memory = VllmMemory(Executor(group))
     memory.release(ReleaseOptions(("kv_cache",)))
     assert released(group[0]) == {"kv_cache"}
@@ -522,16 +534,21 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
         memory.release(ReleaseOptions())
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
-    """S3: a worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
+    """A worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
     memory = VllmMemory(Executor(group))
     for rank in group:
         rank.delay("unmap", 0.5)
     log = PhaseLog(memory.read_devices)
     with ThreadPoolExecutor(1) as pool:
         release = pool.submit(memory.release, ReleaseOptions(), log=log)
-        while not memory.status().progress.done_bytes:
+
+        def has_begun() -> int:
             assert not release.done()
+            return memory.status().progress.done_bytes
+
+        wait_until(has_begun)
         assert log.now == "pause"
         seen = memory.status().progress
         assert (seen.operation, seen.done_bytes <= seen.total_bytes) == ("release", True)
@@ -542,8 +559,9 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
     memory.resume(ResumeOptions())
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: list[Rank]) -> None:
-    """S3: as one on another host, where its numbers may be those of something else."""
+    """For example one on another host, on which its process ids mean something else."""
 
     class Far(Executor):
         def call(self, message: Plain) -> list[Plain]:
@@ -564,8 +582,12 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
     assert all(rank.content()["weights"] for rank in group)
 
 
+@pytest.mark.guards(
+    "an operation waited forever, and nothing said why",
+    "one rank or device failed while the others went on",
+)
 def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
-    """S3, S2: whatever the ranks did after that to undo it."""
+    """Whatever the ranks did after that to undo it."""
     memory = VllmMemory(Executor(group))
     for call, phase in (("synchronize", "synchronize"), ("unmap", "pause")):
         group[1].fail(call, "invalid_value", 1)

@@ -1,6 +1,7 @@
-"""Our routes inside vLLM's HTTP application: the application, its engine client and its workers stand in for vLLM's.
+"""memsaver's routes inside vLLM's HTTP application, with stand-ins for the application, its engine client and its
+workers.
 
-The workers are processes of their own, whose memory is real. tests/gpu/test_vllm_gpu.py asks vLLM's own server.
+The workers are processes with real memory. tests/gpu/test_vllm_gpu.py asks vLLM's own server.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["group", "workers"]
 
 
 class EngineClient:
-    """vLLM's asynchronous client: it pauses, sleeps and counts as vLLM's does."""
+    """Stands in for vLLM's asynchronous client: pauses, sleeps and counts as that does."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         model_config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="memsaver")
@@ -64,7 +65,7 @@ class EngineClient:
 
 
 class World:
-    """A server of vLLM's with the plugin in it."""
+    """A vLLM server with the plugin."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self._bound = socket.socket()
@@ -114,8 +115,13 @@ def world(group: list[Rank]) -> Iterator[World]:
     world.close()
 
 
+@pytest.mark.guards(
+    "memory was reported free before it was free",
+    "a request during sleep hung or used released memory",
+    "one rank or device failed while the others went on",
+)
 def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
-    """R1, R12, S2: measured, on all of them or none, with requests refused meanwhile."""
+    """Measured, on all ranks or none; requests are refused meanwhile."""
     ranks = world.client.executor.ranks
     answer = world.post("/release_memory_occupation").json()
     assert answer["success"], answer
@@ -141,8 +147,9 @@ def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
     assert content["runtime"]
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
 def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
-    """S2: the answer names the rank; admission is as it was."""
+    """The answer names the rank; admission is as before."""
     world.client.executor.ranks[1].fail("unmap", "invalid_value", 1)
     failed = world.post("/release_memory_occupation")
     assert failed.status_code == 500
@@ -155,10 +162,11 @@ def test_a_failed_rank_leaves_all_awake_and_serving(world: World) -> None:
     ("path", "call", "phase"),
     [("release", "synchronize", "synchronize"), ("release", "unmap", "pause"), ("resume", "create", "restore")],
 )
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_rank_that_hangs_is_named_by_its_phase(
     group: list[Rank], monkeypatch: pytest.MonkeyPatch, path: str, call: str, phase: str
 ) -> None:
-    """S3: not by the drain before it, nor as one that has not started; the operation goes on, and its end is true."""
+    """Not by the earlier drain, nor as not started. The operation goes on, and its final state is true."""
     monkeypatch.setenv("MEMSAVER_PHASE_TIMEOUT_S", "0.3")
     with closing(World(group)) as world:
         if path == "resume":
@@ -173,8 +181,9 @@ def test_a_rank_that_hangs_is_named_by_its_phase(
         assert answer["success"], answer
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_told(world: World) -> None:
-    """S3: an operation on ranks that gets on is known to, so nobody takes it for stuck."""
+    """An operation that makes progress is not reported as stuck."""
     for rank in world.client.executor.ranks:
         rank.delay("unmap", 0.5)
     started = world.post("/release_memory_occupation", **{"async": True}).json()
@@ -184,8 +193,9 @@ def test_how_far_the_ranks_are_is_told(world: World) -> None:
     assert len({done for phase, done in told if phase == "pause" and done is not None}) > 1
 
 
+@pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
-    """S3: the answer names the request; generation goes on."""
+    """The answer names the request; generation goes on."""
     world.client.running["request-7"] = asyncio.Event()
     late = world.post("/release_memory_occupation", timeout_s=0.05)
     assert late.status_code == 504
@@ -204,8 +214,9 @@ def test_requests_wait_while_generation_is_paused(world: World) -> None:
         assert waiting.result(30).status_code == 200
 
 
+@pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_the_cache_is_reset_with_its_memory(world: World) -> None:
-    """R13: no prefix leads to pages that were discarded."""
+    """No prefix leads to discarded pages."""
     world.post("/release_memory_occupation", tags=["kv_cache"])
     world.post("/resume_memory_occupation")
     assert world.client.resets == 1
@@ -236,7 +247,7 @@ def test_an_engine_that_sleeps_otherwise_keeps_its_own_routes(group: list[Rank])
 
 
 class Offline:
-    """vLLM's ``LLM``: it generates in the caller's thread, and its calls must not overlap."""
+    """Stands in for vLLM's ``LLM``: it generates in the caller's thread, and its calls must not overlap."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.executor = Executor(ranks)
@@ -285,8 +296,12 @@ class Offline:
             self._busy.release()
 
 
+@pytest.mark.guards(
+    "memory was unmapped while kernels still used it",
+    "a request during sleep hung or used released memory",
+)
 def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank]) -> None:
-    """R2, R12: nothing is released under a call, and a call is refused while memory is away."""
+    """Nothing is released during a call, and calls are refused while memory is released."""
     llm = Offline(group)
     with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         llm.leave.clear()

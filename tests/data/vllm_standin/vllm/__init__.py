@@ -1,4 +1,4 @@
-"""Stands in for vLLM where that cannot be installed: the interfaces that the plugin meets, and tensors for a model.
+"""Stands in for vLLM: the interfaces that the plugin uses, and tensors for a model.
 
-What the names are and what calls what is as in vLLM 0.26. The memory is real: torch tensors, on the host driver.
+Names and calls are those of vLLM 0.26. The memory is real: torch tensors, on the host driver.
 """

@@ -1,4 +1,4 @@
-"""vLLM's own allocator: here one that holds nothing, so that a test sees who was used."""
+"""Stands in for vLLM's own allocator. It holds nothing, so that a test sees which allocator was used."""
 
 from __future__ import annotations
 

@@ -1,0 +1,129 @@
+#include "backup/backup_store.hpp"
+
+#include <utility>
+
+#include "support/log.hpp"
+#include "support/system.hpp"
+
+namespace memsaver {
+
+BackupStore::BackupStore(Driver& driver, Options options, Progress& progress, std::function<void()> drop_resident)
+    : driver_(driver),
+      options_(std::move(options)),
+      progress_(progress),
+      drop_resident_(std::move(drop_resident)),
+      files_(options_.folder) {}
+
+BackupStore::~BackupStore() {
+  if (getpid() != process_) {
+    for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
+    for (auto& [node, pool] : pools_) (void)pool.release();
+    if (retainer_.joinable()) retainer_.detach();
+    return;
+  }
+  if (retainer_.joinable()) retainer_.join();
+  pipelines_.clear();  // they use the pools and the files
+}
+
+void BackupStore::add_device(int device, int node, const std::set<int>& nodes) {
+  const Lock lock(mutex_);
+  node_of_.emplace(device, node);
+  nodes_ = nodes.size();
+}
+
+HostPool& BackupStore::pool_of(int device) {
+  const Lock lock(mutex_);
+  const int node = node_of_.at(device);
+  const auto found = pools_.find(node);
+  if (found != pools_.end()) return *found->second;
+  auto pool = std::make_unique<HostPool>(driver_, options_.host_limit / nodes_, node);
+  return *pools_.emplace(node, std::move(pool)).first->second;
+}
+
+Pipeline& BackupStore::pipeline_of(int device) {
+  {
+    const Lock lock(mutex_);
+    const auto found = pipelines_.find(device);
+    if (found != pipelines_.end()) return *found->second;
+  }
+  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, key_, progress_);
+  const Lock lock(mutex_);
+  return *pipelines_.emplace(device, std::move(pipeline)).first->second;
+}
+
+Verify BackupStore::verify() const {
+  switch (options_.verify) {
+    case VerifyChoice::off:
+      return Verify::off;
+    case VerifyChoice::sampled:
+      return Verify::sampled;
+    case VerifyChoice::full:
+      return Verify::full;
+    case VerifyChoice::automatic:
+      break;
+  }
+  return driver_.digest_is_cheap() ? Verify::full : Verify::sampled;
+}
+
+void BackupStore::give_back(Block& block, int device) {
+  if (!block.host.empty()) pool_of(device).give(std::exchange(block.host, {}));
+  files_.give(std::exchange(block.file, {}));
+  block.kept = Kept::nothing;
+  block.has_digest = false;
+  block.damaged = false;
+}
+
+void BackupStore::retain() {
+  if (options_.retention == Retention::keep) return;
+  drop_wanted_ = drop_wanted_ || options_.retention == Retention::free;
+  trim_later();
+}
+
+// A thread that has not begun yet waits for the operation of this caller, and does what it asked for, too.
+void BackupStore::trim_later() {
+  trim_wanted_ = true;
+  if (retainer_works_) return;
+  if (retainer_.joinable()) retainer_.join();  // it has let go of operation_mutex and is returning
+  auto retainer = sys::start_thread([this] { run_retention(); });
+  if (retainer) {
+    retainer_ = std::move(*retainer);
+    retainer_works_ = true;
+  } else {
+    warn("no thread can be started to unpin backup memory; the next resume tries again");
+  }
+}
+
+// Holds operation_mutex except while memory is given back, which may take long.
+void BackupStore::run_retention() {
+  for (;;) {
+    {
+      const Lock operation(operation_mutex);
+      retainer_works_ = std::exchange(trim_wanted_, false);
+      if (!retainer_works_) return;
+      if (std::exchange(drop_wanted_, false)) drop_resident_();
+    }
+    files_.punch_holes();
+    for (HostPool* const pool : pools()) pool->trim();
+  }
+}
+
+std::vector<HostPool*> BackupStore::pools() const {
+  const Lock lock(mutex_);
+  std::vector<HostPool*> pools;
+  for (const auto& [node, pool] : pools_) pools.push_back(pool.get());
+  return pools;
+}
+
+HostPoolStatus BackupStore::pool_status() const {
+  HostPoolStatus sum{};
+  for (const HostPool* const pool : pools()) {
+    const HostPoolStatus each = pool->status();
+    sum.used_bytes += each.used_bytes;
+    sum.capacity_bytes += each.capacity_bytes;
+    sum.target_bytes += each.target_bytes;
+  }
+  sum.limit_bytes = options_.host_limit;
+  return sum;
+}
+
+}  // namespace memsaver

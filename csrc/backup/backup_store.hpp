@@ -1,0 +1,104 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "backup/file_store.hpp"
+#include "backup/host_pool.hpp"
+#include "backup/pipeline.hpp"
+#include "driver/driver.hpp"
+#include "support/digest.hpp"
+#include "support/mutex.hpp"
+#include "support/progress.hpp"
+
+namespace memsaver {
+
+// What becomes of backups after a resume.
+enum class Retention {
+  keep,  // all stay for the next release
+  trim,  // all stay; unused host memory is unpinned
+  free,  // backups of resident memory are dropped, and their memory is unpinned
+};
+
+// How much restored content is verified; `automatic` is full if the device digests far faster than it copies, else
+// sampled.
+enum class VerifyChoice { off, sampled, full, automatic };
+
+// Where content is kept and until when: pinned host memory for each NUMA node, the backup file, the pipeline of each
+// device, and the thread that enforces the retention policy.
+class BackupStore {
+ public:
+  struct Options {
+    std::size_t host_limit;  // bytes
+    std::string folder;
+    Retention retention;
+    VerifyChoice verify;
+  };
+
+  // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held.
+  BackupStore(Driver& driver, Options options, Progress& progress, std::function<void()> drop_resident);
+  BackupStore(const BackupStore&) = delete;
+  BackupStore& operator=(const BackupStore&) = delete;
+  // Waits for the retention thread and gives everything back. In a forked child, which shares its parent's device
+  // memory and has none of its threads, it gives nothing back.
+  ~BackupStore();
+
+  // Whoever holds it is the only one that uses the backups: a release, a resume, a reader, the retention thread.
+  // Taken before every other lock.
+  Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
+
+  // Announces a device: the NUMA node next to it, and those of all devices, which share the limit of host memory.
+  void add_device(int device, int node, const std::set<int>& nodes) EXCLUDES(mutex_);
+  // The functions below need their device to be announced.
+
+  [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_);
+  // Made at the first call. Only one thread at a time for one device.
+  [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  [[nodiscard]] FileStore& files() { return files_; }
+  [[nodiscard]] const FileStore& files() const { return files_; }
+  [[nodiscard]] Verify verify() const;
+
+  // Drops what is kept of a block. Calls neither driver nor file system.
+  void give_back(Block& block, int device) EXCLUDES(mutex_);
+  // Applies the retention policy in the background, after the operation that holds the lock.
+  void retain() REQUIRES(operation_mutex);
+  // Unpins unused host memory in the background.
+  void trim_later() REQUIRES(operation_mutex);
+
+  [[nodiscard]] std::vector<HostPool*> pools() const EXCLUDES(mutex_);
+  // Sum over all pools.
+  [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_);
+
+ private:
+  void run_retention() EXCLUDES(operation_mutex, mutex_);
+
+  const pid_t process_ = getpid();
+  Driver& driver_;
+  const Options options_;
+  const DigestKey key_ = random_digest_key();
+  Progress& progress_;
+  const std::function<void()> drop_resident_;
+  FileStore files_;
+
+  std::thread retainer_ GUARDED_BY(operation_mutex);
+  bool retainer_works_ GUARDED_BY(operation_mutex) = false;
+  bool trim_wanted_ GUARDED_BY(operation_mutex) = false;
+  bool drop_wanted_ GUARDED_BY(operation_mutex) = false;
+
+  mutable Mutex mutex_;
+  std::map<int, int> node_of_ GUARDED_BY(mutex_);  // by device
+  std::size_t nodes_ GUARDED_BY(mutex_) = 0;
+  std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
+  std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
+};
+
+}  // namespace memsaver

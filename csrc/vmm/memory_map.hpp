@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "driver/driver.hpp"
+#include "support/mutex.hpp"
+#include "support/progress.hpp"
+#include "vmm/arena.hpp"
+#include "vmm/status.hpp"
+
+namespace memsaver {
+
+// What is where: the arenas of all devices, tags and restore policies. Calls no driver.
+class MemoryMap {
+ public:
+  using Tags = std::vector<std::string>;  // empty: all
+
+  // Guards the map and every arena in it. Never held across a call to a device, a copy, a file operation or a wait, so
+  // that allocations and status do not wait for an operation.
+  mutable Mutex mutex;
+
+  [[nodiscard]] bool knows(int device) const EXCLUDES(mutex);
+  void add_device(int device, const DeviceInfo& info) EXCLUDES(mutex);
+  // Of a device that was added.
+  [[nodiscard]] const DeviceInfo& info_of(int device) const REQUIRES(mutex) { return infos_.at(device); }
+
+  // Makes the arena if there is none. An arena lives as long as the map.
+  [[nodiscard]] Arena& arena_for(const Arena::Key& key) REQUIRES(mutex);
+  // The arena whose addresses include this one, or null.
+  [[nodiscard]] Arena* arena_of(Address address) const REQUIRES(mutex);
+  [[nodiscard]] std::vector<Arena*> select(const Tags& tags) const REQUIRES(mutex);
+  // What arenas that are busy are busy with.
+  void set_operation(Progress::Operation kind) REQUIRES(mutex) { operation_ = kind; }
+
+  // Fills in the tags, their bytes, and the state.
+  void describe(SaverStatus& status) const REQUIRES(mutex);
+  // Sum of Arena::unprepared_bytes() of what is kept in host memory, without busy arenas.
+  [[nodiscard]] std::size_t unprepared_bytes() const REQUIRES(mutex);
+  [[nodiscard]] std::vector<std::string> tags() const EXCLUDES(mutex);
+  [[nodiscard]] std::vector<int> devices() const EXCLUDES(mutex);
+  [[nodiscard]] bool owns(Address address) const EXCLUDES(mutex);
+
+  // What the arenas say they hold, and what is wrong with them.
+  struct Account {
+    std::map<int, std::size_t> device_bytes;
+    std::size_t host_bytes = 0;
+    std::size_t file_bytes = 0;
+    std::vector<std::string> problems;
+  };
+  // `refused`: the free ranges of an arena that the driver did not unmap.
+  [[nodiscard]] Account audit(const std::function<RangeSet(const Arena&)>& refused) const EXCLUDES(mutex);
+
+ private:
+  void describe(const Arena& arena, TagSnapshot& tag) const REQUIRES(mutex);
+
+  std::map<Arena::Key, std::unique_ptr<Arena>> arenas_ GUARDED_BY(mutex);
+  std::map<int, DeviceInfo> infos_ GUARDED_BY(mutex);
+  Progress::Operation operation_ GUARDED_BY(mutex) = Progress::Operation::none;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,143 @@
+#include "vmm/release.hpp"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
+#include "support/sizes.hpp"
+#include "support/stopwatch.hpp"
+
+namespace memsaver {
+
+namespace {
+
+// A dead range smaller than this is copied along with its neighbours: copying 64 KiB takes about a microsecond, a
+// further copy several.
+constexpr std::size_t kSmallestGap = kSizeUnit / 16;
+constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
+
+// The part of a block that holds content: all but `dead`, which is in address order.
+std::vector<Extent> live_extents(const Allocation& allocation, const Block& block,
+                                 const std::vector<RangeSet::Range>& dead) {
+  std::vector<Extent> extents;
+  const Address begin = allocation.address + block.offset;
+  const Address end = begin + block.bytes;
+  const auto add = [&](Address from, Address to) {
+    if (from < to) extents.push_back({from - allocation.address, to - from});
+  };
+  auto range = std::partition_point(dead.begin(), dead.end(),
+                                    [&](const auto& each) { return each.begin + each.bytes <= begin; });
+  Address at = begin;
+  for (; range != dead.end() && range->begin < end; ++range) {
+    const Address from = std::max(begin, range->begin);
+    const Address to = std::min(end, range->begin + range->bytes);
+    if (to - from < kSmallestGap) continue;
+    add(at, from);
+    at = to;
+  }
+  add(at, end);
+  return extents;
+}
+
+// The room that is needed beyond what is owned already.
+std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
+
+}  // namespace
+
+void Release::plan(Arena& arena) {
+  if (arena.chunks().empty()) return;
+  const int device = arena.key().device;
+  const auto changed = overrides_.find(arena.key().tag);
+  const Restore restore = changed != overrides_.end() ? changed->second : arena.key().restore;
+  DeviceWork& work = on(device);
+  for (const auto& [address, chunk] : arena.chunks()) {
+    (keeps_content(restore) ? work.kept : work.others).push_back({&arena, chunk, restore});
+  }
+  if (keeps_content(restore)) arena.make_blocks();
+  for (auto& [address, allocation] : arena.allocations()) {
+    for (auto& block : allocation.blocks) {
+      if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
+      if (keeps_content(restore)) {
+        plan_backup(arena, restore, allocation, block, work);
+      } else {
+        core_.backups.give_back(block, device);  // a backup older than the resident content is stale
+      }
+    }
+  }
+}
+
+void Release::plan_backup(const Arena& arena, Restore restore, const Allocation& allocation, Block& block,
+                          DeviceWork& work) {
+  ContentBlock content;
+  content.tag = arena.key().tag;
+  content.base = allocation.address;
+  content.block = &block;
+  content.live = live_extents(allocation, block, dead_);
+  content.to_file = restore == Restore::file;
+  const std::size_t live = sum_of(content.live);
+  content_bytes_ += live;
+  if (content.to_file) {
+    file_bytes_ += beyond(to_pages(live), block.file.bytes);
+  } else if (const std::size_t bytes = beyond(to_pages(live), sum_of(block.host))) {
+    host_bytes_[&core_.backups.pool_of(work.device)] += bytes;
+  }
+  work.blocks.push_back(std::move(content));
+}
+
+void Release::run() {
+  for (auto& [pool, bytes] : host_bytes_) pool->check(bytes);
+  if (file_bytes_ > 0) core_.backups.files().check(file_bytes_);
+  give_up_damaged();
+  std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
+  for (auto& [pool, bytes] : host_bytes_) {
+    urgent.push_back(std::make_unique<HostPool::Urgent>(*pool));
+    pool->start_growth(bytes);
+  }
+  core_.progress.begin(kind_, content_bytes_);
+  for (auto& [index, device] : devices_) {
+    core_.driver->synchronize(index);
+    device.sort();
+  }
+  on_each_device([&](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) {
+    if (device.kept.empty()) return;
+    std::vector<ChunkRange> ranges;
+    for (const auto& owned : device.kept) {
+      ranges.push_back({owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes});
+    }
+    const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
+    device.seconds = core_.backups.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
+  });
+  // Last, on every device: until one of these is gone, a resume undoes everything.
+  on_each_device([&](DeviceWork& device) {
+    const Stopwatch watch(device.seconds.driver);
+    for (const auto& owned : device.others) drop(device, owned);
+  });
+}
+
+void Release::drop(DeviceWork& device, const DeviceWork::Owned& owned) {
+  core_.physical.drop(*owned.arena, owned.chunk, owned.restore);
+  device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
+  if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
+  device.freed_bytes += owned.chunk.bytes;
+}
+
+void Release::give_up_damaged() {
+  const Lock lock(core_.map.mutex);
+  for (Arena* const arena : arenas_) {
+    const auto changed = overrides_.find(arena->key().tag);
+    if (changed == overrides_.end() || keeps_content(changed->second)) continue;
+    if (!arena->damaged()) continue;
+    for (auto& [address, allocation] : arena->allocations()) {
+      for (auto& block : allocation.blocks) {
+        if (arena->is_mapped(address + block.offset, block.bytes)) continue;
+        core_.backups.give_back(block, arena->key().device);
+      }
+    }
+    arena->owe(changed->second);
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,85 @@
+#include "vmm/resume.hpp"
+
+#include <utility>
+
+#include "support/error.hpp"
+#include "support/scope_exit.hpp"
+
+namespace memsaver {
+
+void Resume::plan(Arena& arena) {
+  const auto runs = arena.released_runs();
+  if (runs.empty()) return;
+  DeviceWork& work = on(arena.key().device);
+  bool kept = false;
+  for (auto& [address, allocation] : arena.allocations()) {
+    for (auto& block : allocation.blocks) {
+      if (block.kept == Kept::nothing || arena.is_mapped(address + block.offset, block.bytes)) continue;
+      kept = true;
+      ContentBlock content;
+      content.tag = arena.key().tag;
+      content.base = address;
+      content.block = &block;
+      content_bytes_ += block.content_bytes();
+      work.blocks.push_back(std::move(content));
+    }
+  }
+  for (const auto& run : runs) {
+    for (const auto& [at, bytes] : arena.in_chunks(run)) {
+      const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+      (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
+    }
+  }
+}
+
+void Resume::check_room() {
+  for (auto& [index, device] : devices_) {
+    const std::size_t needed = device.bytes();
+    const MemoryInfo memory = core_.driver->memory_info(index);
+    if (needed <= memory.free_bytes) continue;
+    throw Error(ErrorKind::out_of_device_memory, "the device has too little free memory to resume")
+        .with_device(index)
+        .with_memory(needed, memory.free_bytes)
+        .with_advice("everything stays released with its backup; let other processes free memory and repeat");
+  }
+}
+
+void Resume::run() {
+  check_room();
+  for (auto& [index, device] : devices_) device.sort();
+  core_.progress.begin(kind_, content_bytes_);
+  // On failure, undo while the arenas are still busy: no other call may take the ranges meanwhile.
+  const ScopeExit undo([this] {
+    for (auto& [index, device] : devices_) device.transaction.rollback();
+  });
+  on_each_device([this](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) { restore(device); });
+  {
+    const Lock lock(core_.map.mutex);
+    for (auto& [index, device] : devices_) {
+      for (const auto& owned : device.acquired) {
+        owned.arena->add_chunk(owned.chunk);
+        device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
+      }
+    }
+  }
+  for (auto& [index, device] : devices_) device.transaction.commit();
+  if (!devices_.empty()) core_.backups.retain();
+}
+
+void Resume::restore(DeviceWork& device) {
+  auto chunks = device.kept;
+  chunks.insert(chunks.end(), device.others.begin(), device.others.end());
+  std::vector<ChunkRange> ranges;
+  for (const auto& owned : chunks) {
+    ranges.push_back({owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes, owned.restore == Restore::zero});
+  }
+  const auto acquire = [&](std::size_t i) {
+    const auto& [arena, chunk, owed] = chunks[i];
+    const Chunk acquired = core_.physical.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction);
+    device.acquired.push_back({arena, acquired, owed});
+  };
+  Pipeline& pipeline = core_.backups.pipeline_of(device.device);
+  device.seconds = pipeline.restore(device.blocks, ranges, acquire, core_.backups.verify());
+}
+
+}  // namespace memsaver

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "backup/host_pool.hpp"
+
+namespace memsaver {
+
+struct TagSnapshot {
+  std::string tag;
+  std::string restore;  // the restore policy, "mixed" if the tag has several
+  std::string state;    // resident, released, releasing, resuming
+  std::size_t bytes = 0;
+  std::size_t resident_bytes = 0;
+  std::size_t released_bytes = 0;
+  std::size_t retained_bytes = 0;  // mapped, but in no live allocation
+  std::size_t backed_up_bytes = 0;
+  std::size_t allocations = 0;
+  std::size_t chunks = 0;
+  std::map<int, std::size_t> mapped_by_device;  // retained bytes included
+  std::map<int, std::size_t> bytes_by_device;   // live bytes, mapped or not
+};
+
+struct SaverStatus {
+  std::string state;    // resident, released, releasing, resuming, failed
+  std::string failure;  // why the device context is lost; else empty
+  std::vector<TagSnapshot> tags;
+  std::size_t backup_bytes = 0;
+  std::size_t file_bytes = 0;
+  HostPoolStatus pool{};
+  bool prepared = false;  // host memory for a release of everything is pinned
+  std::string operation;  // release, resume, or empty
+  std::size_t done_bytes = 0;
+  std::size_t total_bytes = 0;
+  std::size_t copied_bytes = 0;
+  double operation_seconds = 0;
+};
+
+// The backup of a range of memory.
+struct BackupView {
+  std::string tag;
+  bool released = false;         // some of the range has no memory now
+  Kept kept = Kept::nothing;     // host: all of it is in host memory (zeros included); file: some of it is on disk
+  const void* memory = nullptr;  // its address, if it is contiguous in host memory
+};
+
+}  // namespace memsaver

@@ -1,0 +1,139 @@
+"""Failures that users of similar systems reported. Tests name those they guard against by `@pytest.mark.guards`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class KnownFailure(NamedTuple):
+    """What happened elsewhere, as the marker says it, and what must hold here."""
+
+    happened: str
+    holds: str
+
+
+#: The failures by area. docs/reliability.md lists them with their tests.
+KNOWN_FAILURES = {
+    "Release and resume": (
+        KnownFailure(
+            "memory was reported free before it was free",
+            "A release returns after every unmap, and the device's own count shows the freed bytes.",
+        ),
+        KnownFailure(
+            "memory was unmapped while kernels still used it",
+            "Admission is closed, requests are drained and every device is synchronized before the first unmap.",
+        ),
+        KnownFailure(
+            "running out of memory or other resources killed the process",
+            "The operation fails with an error and is undone; backups are intact, and the retry works.",
+        ),
+        KnownFailure("a second release or resume failed", "Repeating either one succeeds and changes nothing."),
+        KnownFailure(
+            "releasing everything failed after one tag had been released", "The rest is released; repeats succeed."
+        ),
+        KnownFailure(
+            "an allocation made under a released tag broke the resume",
+            "The new allocation is usable at once; the resume maps the others.",
+        ),
+        KnownFailure(
+            "freeing a released tensor released its memory twice",
+            "Its address range and its backup are freed, without a driver error.",
+        ),
+        KnownFailure(
+            "resuming everything failed on tags that were never released",
+            "Without tags, a resume brings back exactly what is released.",
+        ),
+        KnownFailure(
+            "one of two concurrent callers was told that the operation failed",
+            "Both join one operation and get its result.",
+        ),
+        KnownFailure(
+            "the caller disconnected in the middle of an operation",
+            "The operation completes or is undone without the caller, and the reported state is true.",
+        ),
+        KnownFailure(
+            "health probes confused a sleeping engine with a dead one",
+            "A released engine is alive and not ready; a dead one is neither.",
+        ),
+        KnownFailure(
+            "a request during sleep hung or used released memory",
+            "It is refused with 503 and Retry-After, or queued if the caller or the settings ask for it.",
+        ),
+        KnownFailure(
+            "the prefix cache pointed to discarded pages",
+            "Cached prefixes are dropped together with the KV pages that hold them.",
+        ),
+        KnownFailure(
+            "undefined KV cache pages produced NaN", "The tag `kv_cache` comes back as zeros unless told otherwise."
+        ),
+        KnownFailure(
+            "tensors were recorded under the wrong tag",
+            "A region holds what is allocated inside it and nothing else; after a nested region the outer tag applies.",
+        ),
+    ),
+    "CUDA graphs": (
+        KnownFailure(
+            "replaying a graph failed after its memory was discarded",
+            "The tag `cuda_graph` keeps its content unless told otherwise, and replay is correct.",
+        ),
+        KnownFailure("releasing a graph freed nothing", "The bytes of the graph's pool are freed, as measured."),
+        KnownFailure(
+            "replaying a graph with NCCL hung after a remap",
+            "NCCL in use without `NCCL_GRAPH_REGISTER=0` is detected, and a warning says so.",
+        ),
+    ),
+    "Backups": (
+        KnownFailure("content was wrong after a restore", "Restored content is compared; damage is an error."),
+        KnownFailure(
+            "host memory stayed resident after a resume, or freeing it slowed the resume",
+            "A retention policy bounds what is kept, and nothing is freed on the path of a resume.",
+        ),
+        KnownFailure("pinned memory took twice its size", "Pools are sized exactly."),
+        KnownFailure("unused cached blocks were backed up too", "Only live blocks are copied."),
+        KnownFailure(
+            "a backup larger than host memory ended in the OOM killer",
+            "It is refused with figures before anything is unmapped.",
+        ),
+        KnownFailure("backup files were left behind", "None remains, however the process ends, SIGKILL included."),
+    ),
+    "torch and the process": (
+        KnownFailure(
+            "running out of memory inside the allocator killed the process",
+            "torch frees its caches, tries again and raises its own error.",
+        ),
+        KnownFailure("the process aborted at exit", "It exits cleanly, with memory released or not."),
+        KnownFailure(
+            "expandable segments made a release free nothing",
+            "The memory is freed, or the setting is refused with a clear error.",
+        ),
+        KnownFailure(
+            "a forked child used or damaged its parent's memory",
+            "The child's calls fail with a clear error, and the parent's mappings are untouched.",
+        ),
+        KnownFailure(
+            "sharing a tensor by CUDA IPC failed", "The error names the tensor's region; a copy can be shared."
+        ),
+        KnownFailure(
+            "only the current device was synchronized or restored", "Every device of the operation is handled."
+        ),
+        KnownFailure("a nested region used the wrong pool", "The allocation is under the inner region's tag."),
+    ),
+    "Several processes": (
+        KnownFailure("two engines on one GPU hung", "Both finish under load, with correct content."),
+        KnownFailure(
+            "one rank or device failed while the others went on", "All ranks and devices complete, or none does."
+        ),
+        KnownFailure(
+            "an operation waited forever, and nothing said why",
+            "Waits have deadlines, the error names the phase, and the status answers meanwhile.",
+        ),
+        KnownFailure("memory grew with every cycle", "Nothing grows, cycle after cycle."),
+        KnownFailure(
+            "a process was killed in the middle of an operation",
+            "Its memory is free at once, no lock or file stays, and the next process works.",
+        ),
+    ),
+}
+
+#: What the argument of a ``guards`` marker may be.
+HAPPENED = [failure.happened for failures in KNOWN_FAILURES.values() for failure in failures]
