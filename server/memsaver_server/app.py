@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -38,6 +39,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     app = FastAPI(
         title="memsaver",
+        version=version("memsaver"),
         description="Give a GPU back while the inference engine that fills it stays alive.",
         lifespan=lifespan,
         docs_url=None,
