@@ -13,12 +13,12 @@ _MIN_TORCH = (2, 6)
 
 def check_python(machine: Machine) -> Iterator[Finding]:
     version = platform.python_version()
-    supported = (3, 10) <= sys.version_info[:2] < (3, 14)
+    supported = (3, 10) <= sys.version_info[:2] < (3, 15)
     yield Finding(
         "python",
         Level.OK if supported else Level.BLOCKED,
         f"{version}, {platform.system()} {platform.machine()}",
-        "" if supported else "use Python 3.10 to 3.13",
+        "" if supported else "use Python 3.10 to 3.14",
     )
 
 
