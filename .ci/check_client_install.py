@@ -21,7 +21,7 @@ def main() -> None:
 
     with Client("http://127.0.0.1:9") as client:
         try:
-            client.status()
+            client.occupation()
         except UnreachableError:
             pass
         else:
