@@ -21,6 +21,7 @@ def test_every_public_name_is_there() -> None:
     assert ms.__all__ == sorted(set(ms.__all__), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     for name in ms.__all__:
         assert getattr(ms, name) is not None
+    assert set(ms.__all__) <= set(dir(ms))
     with pytest.raises(AttributeError, match="no attribute 'releases'"):
         _ = ms.releases  # type: ignore[attr-defined]
 
