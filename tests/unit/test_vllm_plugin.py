@@ -457,6 +457,7 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
+    assert all(tag.bytes_by_device == {0: tag.bytes // 2, 1: tag.bytes // 2} for tag in memory.status().tags)
     assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
     memory.resume(ResumeOptions())
     assert memory.status().state == "resident"
