@@ -168,14 +168,16 @@ class Rank:
 
 
 class Executor:
-    """Calls its ranks as vLLM's executor does; like that, it ignores a second sleep."""
+    """Calls its ranks as vLLM's executor does, with plain data; like that, it ignores a second sleep."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self.is_sleeping = False
 
     def call(self, message: Plain) -> list[Plain]:
-        return [rank.answer(message) for rank in self.ranks]
+        plain = json.dumps(message)
+        answers: list[Plain] = [json.loads(json.dumps(rank.answer(json.loads(plain)))) for rank in self.ranks]
+        return answers
 
     def sleep(self, level: int) -> None:
         if not self.is_sleeping:
@@ -463,6 +465,7 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
+    assert all(tag.bytes_by_device == {0: tag.bytes // 2, 1: tag.bytes // 2} for tag in memory.status().tags)
     assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
     memory.resume(ResumeOptions())
     assert memory.status().state == "resident"
