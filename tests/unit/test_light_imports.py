@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-SERVER_PACKAGES = ("torch", "fastapi", "starlette", "uvicorn", "pydantic_settings", "prometheus_client")
+SERVER_PACKAGES = (
+    "memsaver_core",
+    "torch",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic_settings",
+    "prometheus_client",
+)
 
 #: Runs the ``memsaver`` command and prints which of the packages were imported.
 COMMAND = f"""
