@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/mutex.hpp"
 #include "support/progress.hpp"
@@ -21,7 +22,7 @@ class MemoryMap {
 
   // Guards the map and every arena in it. Never held across a call to a device, a copy, a file operation or a wait, so
   // that allocations and status do not wait for an operation.
-  mutable Mutex mutex;
+  mutable Mutex mutex ACQUIRED_AFTER(BackupStore::operation_mutex);
 
   [[nodiscard]] bool knows(int device) const EXCLUDES(mutex);
   void add_device(int device, const DeviceInfo& info) EXCLUDES(mutex);

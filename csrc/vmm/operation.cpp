@@ -62,7 +62,7 @@ OperationResult Operation::perform(const MemoryMap::Tags& tags) {
 void Operation::begin(const MemoryMap::Tags& tags) {
   const Lock lock(core_.map.mutex);
   const std::vector<Arena*> selected = core_.map.select(tags);
-  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(*arena);
+  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(core_.map, *arena);
   core_.map.set_operation(kind_);
   for (Arena* const arena : selected) {
     arenas_.push_back(arena);

@@ -62,7 +62,7 @@ void Orphans::retry_each(MemoryMap& map) {
   }
 }
 
-void Orphans::check_none_mapped(const Arena& arena) const {
+void Orphans::check_none_mapped(const MemoryMap&, const Arena& arena) const {
   const Lock lock(mutex_);
   for (const auto& orphan : list_) {
     if (orphan.mapped_at == 0 || !arena.owns(orphan.mapped_at)) continue;

@@ -43,7 +43,7 @@ class Orphans {
 
   // Throws ErrorKind::driver if an orphan is mapped at an address of the arena: no operation can map or account for
   // memory there.
-  void check_none_mapped(const Arena& arena) const EXCLUDES(mutex_);
+  void check_none_mapped(const MemoryMap& map, const Arena& arena) const REQUIRES(map.mutex) EXCLUDES(mutex_);
   // Withholds the parts of a free range of `arena` that an orphan is mapped at.
   void withhold(const MemoryMap& map, Arena& arena, Address address, std::size_t bytes) REQUIRES(map.mutex)
       EXCLUDES(mutex_);

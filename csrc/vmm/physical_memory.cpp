@@ -33,7 +33,10 @@ PhysicalMemory::~PhysicalMemory() {
   orphans_.retry(map_);
   for (const Arena* const arena : map_.select({})) {
     const int device = arena->key().device;
-    bool clear = attempt(what, [&] { orphans_.check_none_mapped(*arena); });
+    bool clear = attempt(what, [&] {
+      const Lock lock(map_.mutex);
+      orphans_.check_none_mapped(map_, *arena);
+    });
     for (const auto& [address, chunk] : arena->chunks()) {
       Orphans::Orphan orphan{device, chunk.handle, chunk.bytes, chunk.address};
       (void)orphans_.try_give_back(map_, orphan);
