@@ -1,0 +1,137 @@
+"""`make lint` fails when a dependency is turned round, a lock is forgotten or a file grows: tried on a changed copy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The packages of the copy, not those of an editable install.
+LINT_IMPORTS = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+sys.path[:0] = [".", "server"]
+from importlinter.cli import lint_imports_command
+sys.argv[1:] = ["--no-logo", "--no-cache"]
+lint_imports_command()
+"""
+ROOM = "server/memsaver_server"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "memsaver-hibernate")
+    for name in (".ci", "csrc", "memsaver_core", "server"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / ".importlinter", tmp_path)
+    return tmp_path
+
+
+def ran(copy: Path, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, *arguments], cwd=copy, capture_output=True, text=True, check=False)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def add(copy: Path, name: str, line: str) -> None:
+    path = copy / name
+    path.write_text(f"{path.read_text()}\n{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        (
+            f"{ROOM}/engine.py",
+            "import memsaver_server.lifecycle",
+            "not allowed to import memsaver_server.lifecycle",
+        ),
+        (f"{ROOM}/http/auth.py", "import memsaver_server.app", "http is not allowed to import memsaver_server.app"),
+        (
+            f"{ROOM}/cli/serve.py",
+            "import memsaver_server.integrations.vllm.plugin",
+            "import memsaver_server.integrations",
+        ),
+        (f"{ROOM}/integrations/module/engine.py", "import memsaver_server.http.errors", "import memsaver_server.http"),
+        (f"{ROOM}/schemas.py", "import torch", "schemas is not allowed to import torch"),
+        (
+            "memsaver_core/process.py",
+            "import memsaver_core.regions",
+            "not allowed to import memsaver_core.regions",
+        ),
+        ("memsaver_core/errors.py", "import memsaver_server", "memsaver_core is not allowed to import memsaver_server"),
+    ],
+)
+def test_an_import_that_points_up_fails(copy: Path, name: str, line: str, said: str) -> None:
+    pytest.importorskip("importlinter")
+    assert ran(copy, "-c", LINT_IMPORTS)[0] == 0
+    add(copy, name, line)
+    code, output = ran(copy, "-c", LINT_IMPORTS)
+    assert code == 1
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        (f"{ROOM}/engine.py", "from memsaver_core import _native", "memsaver_core._native is private to its package"),
+        ("memsaver_core/process.py", "from memsaver_core import release", "takes release from its own package's root"),
+    ],
+)
+def test_an_import_of_a_private_or_a_gathered_name_fails(copy: Path, name: str, line: str, said: str) -> None:
+    assert ran(copy, ".ci/check_imports.py") == (0, "")
+    add(copy, name, line)
+    code, output = ran(copy, ".ci/check_imports.py")
+    assert code == 1
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("csrc/driver/driver.hpp", '#include "backup/block.hpp"', "driver must not include backup"),
+        ("csrc/hibernate/process.hpp", '#include "hooks/preload.hpp"', "hibernate must not include hooks"),
+        ("csrc/support/error.hpp", '#include "support/host_memory.hpp"', "circle: support/"),
+    ],
+)
+def test_an_include_that_points_up_fails(copy: Path, name: str, line: str, said: str) -> None:
+    assert ran(copy, ".ci/check_includes.py") == (0, "")
+    add(copy, name, line)
+    code, output = ran(copy, ".ci/check_includes.py")
+    assert code == 1
+    assert said in output
+
+
+def test_a_long_file_and_a_long_function_fail(copy: Path) -> None:
+    body = "  int done = 1;  // }\n" * 61
+    grown = f"void grown(int a) {{\n{body}}}"
+    add(
+        copy,
+        "csrc/support/log.cpp",
+        f"namespace memsaver {{\n{grown}\n}}  // namespace memsaver",
+    )
+    add(copy, "csrc/support/error.cpp", f"// longer because: a table\nvoid table() {{\n{body}}}")
+    add(copy, "memsaver_core/settings.py", "\n" * 350)
+    code, output = ran(copy, ".ci/check_sizes.py")
+    assert code == 1
+    assert "63 lines, at most 60: void grown(int a)" in output
+    assert "memsaver_core/settings.py: " in output
+    assert "void table" not in output
+
+
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="ziglang is not installed")
+def test_a_forgotten_lock_fails(copy: Path) -> None:
+    for path in copy.glob("csrc/*/*.cpp"):
+        path.unlink()
+    forgetful = "struct Counter {\n  Mutex mutex;\n  int count GUARDED_BY(mutex) = 0;\n  void next() { ++count; }\n};"
+    source = copy / "csrc/support/counter.cpp"
+    source.write_text(f'#include "support/mutex.hpp"\nnamespace memsaver {{\n{forgetful}\n}}\n')
+    code, output = ran(copy, ".ci/check_locks.py")
+    assert code == 1
+    assert "requires holding mutex 'mutex'" in output
+    source.write_text(source.read_text().replace("{ ++count; }", "{\n    Lock lock(mutex);\n    ++count;\n  }"))
+    assert ran(copy, ".ci/check_locks.py") == (0, "")
