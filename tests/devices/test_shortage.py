@@ -120,7 +120,6 @@ def rivals_on_host() -> Iterator[Rivals]:
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
         "MEMSAVER_HOST_CAPACITY": str(CAPACITY),
-        "MEMSAVER_FAULT_INJECTION": "1",
     }
     program = Program(**settings)
     yield Rivals(
