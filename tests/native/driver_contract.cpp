@@ -1,4 +1,4 @@
-// What every driver promises, checked on the one that is named: host, faulty or cuda.
+// Checks the contract of drivers on the named one: host, faulty or cuda.
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-// The saver under threads that allocate, free and read backups while others release and resume: for the sanitizers.
+// For the sanitizers: threads allocate, free and read backups while others release and resume.
 
 #include <atomic>
 #include <cstring>

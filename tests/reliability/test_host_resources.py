@@ -21,6 +21,7 @@ from tests.reliability.surroundings import (
     mount_small_disk,
 )
 from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.waiting import wait_until
 
 GROUP = 192 * MIB
 
@@ -195,8 +196,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
         saver.delay("copy_to_host", 3600)  # until heal(); the disk space has been checked by then
         thread = threading.Thread(target=release)
         thread.start()
-        while saver.counts().get("copy_to_host", 0) == 0:
-            pass
+        wait_until(lambda: saver.counts().get("copy_to_host", 0) != 0)
         intruder = tmp_path / "intruder"
         with intruder.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 6 * part)  # leaves space for two of four

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 
 from tests.programs import Child
+from tests.waiting import wait_until
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 
@@ -37,8 +38,7 @@ class Program(Child):
 
     def wait_for(self, call: str, more_than: int) -> None:
         """Return once its driver's ``call`` was called more often than that."""
-        while self.count(call) <= more_than:
-            pass
+        wait_until(lambda: self.count(call) > more_than, interval_s=0.001)
 
 
 def client(program: Program) -> httpx.Client:
