@@ -92,7 +92,6 @@ def saver() -> _native.Saver:
                 retention=values.retention,
                 verify=values.verify,
                 peer_access=values.peer_access,
-                faulty=values.fault_injection,
             )
             _native.activate(_saver)
             refuse_to_share(_saver)

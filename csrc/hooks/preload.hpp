@@ -6,13 +6,12 @@
 
 namespace memsaver {
 
-// What a resume owes to memory that an application allocates past torch, by what it says of it. Memory without a
-// backup is undefined after a resume, except under the tags whose undefined content has broken engines.
+// The restore policy of memory that an application allocates without torch. Without a backup its content is undefined
+// after a resume, except under tags for which undefined content has broken engines.
 [[nodiscard]] Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup);
 
-// Makes the preload library of this process send its allocations to the active saver. Returns the library's path, or
-// an empty string where none is loaded.
-// Throws ErrorKind::configuration where it is another version's.
+// Connects the preload library of this process to the active saver. Returns the library's path, or an empty string if
+// none is loaded. Throws ErrorKind::configuration if it belongs to another version.
 [[nodiscard]] std::string attach_preload_library();
 
 }  // namespace memsaver

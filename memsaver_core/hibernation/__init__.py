@@ -163,21 +163,6 @@ def wake() -> dict[str, float]:
         return {"restore_seconds": float(restored), "unlock_seconds": float(unlocked)}
 
 
-def fail(step: str, *, times: int = 1, lost: bool = False) -> None:
-    """For tests: make the next ``times`` of ``step`` fail: ``lock``, ``checkpoint``, ``restore`` or ``unlock``.
-
-    Args:
-        lost: from then on the process cannot be restored, either.
-
-    Raises:
-        ConfigurationError: without MEMSAVER_FAULT_INJECTION.
-    """
-    if not process.settings().fault_injection:
-        raise ConfigurationError("this process was started without MEMSAVER_FAULT_INJECTION=1")
-    with _lock:
-        _ask("fail", step, times, "lost" if lost else "error")
-
-
 @lru_cache
 def _wake_at_exit() -> None:
     """Have the interpreter's exit wake the process: torch's teardown calls CUDA, and would wait for ever."""
@@ -253,7 +238,7 @@ def _ask(*request: object) -> list[str]:
     global _helper
     if _helper is None or not _helper.alive:
         saver = process.saver()
-        _helper = Helper(saver.driver_name(), saver.accounts(), faults=process.settings().fault_injection)
+        _helper = Helper(saver.driver_name(), saver.accounts())
     return _helper.ask(*request)
 
 

@@ -629,7 +629,6 @@ def two_devices() -> Iterator[None]:
         host_backup_limit=BACKUP_LIMIT,
         file_dir="/dev/shm",
         verify="full",
-        fault_injection=True,
     )
     for tag in TAGS:  # from here on they are known, and so are the devices
         for device in DEVICES:

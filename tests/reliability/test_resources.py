@@ -16,7 +16,7 @@ from tests.unit.saver_memory import MIB, PAGE, content, fill
 
 
 def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Saver:
-    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
+    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full")
 
 
 def test_file_descriptors_run_out(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
 
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     """B2: the resume is over, and its memory in use, while the host memory that it no longer needs is unpinned."""
-    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full")
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
     saver.release([], [], {})

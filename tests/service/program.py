@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.native import injection
 from tests.programs import Child
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
@@ -15,7 +16,7 @@ class Program(Child):
     """A run of ``served.py``, and its first line of output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **environment)
+        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **injection.in_child(), **environment)
         self.said = self.read_line()
         assert self.said, "the program did not start"
 

@@ -10,6 +10,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core import hibernation
 from memsaver_core.hibernation.preconditions import Facts
+from tests.native import injection
 
 from .tensor_engine import MIB
 
@@ -92,7 +93,7 @@ def test_the_rest_of_a_release_needs_no_checkpoint(http: httpx.Client, monkeypat
 @pytest.mark.parametrize("step", ["lock", "checkpoint"])
 def test_a_failed_hibernation_is_undone_and_told(http: httpx.Client, step: str) -> None:
     before = tokens(http)
-    hibernation.fail(step)
+    injection.fail_step(step)
     response = http.post("/release_memory_occupation", json={"hibernate": True})
     assert response.status_code == 500
     error = response.json()["error"]
@@ -108,7 +109,7 @@ def test_a_failed_wake_is_told_and_the_repeat_works(http: httpx.Client) -> None:
     """R3: still hibernated, nothing lost."""
     before = tokens(http)
     http.post("/release_memory_occupation", json={"hibernate": True}).raise_for_status()
-    hibernation.fail("restore")
+    injection.fail_step("restore")
     response = http.post("/resume_memory_occupation")
     assert response.status_code == 500
     assert response.json()["error"]["call"] == "restore"

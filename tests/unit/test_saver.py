@@ -125,7 +125,7 @@ def test_allocation_while_released() -> None:
 
 def test_free_while_released() -> None:
     """R7: freeing a released allocation frees its range and its backup, without a driver call."""
-    saver = make(faulty=True)
+    saver = make()
     doomed = saver.allocate(0, "t", "host", 8 * MIB)
     kept = saver.allocate(0, "t", "host", 8 * MIB)
     fill(doomed, 8 * MIB, 1)
@@ -330,7 +330,7 @@ def test_allocation_without_memory() -> None:
 
 def test_failed_release_can_be_resumed() -> None:
     """Invariant 4: what a failed release had given back comes back with its content."""
-    saver = make(faulty=True)
+    saver = make()
     address = saver.allocate(0, "t", "host", 300 * MIB)
     expected = fill(address, 300 * MIB, 1)
     release(saver)
@@ -346,7 +346,7 @@ def test_failed_release_can_be_resumed() -> None:
 
 def test_discarded_tags_go_last() -> None:
     """A release that cannot keep what it must keep has discarded nothing yet."""
-    saver = make(faulty=True)
+    saver = make()
     scratch = saver.allocate(0, "a-scratch", "discard", MIB)
     fill(saver.allocate(0, "z-weights", "host", MIB), MIB, 1)
     expected = fill(scratch, MIB, 2)
@@ -386,7 +386,7 @@ def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
 
 
 def test_lost_context_is_final() -> None:
-    saver = make(faulty=True)
+    saver = make()
     saver.allocate(0, "t", "discard", MIB)
     saver.fail("unmap", 1, "context_lost")
     with pytest.raises(ContextLostError):
@@ -399,7 +399,7 @@ def test_lost_context_is_final() -> None:
 
 def test_every_device_is_synchronized() -> None:
     """T6: a release waits for every device that it touches, and restores all of them."""
-    saver = make(host_devices=["", ""], faulty=True)
+    saver = make(host_devices=["", ""])
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
     before = saver.counts().get("synchronize", 0)
@@ -411,7 +411,7 @@ def test_every_device_is_synchronized() -> None:
 
 
 def test_one_device_that_fails_undoes_all() -> None:
-    saver = make(host_devices=["", ""], faulty=True)
+    saver = make(host_devices=["", ""])
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
     release(saver)
@@ -425,7 +425,7 @@ def test_one_device_that_fails_undoes_all() -> None:
 
 def test_allocations_do_not_wait_for_a_release() -> None:
     """Invariant 6: while one tag is copied, another allocates and frees, and status answers."""
-    saver = make(faulty=True)
+    saver = make()
     fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
     busy = saver.allocate(0, "t", "host", PAGE)
     saver.delay("copy_to_host", 3600)

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +22,7 @@ from memsaver_core import PhaseLog
 from memsaver_core.compat.vllm import worker
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_server.ranks import RankMemory
+from tests.native import injection
 from tests.programs import output_of
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
@@ -128,11 +130,12 @@ class Rank:
     """A worker, as its executor sees it. Its calls are those of ``Model``."""
 
     def __init__(self, **environment: str) -> None:
-        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-        self._process.start()
+        with patch.dict(os.environ, injection.in_child()):
+            self._process.start()
         theirs.close()
         assert self._connection.poll(120)
         self._connection.recv()
