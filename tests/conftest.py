@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
+import sys
+from itertools import pairwise
 
-# Before memsaver is loaded by whichever test comes first: one saver serves all tests of a process.
-os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
+from tests.native import injection
+
+# Before any test imports memsaver: one saver serves all tests of a process. Tests on a GPU use the product's own
+# module; those that need faults there have them in child processes.
+if ("-m", "gpu") not in pairwise(sys.argv):
+    injection.install()
 
 import pytest
 import torch

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from memsaver_core import process
 from memsaver_core.errors import (
-    ConfigurationError,
     ContextLostError,
     DriverError,
     MemsaverError,
@@ -161,20 +160,6 @@ class Hibernation:
             self._state = _State.RUNNING
             return {"restore_seconds": float(woken), "unlock_seconds": float(unlocked)}
 
-    def fail(self, step: str, *, times: int = 1, lost: bool = False) -> None:
-        """For tests: make the next ``times`` of ``step`` fail: ``lock``, ``checkpoint``, ``restore`` or ``unlock``.
-
-        Args:
-            lost: from then on the process cannot be restored, either.
-
-        Raises:
-            ConfigurationError: without MEMSAVER_FAULT_INJECTION.
-        """
-        if not process.settings().fault_injection:
-            raise ConfigurationError("this process was started without MEMSAVER_FAULT_INJECTION=1")
-        with self._lock:
-            self._ask("fail", step, times, "lost" if lost else "error")
-
     def _undone(self, error: MemsaverError | StepFailedError) -> MemsaverError:
         """Settle the state after a failed step: undo a half-done one, and return the error to raise."""
         state = self._driver_state()
@@ -223,8 +208,7 @@ class Hibernation:
     def _ask(self, *request: object) -> list[str]:
         """Ask the helper. The driver holds the checkpoint, so a new helper can carry on for one that ended."""
         if self._helper is None or not self._helper.alive:
-            accounts = process.saver().accounts()
-            self._helper = Helper(process.driver_name(), accounts, faults=process.settings().fault_injection)
+            self._helper = Helper(process.driver_name(), process.saver().accounts())
         return self._helper.ask(*request)
 
     def _note_devices(self) -> None:

@@ -10,8 +10,8 @@
 #include "check.hpp"
 #include "driver/cuda.hpp"
 #include "driver/driver.hpp"
-#include "driver/faulty.hpp"
 #include "driver/host.hpp"
+#include "faults/faulty_driver.hpp"
 #include "support/error.hpp"
 
 using namespace memsaver;

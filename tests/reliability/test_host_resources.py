@@ -34,9 +34,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[ControlGroup]:
 
 
 def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
-    return _native.Saver(
-        driver="host", host_capacity=256 * MIB, file_folder=str(folder), verify="full", faulty=True, **settings
-    )
+    return _native.Saver(driver="host", host_capacity=256 * MIB, file_folder=str(folder), verify="full", **settings)
 
 
 def mark(address: int, nbytes: int) -> None:

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 
 def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Saver:
-    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
+    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full")
 
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
@@ -128,7 +128,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     """The resume is over and its memory in use while host memory that is no longer needed is unpinned."""
-    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full")
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
     saver.release([], [], {})

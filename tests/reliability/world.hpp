@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "driver/faulty.hpp"
+#include "faults/faulty_driver.hpp"
 #include "driver/host.hpp"
 #include "ledger_driver.hpp"
 #include "vmm/saver.hpp"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.native import injection
 from tests.programs import Child
 from tests.waiting import wait_until
 
@@ -16,7 +17,7 @@ class Program(Child):
     """A run of ``served.py``, with its first line of output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **environment)
+        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **injection.in_child(), **environment)
         self.said = self.read_line()
         assert self.said, "the program did not start"
 

@@ -22,7 +22,6 @@ def new_device() -> dict[str, str]:
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
         "MEMSAVER_HOST_CAPACITY": str(CAPACITY),
-        "MEMSAVER_FAULT_INJECTION": "1",
     }
 
 

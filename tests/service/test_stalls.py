@@ -133,7 +133,6 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
         file_folder=str(tmp_path),
         retention="free",
         verify="full",
-        faulty=True,
     )
     addresses: dict[str, int] = {}
 

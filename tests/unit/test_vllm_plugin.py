@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,6 +36,7 @@ from memsaver_core.ranks.protocol import (
     TakeOutcome,
 )
 from memsaver_server.integrations.vllm.memory import VllmMemory
+from tests.native import injection
 from tests.programs import output_of
 from tests.waiting import wait_until
 
@@ -143,11 +145,12 @@ class Rank:
     """A worker as its executor sees it. Its calls are those of ``Model``."""
 
     def __init__(self, **environment: str) -> None:
-        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-        self._process.start()
+        with patch.dict(os.environ, injection.in_child()):
+            self._process.start()
         theirs.close()
         assert self._connection.poll(120)
         self._connection.recv()
