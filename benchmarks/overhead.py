@@ -169,7 +169,10 @@ def measure_scrapes(copy_bytes: int, copies: int) -> list[float]:
 def measure_answers_in_a_stall(answers: int) -> dict[str, list[float]]:
     """Time requests, one after the other, while a release stands still in the middle of its first copy."""
     samples: dict[str, list[float]] = {"/metrics": [], "/memory_occupation": [], "/livez": []}
-    with engine(STALLED_BYTES, MEMSAVER_FAULT_INJECTION="1") as served:
+    sys.path.insert(0, str(ROOT))
+    from tests.native import injection
+
+    with engine(STALLED_BYTES, **injection.in_child()) as served:
         for path in samples:
             served.call("GET", path)  # the first requests of a process load what they need
         served.ask("change")  # zeros would not be copied

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +144,17 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
 
 def settings_table() -> str:
     """Return the tables of all settings."""
-    core = _settings(CoreSettings, hidden={"fault_injection"})
+    core = _settings(CoreSettings)
     service = _settings(Settings)
     head = "Core settings, for every process that uses regions:"
     return "\n".join(["", head, "", *core, "", "Service settings:", "", *service, "", ""])
 
 
-def _settings(model: type[BaseSettings], hidden: Collection[str] = ()) -> list[str]:
+def _settings(model: type[BaseSettings]) -> list[str]:
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
-        if name not in hidden:
-            default = f"`{_plain(field.default)}`" if field.default not in (None, "", PydanticUndefined) else ""
-            rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {str(field.description).rstrip('.')} |")
+        default = f"`{_plain(field.default)}`" if field.default not in (None, "", PydanticUndefined) else ""
+        rows.append(f"| `MEMSAVER_{name.upper()}` | {default} | {str(field.description).rstrip('.')} |")
     return rows
 
 

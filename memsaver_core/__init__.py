@@ -91,3 +91,6 @@ if not TYPE_CHECKING:  # else type checkers would accept any name
                 globals()[name] = value
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

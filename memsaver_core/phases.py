@@ -21,10 +21,7 @@ def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, .
     earlier = {device.index: device for device in before}
     return tuple(
         DeviceDelta(
-            index=now.index,
-            uuid=now.uuid,
-            name=now.name,
-            total_bytes=now.total_bytes,
+            *(now.index, now.uuid, now.name, now.total_bytes),
             used_before_bytes=earlier.get(now.index, now).used_bytes,
             used_after_bytes=now.used_bytes,
             process_bytes=now.process_bytes,

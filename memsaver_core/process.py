@@ -99,7 +99,6 @@ class Process:
             retention=values.retention,
             verify=values.verify,
             peer_access=values.peer_access,
-            faulty=values.fault_injection,
         )
         _native.activate(saver)
         refuse_to_share(saver)

@@ -34,4 +34,3 @@ class CoreSettings(BaseSettings):
     )
     prepare_backup: bool = Field(True, description="pin memory for the first release in the background after load")
     peer_access: bool = Field(False, description="let every visible device reach the memory")
-    fault_injection: bool = Field(False, description="for tests: allow driver calls to be made to fail")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
+import sys
+from itertools import pairwise
 
-# Before memsaver is loaded by whichever test comes first: one saver serves all tests of a process.
-os.environ.setdefault("MEMSAVER_FAULT_INJECTION", "1")
+from tests.native import injection
+
+# Before any test imports memsaver: one saver serves all tests of a process. Tests on a GPU use the product's own
+# module; those that need faults there have them in child processes.
+if ("-m", "gpu") not in pairwise(sys.argv):
+    injection.install()
 
 import pytest
 import torch
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    # Folders that run on the host driver set it when they are collected; a run of GPU tests is to use CUDA throughout.
-    if config.option.markexpr == "gpu" and torch.cuda.is_available():
-        os.environ.setdefault("MEMSAVER_DRIVER", "cuda")
+from tests.hooks import pytest_configure, pytest_terminal_summary  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,22 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how long the tests of each folder took, set-up and teardown included."""
-    seconds: dict[str, float] = {}
-    tests: dict[str, set[str]] = {}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                folder = os.path.dirname(report.location[0])
-                seconds[folder] = seconds.get(folder, 0.0) + report.duration
-                tests.setdefault(folder, set()).add(report.nodeid)
-    if seconds:
-        terminalreporter.section("time per folder")
-    for folder in sorted(seconds):
-        terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {len(tests[folder]):5} tests  {folder}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,7 +33,7 @@ enum class Retention {
 // sampled.
 enum class VerifyChoice { off, sampled, full, automatic };
 
-// Where content is kept and until when: pinned host memory for each NUMA node, the backup file, the pipeline of each
+// Keeps content, and decides until when: pinned host memory for each NUMA node, the backup file, the pipeline of each
 // device, and the thread that enforces the retention policy.
 class BackupStore {
  public:
@@ -52,8 +52,8 @@ class BackupStore {
   // memory and has none of its threads, it gives nothing back.
   ~BackupStore();
 
-  // Whoever holds it is the only one that uses the backups: a release, a resume, a reader, the retention thread.
-  // Taken before every other lock.
+  // Held by the one user of the backups: a release, a resume, a reader, or the retention thread. Taken before every
+  // other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
   // Announces a device: the NUMA node next to it, and those of all devices, which share the limit of host memory.

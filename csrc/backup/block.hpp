@@ -9,8 +9,8 @@
 
 namespace memsaver {
 
-// The unit of digest, backup and copy: a part of one allocation. A block ends with its allocation, so freeing an
-// allocation never leaves half a backup. 32 MiB is the smallest copy that runs at the link's full speed.
+// Bytes of a block, the unit of digest, backup and copy. A block never spans two allocations, so freeing one leaves no
+// partial backup. 32 MiB is the smallest copy that runs at the link's full speed.
 inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
 // A part of an allocation that holds content.
@@ -20,7 +20,7 @@ struct Extent {
   friend bool operator==(const Extent& a, const Extent& b) { return a.offset == b.offset && a.bytes == b.bytes; }
 };
 
-// A part of pinned host memory, within one registered slice.
+// Pinned host memory within one registered slice.
 struct HostRange {
   std::uintptr_t address;
   std::size_t bytes;
@@ -32,7 +32,7 @@ struct FileRange {
   std::size_t bytes = 0;
 };
 
-// Bytes of extents or ranges, all together.
+// Total bytes of extents or ranges.
 template <typename Range>
 [[nodiscard]] std::size_t sum_of(const std::vector<Range>& ranges) {
   std::size_t sum = 0;
@@ -41,13 +41,13 @@ template <typename Range>
 }
 
 enum class Kept {
-  nothing,  // there is no backup: a resume owes no content
+  nothing,  // no backup
   zero,     // the content is all zeros
   host,     // in `host`
   file,     // in `file`
 };
 
-// What is kept of one block. It stays valid after a resume, until the content is seen to differ at a later release.
+// The backup of a block. It stays valid after a resume, until a later release finds that the content differs.
 struct Block {
   std::size_t offset = 0;  // in its allocation
   std::size_t bytes = 0;
@@ -55,9 +55,9 @@ struct Block {
   bool has_digest = false;
   bool damaged = false;         // the last resume could not restore it
   Digest digest;                // of `extents`, words counted from the start of the allocation
-  std::vector<Extent> extents;  // what was content when it was kept
-  std::vector<HostRange> host;  // memory that this block owns in the pool, valid content or not
-  FileRange file;               // file space that this block owns, valid content or not
+  std::vector<Extent> extents;  // the content when it was saved
+  std::vector<HostRange> host;  // owned by this block, with or without valid content
+  FileRange file;               // likewise
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
 };

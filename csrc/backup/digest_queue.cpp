@@ -35,7 +35,7 @@ DigestQueue::~DigestQueue() {
   try {
     driver_.unregister_host(slots_);
   } catch (const std::exception&) {
-    // At process exit the device may be gone before us.
+    // At process exit the context may be gone.
   }
   munmap(slots_, sizeof(Slot) * kSlots);
 }
@@ -90,7 +90,7 @@ void DigestQueue::abandon() noexcept {
     try {
       (void)collect();
     } catch (const std::exception& error) {
-      warn(std::string("a digest under way was given up: ") + error.what());
+      warn(std::string("while waiting for a digest to discard: ") + error.what());
     }
   }
 }

@@ -12,17 +12,17 @@
 
 namespace memsaver {
 
-// What to digest: `extents` of the allocation at `base`.
+// A digest of `extents` of the allocation at `base`.
 struct DigestJob {
   Address base;
   const std::vector<Extent>* extents;
 };
 
-// Digests on a device, several batches under way at once, results in the order of submission.
+// Digests on a device: several batches under way at once, results in the order of submission. One thread at a time.
 class DigestQueue {
  public:
-  // One thread block digests 256 KiB: enough blocks to fill the device from a few dozen MiB on, few enough that the
-  // table of items stays small (24 bytes each, read by the device from host memory).
+  // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
+  // (24 bytes each, which the device reads from host memory).
   static constexpr std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
   static constexpr std::size_t kSlotItems = 2048 * kSizeUnit / kItemBytes;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
@@ -32,16 +32,16 @@ class DigestQueue {
   DigestQueue& operator=(const DigestQueue&) = delete;
   ~DigestQueue();
 
-  // The items that a job needs; a batch may have kSlotItems in all.
+  // Items of a job. A batch may have kSlotItems in total.
   [[nodiscard]] static std::size_t items_of(const std::vector<Extent>& extents);
   [[nodiscard]] bool full() const { return batches_.size() == kSlots; }
   [[nodiscard]] bool empty() const { return batches_.empty(); }
 
   // Only while not full(). The job's extents must live until it is collected.
   void submit(const std::vector<DigestJob>& jobs);
-  // The digests of the oldest batch, waiting for it. Only while not empty(). The batch is gone even when this throws.
+  // Waits for the oldest batch and returns its digests. Only while not empty(). Removes the batch also when it throws.
   [[nodiscard]] std::vector<Digest> collect();
-  // Waits for what is under way and forgets it; never throws.
+  // Waits for all batches and discards their results.
   void abandon() noexcept;
 
  private:

@@ -26,8 +26,8 @@ namespace {
 
 constexpr char kPrefix[] = "memsaver-backup-";
 
-// A process that is killed between making a file and taking its name away leaves it, empty. Whoever is just between the
-// two loses nothing by losing the name.
+// Deletes empty backup files of processes that were killed between the creation of a file and its deletion. A process
+// that is between the two at this moment loses only the name.
 void remove_left_behind(const std::string& folder) {
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder.c_str()), &closedir);
   if (entries == nullptr) return;
@@ -52,7 +52,7 @@ Error file_failure(const char* call, int code, const std::string& folder, std::s
                                  : "");
 }
 
-// A file system in memory promises half of the machine's, whatever is left of it.
+// File systems in memory report space that the machine may not have.
 bool is_in_memory(int file) {
   struct statfs about{};
   return fstatfs(file, &about) == 0 && (about.f_type == TMPFS_MAGIC || about.f_type == RAMFS_MAGIC);
@@ -72,7 +72,7 @@ void FileStore::open() {
     file_ = sys::open_unnamed(folder_.c_str(), flags);
     if (file_ >= 0) return;
   }
-  // A file system without O_TMPFILE: make a file and take its name away.
+  // A file system without O_TMPFILE: create a file and delete it.
   remove_left_behind(folder_);
   std::string path = folder_ + "/" + kPrefix + "XXXXXX";
   file_ = sys::open_temporary(path.data(), O_CLOEXEC);
@@ -88,13 +88,13 @@ void FileStore::open() {
 }
 
 bool FileStore::move_to(const std::string& folder) {
-  const std::lock_guard<std::mutex> lock(file_mutex_);
+  const Lock lock(file_mutex_);
   if (folder == folder_) return true;
   if (used_ > 0) return false;
   if (file_ >= 0) close(file_);
   file_ = -1;
   folder_ = folder;
-  const std::lock_guard<std::mutex> ranges(mutex_);
+  const Lock ranges(mutex_);
   end_ = 0;
   free_ = {};
   given_back_.clear();
@@ -103,7 +103,7 @@ bool FileStore::move_to(const std::string& folder) {
 
 void FileStore::check(std::size_t bytes) {
   punch_holes();
-  const std::lock_guard<std::mutex> lock(file_mutex_);
+  const Lock lock(file_mutex_);
   open();
   struct statvfs status{};
   if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
@@ -119,10 +119,10 @@ void FileStore::check(std::size_t bytes) {
 FileRange FileStore::take(std::size_t bytes) {
   bytes = to_pages(bytes);
   {
-    const std::lock_guard<std::mutex> lock(file_mutex_);
+    const Lock lock(file_mutex_);
     open();
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   used_ += bytes;
   if (const auto offset = free_.take(bytes)) return {*offset, bytes};
   const FileRange range{end_, bytes};
@@ -132,31 +132,32 @@ FileRange FileStore::take(std::size_t bytes) {
 
 void FileStore::give(const FileRange& range) {
   if (range.bytes == 0) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   given_back_.push_back(range);
   used_ -= range.bytes;
 }
 
 void FileStore::punch_holes() {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     if (given_back_.empty()) return;
   }
-  const std::lock_guard<std::mutex> file_lock(file_mutex_);
+  const Lock file_lock(file_mutex_);
   std::vector<FileRange> ranges;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     ranges = std::exchange(given_back_, {});
   }
   for (const auto& range : ranges) {
     (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
                          static_cast<off_t>(range.bytes));
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     free_.add(range.offset, range.bytes);
   }
 }
 
-void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) {
+// Not analysed, like read(): the file stays the same while a range of it is handed out.
+void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
   auto offset = static_cast<off_t>(range.offset);
   for (const auto& part : memory) {
     std::size_t done = 0;
@@ -171,7 +172,7 @@ void FileStore::write(const FileRange& range, const std::vector<HostRange>& memo
   }
 }
 
-void FileStore::read(const FileRange& range, const std::vector<HostRange>& memory) {
+void FileStore::read(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
   auto offset = static_cast<off_t>(range.offset);
   for (const auto& part : memory) {
     std::size_t done = 0;

@@ -2,39 +2,40 @@
 
 #include <atomic>
 #include <cstddef>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "backup/block.hpp"
+#include "support/mutex.hpp"
 #include "support/range_set.hpp"
 
 namespace memsaver {
 
-// Backups on disk: one file, unlinked while open, so that nothing is left however the process ends; readable by its
-// owner only. Unbuffered (O_DIRECT) where the file system can, so that a backup does not push the page cache out.
+// Backups on disk: one file, deleted while open, so that nothing is left however the process ends; readable by its
+// owner only. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page cache.
 class FileStore {
  public:
-  // The folder is used when the first space is asked for.
+  // `folder` is first used when space is requested.
   explicit FileStore(std::string folder);
   FileStore(const FileStore&) = delete;
   FileStore& operator=(const FileStore&) = delete;
   ~FileStore();
 
-  // Throws ErrorKind::out_of_host_memory where the file system has less than `bytes` for us,
-  // ErrorKind::configuration where no file can be made in the folder.
+  // Throws ErrorKind::out_of_host_memory if the file system has less than `bytes` available,
+  // ErrorKind::configuration if no file can be created in the folder.
   void check(std::size_t bytes);
 
-  // New backups go to another folder. False, with nothing done, where space in the present one is taken.
+  // Uses another folder from now on. Returns false, and does nothing, while space in the present one is in use.
   [[nodiscard]] bool move_to(const std::string& folder);
   [[nodiscard]] FileRange take(std::size_t bytes);
-  // The space is the store's again, and the file system's after the next punch_holes(). Calls no file system.
+  // Returns space to the store, and with the next punch_holes() to the file system. Makes no system call.
   void give(const FileRange& range);
-  // May wait for the file system: call it with no lock held.
+  // May wait for the file system: do not call it with a lock held.
   void punch_holes();
 
-  // Blocking; any thread. Throws ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (anything else, a
-  // file that is shorter than it was included). `memory` must be page-aligned and as large as the range.
+  // Transfer a range that is handed out. Any thread; they block. `memory` must be page-aligned and as large as the
+  // range. Throw ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (any other failure, a truncated file
+  // included).
   void write(const FileRange& range, const std::vector<HostRange>& memory);
   void read(const FileRange& range, const std::vector<HostRange>& memory);
 
@@ -42,16 +43,16 @@ class FileStore {
   [[nodiscard]] std::size_t used_bytes() const noexcept { return used_; }
 
  private:
-  void open();
+  void open() REQUIRES(file_mutex_);
 
-  std::mutex file_mutex_;  // guards which file it is; taken before mutex_, and held while one is opened
-  std::string folder_;
-  int file_ = -1;
+  Mutex file_mutex_ ACQUIRED_BEFORE(mutex_);  // held while a file is opened
+  std::string folder_ GUARDED_BY(file_mutex_);
+  int file_ GUARDED_BY(file_mutex_) = -1;
 
-  std::mutex mutex_;                   // guards what follows; never held across a call
-  RangeSet free_;                      // holes below end_
-  std::vector<FileRange> given_back_;  // and not punched out yet
-  std::size_t end_ = 0;
+  Mutex mutex_;                                           // never held across a system call
+  RangeSet free_ GUARDED_BY(mutex_);                      // holes below end_
+  std::vector<FileRange> given_back_ GUARDED_BY(mutex_);  // no hole punched yet
+  std::size_t end_ GUARDED_BY(mutex_) = 0;
   std::atomic<std::size_t> used_{0};
 };
 

@@ -31,7 +31,7 @@ Error short_of_memory(const std::string& what, std::size_t needed, std::size_t f
       .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT, free host memory, or choose another restore policy for the tag");
 }
 
-// Pinned memory is never given up under pressure: whoever takes more than there is meets the OOM killer.
+// Pinned memory cannot be reclaimed: taking more than is available invokes the OOM killer.
 void check_available(std::size_t bytes) {
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes > available) throw short_of_memory("this machine has too little memory for the backup", bytes, available);
@@ -49,7 +49,7 @@ HostPool::~HostPool() {
     try {
       driver_.unregister_host(reinterpret_cast<void*>(address));
     } catch (const std::exception&) {
-      // At process exit the device may be gone before the pool; the kernel unpins what it held.
+      // At process exit the context may be gone; the kernel unpins the memory.
     }
     munmap(reinterpret_cast<void*>(address), slice.bytes);
   }
@@ -58,7 +58,7 @@ HostPool::~HostPool() {
 void HostPool::check(std::size_t bytes) {
   std::size_t fresh = 0;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     const std::size_t free = limit_ > used_ ? limit_ - used_ : 0;
     if (bytes > free) throw short_of_memory("the host memory for backups is bounded", bytes, free);
     const std::size_t pinned = std::max(capacity_, target_);
@@ -68,14 +68,13 @@ void HostPool::check(std::size_t bytes) {
 }
 
 void HostPool::start_growth(std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   grow_to(std::min(limit_, used_ + bytes));
 }
 
-// Only with mutex_ held.
 void HostPool::grow_to(std::size_t capacity) {
   target_ = std::max(target_, capacity);
-  if (growers_ > 0) return;  // those at work see the new target
+  if (growers_ > 0) return;  // running threads see the new target
   growth_failure_ = nullptr;
   if (target_ <= capacity_) return;
   for (auto& thread : threads_) thread.join();
@@ -107,61 +106,69 @@ void HostPool::grow_to(std::size_t capacity) {
 }
 
 void HostPool::wait_for_growth() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return growers_ == 0 && !registering_; });
+  const Lock lock(mutex_);
+  while (is_growing()) changed_.wait(mutex_);
   if (growth_failure_) std::rethrow_exception(growth_failure_);
 }
 
 void HostPool::stop_growth() {
+  std::vector<std::thread> threads;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     stop_ = true;
+    threads = std::move(threads_);
   }
-  for (auto& thread : threads_) thread.join();
+  for (auto& thread : threads) thread.join();
 }
 
 void HostPool::set_urgent(int change) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   urgent_ += change;
   changed_.notify_all();
 }
 
-// One of several threads that make slices until the target is reached or one of them fails. Where no operation is in a
-// hurry they also register them.
+// The body of a maker thread: makes slices until the target is reached or one fails. While no operation waits for
+// memory it also registers them.
 void HostPool::grow() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   while (!stop_ && !growth_failure_) {
-    if (urgent_ == 0 && register_one(lock)) continue;
+    if (urgent_ == 0 && register_one()) continue;
     if (target_ <= capacity_ + under_way_) {
       if (urgent_ > 0 || touched_.empty()) break;
-      changed_.wait(lock);  // another thread is registering, and touched ones are left
+      changed_.wait(mutex_);  // another thread is registering, and touched slices are left
       continue;
     }
     const std::size_t bytes = std::min(kSliceBytes, to_pages(target_ - capacity_ - under_way_));
     under_way_ += bytes;
-    lock.unlock();
+    mutex_.unlock();
+    std::exception_ptr failure;
+    Touched slice{};
     try {
-      const Touched slice = make_slice(bytes);
-      lock.lock();
-      touched_.push_back(slice);
+      slice = make_slice(bytes);
     } catch (...) {
-      lock.lock();
+      failure = std::current_exception();
+    }
+    mutex_.lock();
+    if (failure) {
       under_way_ -= bytes;
-      growth_failure_ = std::current_exception();
+      growth_failure_ = failure;
+    } else {
+      touched_.push_back(slice);
     }
     changed_.notify_all();
   }
-  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // what is not there is not promised
+  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // the rest will not come
   changed_.notify_all();
 }
 
-// Registers one touched slice, unless another thread is at it; whether it did. Lets go of the lock meanwhile.
-bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
+// Registers one touched slice, without the lock meanwhile. Returns false if there is none, or another thread is
+// registering.
+bool HostPool::register_one() {
   if (registering_ || touched_.empty()) return false;
   const Touched slice = touched_.front();
   touched_.erase(touched_.begin());
   registering_ = true;
-  lock.unlock();
+  mutex_.unlock();
   std::exception_ptr failure;
   try {
     driver_.register_host(reinterpret_cast<void*>(slice.address), slice.bytes);
@@ -170,7 +177,7 @@ bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
     failure = std::current_exception();
     munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
   }
-  lock.lock();
+  mutex_.lock();
   registering_ = false;
   under_way_ -= slice.bytes;
   if (failure) {
@@ -182,7 +189,6 @@ bool HostPool::register_one(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-// Only with mutex_ held.
 void HostPool::add_slice(const Touched& slice) {
   slices_.emplace(slice.address, Slice{slice.bytes});
   free_[slice.address].add(slice.address, slice.bytes);
@@ -190,7 +196,7 @@ void HostPool::add_slice(const Touched& slice) {
 }
 
 HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
-  check_available(bytes);  // others may have taken what was there when the growth began
+  check_available(bytes);  // it may have shrunk since the growth began
   void* const memory = sys::map_memory(bytes, 0);
   if (memory == MAP_FAILED) {
     throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
@@ -213,46 +219,9 @@ HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
 std::vector<HostRange> HostPool::take(std::size_t bytes, Use use) {
   const std::size_t rest = to_pages(bytes) - bytes;
   bytes += rest;
-  std::unique_lock<std::mutex> lock(mutex_);
-  bool tried = false;
-  for (;;) {
-    const std::size_t counted = use == Use::backup ? used_ - passing_ : used_;
-    const std::size_t free = limit_ > counted ? limit_ - counted : 0;
-    if (bytes > free && use != Use::must_pass) {
-      throw short_of_memory("the host memory for backups is bounded", bytes, free);
-    }
-    if (capacity_ - used_ >= bytes) break;
-    if (register_one(lock)) continue;
-    if (!growth_failure_ && (growers_ > 0 || registering_)) {
-      changed_.wait(lock);
-      continue;
-    }
-    if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
-    // What stopped a growth that began earlier may be over: try once.
-    changed_.wait(lock, [this] { return growers_ == 0 && !registering_; });
-    grow_to(used_ + bytes);
-    tried = true;
-  }
-  // In one piece where a slice has it (the fullest such slice, which keeps large ranges whole), else in several.
-  std::vector<HostRange> ranges;
-  std::size_t missing = bytes;
-  for (auto& [slice, free] : free_) {
-    if (const auto begin = free.take(bytes)) {
-      ranges.push_back({*begin, bytes});
-      slices_[slice].used_bytes += bytes;
-      missing = 0;
-      break;
-    }
-  }
-  for (auto at = free_.begin(); missing > 0 && at != free_.end(); ++at) {
-    while (missing > 0) {
-      const auto range = at->second.take_from_largest(missing);
-      if (!range) break;
-      ranges.push_back({range->begin, range->bytes});
-      slices_[at->first].used_bytes += range->bytes;
-      missing -= range->bytes;
-    }
-  }
+  const Lock lock(mutex_);
+  wait_for_capacity(bytes, use);
+  const std::vector<HostRange> ranges = carve(bytes);
   used_ += bytes;
   if (use != Use::backup) passing_ += bytes;
   if (rest > 0) {
@@ -262,8 +231,52 @@ std::vector<HostRange> HostPool::take(std::size_t bytes, Use use) {
   return ranges;
 }
 
+void HostPool::wait_for_capacity(std::size_t bytes, Use use) {
+  bool tried = false;
+  for (;;) {
+    const std::size_t counted = use == Use::backup ? used_ - passing_ : used_;
+    const std::size_t free = limit_ > counted ? limit_ - counted : 0;
+    if (bytes > free && use != Use::must_pass) {
+      throw short_of_memory("the host memory for backups is bounded", bytes, free);
+    }
+    if (capacity_ - used_ >= bytes) return;
+    if (register_one()) continue;
+    if (!growth_failure_ && is_growing()) {
+      changed_.wait(mutex_);
+      continue;
+    }
+    if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
+    // What stopped an earlier growth may be over: try once.
+    while (is_growing()) changed_.wait(mutex_);
+    grow_to(used_ + bytes);
+    tried = true;
+  }
+}
+
+// In one piece if a slice has room for it, otherwise in several. Requires `bytes` of unused capacity.
+std::vector<HostRange> HostPool::carve(std::size_t bytes) {
+  std::vector<HostRange> ranges;
+  for (auto& [slice, free] : free_) {
+    if (const auto begin = free.take(bytes)) {
+      slices_[slice].used_bytes += bytes;
+      ranges.push_back({*begin, bytes});
+      return ranges;
+    }
+  }
+  for (auto at = free_.begin(); bytes > 0 && at != free_.end(); ++at) {
+    while (bytes > 0) {
+      const auto range = at->second.take_from_largest(bytes);
+      if (!range) break;
+      ranges.push_back({range->begin, range->bytes});
+      slices_[at->first].used_bytes += range->bytes;
+      bytes -= range->bytes;
+    }
+  }
+  return ranges;
+}
+
 void HostPool::give(const std::vector<HostRange>& ranges, Use use) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   for (const auto& range : ranges) {
     const auto slice = std::prev(slices_.upper_bound(range.address));
     slice->second.used_bytes -= range.bytes;
@@ -277,8 +290,8 @@ void HostPool::trim() {
   std::vector<Touched> touched;
   std::vector<Touched> pinned;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (growers_ > 0 || registering_) return;
+    const Lock lock(mutex_);
+    if (is_growing()) return;
     touched = std::exchange(touched_, {});
     for (const auto& slice : touched) under_way_ -= slice.bytes;
     for (auto at = slices_.begin(); at != slices_.end();) {
@@ -294,14 +307,14 @@ void HostPool::trim() {
     target_ = capacity_;
   }
   for (const auto& slice : touched) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
-  // Without the lock: the driver may take its time, and whoever asks for the status shall not.
+  // Without the lock: status() must not wait for the driver.
   for (const auto& slice : pinned) {
     try {
       driver_.unregister_host(reinterpret_cast<void*>(slice.address));
       munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
     } catch (const std::exception& error) {
       warn(std::string("a slice of backup memory stays pinned: ") + error.what());
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock(mutex_);
       add_slice(slice);
       target_ = std::max(target_, capacity_);
     }
@@ -309,7 +322,7 @@ void HostPool::trim() {
 }
 
 HostPoolStatus HostPool::status() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return {used_, capacity_, std::max(target_, capacity_), limit_};
 }
 

@@ -4,12 +4,12 @@
 #include <cstddef>
 #include <exception>
 #include <map>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
+#include "support/mutex.hpp"
 #include "support/range_set.hpp"
 
 namespace memsaver {
@@ -17,17 +17,17 @@ namespace memsaver {
 struct HostPoolStatus {
   std::size_t used_bytes;      // handed out
   std::size_t capacity_bytes;  // pinned and ready
-  std::size_t target_bytes;    // what the growth under way leads to
+  std::size_t target_bytes;    // capacity after the growth under way
   std::size_t limit_bytes;
 };
 
-// Pinned host memory in exactly the size that is asked for.
+// Pinned host memory, exactly as much as is requested.
 //
-// Memory comes in slices, made by several threads side by side: mapped, huge pages advised, on the NUMA node of the
-// device, touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so it is done
-// by one thread at a time: while an operation waits for memory by the taker itself, between its copies (on an H200 the
-// first release of 16 GiB ran at 26 to 32 GB/s with registrations from 6 to 16 other threads), otherwise by the makers.
-// One copy may not span two slices, so no range that is handed out does.
+// Memory comes in slices that several threads make in parallel: mapped, with huge pages advised, on the NUMA node of
+// the device, touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one
+// thread at a time does it: while an operation waits for memory, the thread in take(), between its copies (on an H200
+// the first release of 16 GiB ran at 26 to 32 GB/s with registrations from 6 to 16 other threads); otherwise the
+// makers. A copy may not span two slices, so neither does a range that is handed out.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -36,17 +36,17 @@ class HostPool {
   HostPool& operator=(const HostPool&) = delete;
   ~HostPool();
 
-  // Throws ErrorKind::out_of_host_memory where `bytes` more than now handed out would pass the limit, or where the
-  // machine does not have the part of them that is not pinned yet.
+  // Throws ErrorKind::out_of_host_memory if `bytes` more would exceed the limit, or if the part of them that is not
+  // pinned yet exceeds the machine's available memory.
   void check(std::size_t bytes);
 
-  // Grows in the background until `bytes` could be handed out beyond what is now, where the machine has that much.
-  // Returns at once; a failure reaches those who wait in take().
+  // Grows in the background until `bytes` more could be handed out, as far as the machine has memory. A failure is
+  // reported by take().
   void start_growth(std::size_t bytes);
-  // Returns when no growth is under way. Throws what stopped the last one.
+  // Returns when no growth is under way. Throws the error that stopped the last one.
   void wait_for_growth();
 
-  // While one of these lives, takers register slices themselves.
+  // While one of these exists, take() registers slices itself.
   class Urgent {
    public:
     explicit Urgent(HostPool& pool) : pool_(pool) { pool_.set_urgent(1); }
@@ -59,18 +59,18 @@ class HostPool {
   };
 
   enum class Use {
-    backup,   // within the limit
-    passing,  // on the way to or from a file: where the limit has room besides, and backups do not have to wait for it
-    must_pass,  // the same, whatever the limit says: without it what lies in the file could not be brought back
+    backup,     // within the limit; bounce memory does not count
+    passing,    // bounce memory for files: within the limit besides backups
+    must_pass,  // bounce memory without a limit: content in a file could not be restored without it
   };
 
-  // Ranges of `bytes` in all (rounded up to pages), waiting for a growth under way, and growing where none is. Their
-  // content is undefined, but what the last page has beyond `bytes` is zero: once they are written, nothing is left of
-  // whoever had them before. Throws ErrorKind::out_of_host_memory, with nothing taken.
+  // Ranges of `bytes` in all, rounded up to pages. Waits for a growth under way, and grows if there is none. The
+  // content is undefined, but the last page is zero beyond `bytes`: after a write nothing is left of earlier content.
+  // Throws ErrorKind::out_of_host_memory, with nothing taken.
   [[nodiscard]] std::vector<HostRange> take(std::size_t bytes, Use use = Use::backup);
   void give(const std::vector<HostRange>& ranges, Use use = Use::backup);
 
-  // Unpins and unmaps every slice that is not in use; what the driver does not unpin stays, with a warning.
+  // Unpins and unmaps every unused slice. Logs a warning for slices that the driver fails to unpin, and keeps them.
   void trim();
 
   [[nodiscard]] HostPoolStatus status() const;
@@ -85,33 +85,36 @@ class HostPool {
     std::size_t bytes;
   };
   [[nodiscard]] Touched make_slice(std::size_t bytes) const;
-  void grow_to(std::size_t capacity);
+  void grow_to(std::size_t capacity) REQUIRES(mutex_);
   void grow();
   void stop_growth();
   void set_urgent(int change);
-  bool register_one(std::unique_lock<std::mutex>& lock);
-  void add_slice(const Touched& slice);
+  bool register_one() REQUIRES(mutex_);
+  void add_slice(const Touched& slice) REQUIRES(mutex_);
+  void wait_for_capacity(std::size_t bytes, Use use) REQUIRES(mutex_);
+  [[nodiscard]] std::vector<HostRange> carve(std::size_t bytes) REQUIRES(mutex_);
+  [[nodiscard]] bool is_growing() const REQUIRES(mutex_) { return growers_ > 0 || registering_; }
 
   Driver& driver_;
   const std::size_t limit_;
   const int numa_node_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<std::uintptr_t, Slice> slices_;
-  std::map<std::uintptr_t, RangeSet> free_;  // by slice, so that ranges of neighbouring slices never merge
-  std::size_t used_ = 0;
-  std::size_t passing_ = 0;  // of these, what is on the way to or from files
-  std::size_t capacity_ = 0;
-  std::size_t target_ = 0;
-  std::vector<Touched> touched_;  // slices that only lack their registration
-  std::size_t under_way_ = 0;     // bytes of slices that are being made, touched or being registered
-  bool registering_ = false;
-  int urgent_ = 0;
-  std::size_t growers_ = 0;  // threads at work
-  bool stop_ = false;
-  std::exception_ptr growth_failure_;
-  std::vector<std::thread> threads_;
+  mutable Mutex mutex_;
+  std::condition_variable_any changed_;
+  std::map<std::uintptr_t, Slice> slices_ GUARDED_BY(mutex_);
+  std::map<std::uintptr_t, RangeSet> free_ GUARDED_BY(mutex_);  // by slice: ranges of adjacent slices never merge
+  std::size_t used_ GUARDED_BY(mutex_) = 0;
+  std::size_t passing_ GUARDED_BY(mutex_) = 0;  // the bounce memory in used_
+  std::size_t capacity_ GUARDED_BY(mutex_) = 0;
+  std::size_t target_ GUARDED_BY(mutex_) = 0;
+  std::vector<Touched> touched_ GUARDED_BY(mutex_);  // slices to be registered
+  std::size_t under_way_ GUARDED_BY(mutex_) = 0;     // bytes of slices that are made, touched or being registered
+  bool registering_ GUARDED_BY(mutex_) = false;
+  int urgent_ GUARDED_BY(mutex_) = 0;
+  std::size_t growers_ GUARDED_BY(mutex_) = 0;  // running maker threads
+  bool stop_ GUARDED_BY(mutex_) = false;
+  std::exception_ptr growth_failure_ GUARDED_BY(mutex_);
+  std::vector<std::thread> threads_ GUARDED_BY(mutex_);
 };
 
 }  // namespace memsaver

@@ -12,7 +12,7 @@ class KeptContent {
  public:
   // Appends [begin, end) of a block that is kept in host memory or as zeros, counted from the start of its allocation.
   void add(const Block& block, std::size_t begin, std::size_t end);
-  // Where all of it lies, if it is in one piece; else null.
+  // Its address, if it is in one piece and not zeros; else null.
   [[nodiscard]] const void* memory() const { return pieces_.size() == 1 ? pieces_.front().memory : nullptr; }
   // Writes all of it to `to`, several threads side by side.
   void copy_to(void* to) const;

@@ -52,8 +52,8 @@ bool load(Api& api, std::string& why) {
   return true;
 }
 
-// After these the context is unusable for the rest of the process (cuda.h: "leaves the process in an inconsistent
-// state", or a hardware fault).
+// After these errors the context is unusable for the rest of the process (cuda.h: "leaves the process in an
+// inconsistent state", or a hardware fault).
 bool loses_context(Result result) {
   switch (result) {
     case 214:  // ECC_UNCORRECTABLE

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-// The part of CUDA's driver API that we call, declared here so that no CUDA toolkit is needed to build. Types and
-// values follow cuda.h of CUDA 12 and 13, whose ABI is stable; tests/native checks them against it where it is at hand.
+// The part of CUDA's driver API in use, declared here so that the build needs no CUDA toolkit. Types and values are
+// those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
 namespace memsaver::cuda {
 
 using Result = int;
@@ -74,7 +74,7 @@ inline constexpr int kAttributeVirtualMemory = 102;
 inline constexpr int kAttributeRdmaWithVirtualMemory = 110;
 inline constexpr int kAttributeHostNumaId = 134;
 
-// name, symbol, cuda version whose variant of it we were written against, arguments
+// name, symbol, CUDA version of the variant in use, arguments
 #define MEMSAVER_CUDA_FUNCTIONS(X)                                                                                 \
   X(init, "cuInit", 2000, (unsigned))                                                                              \
   X(driver_get_version, "cuDriverGetVersion", 2020, (int*))                                                        \
@@ -126,14 +126,14 @@ inline constexpr int kAttributeHostNumaId = 134;
   X(launch_kernel, "cuLaunchKernel", 4000,                                                                         \
     (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
 
-// libcuda.so.1, opened at run time.
+// Functions of libcuda.so.1, opened at run time.
 struct Api {
 #define MEMSAVER_DECLARE(name, symbol, version, arguments) Result(*name) arguments = nullptr;
   MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_DECLARE)
 #undef MEMSAVER_DECLARE
 };
 
-// The API, or nullptr with the reason in `why` where libcuda, a device or a function that we need is missing.
+// The API, or nullptr with the reason in `why` if libcuda, a device or a required function is missing.
 [[nodiscard]] const Api* api(std::string* why) noexcept;
 
 // Throws the Error for a failed call of `symbol`.

@@ -5,9 +5,9 @@ namespace memsaver::cuda {
 inline constexpr unsigned kDigestThreads = 256;
 inline constexpr const char* kDigestKernelName = "memsaver_digest";
 
-// support/digest.hpp on the device, one thread block for each item. Eight 16-byte loads are in flight in each thread,
-// which is what keeps the memory busy; the arithmetic (two 64 x 64 -> 128 products a word) hides behind them.
-// __ldcs: the content is read once, so it should not push the engine's lines out of the cache.
+// support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
+// memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs: the content is read once, so it should
+// not evict the engine's lines from the cache.
 inline constexpr const char* kDigestKernelSource = R"cuda(
 typedef unsigned long long u64;
 

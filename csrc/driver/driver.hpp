@@ -16,11 +16,11 @@ enum class Stream : std::uint64_t {};  // a queue of copies and kernels on one d
 enum class Event : std::uint64_t {};   // a point in a stream
 
 struct DeviceInfo {
-  std::string uuid;         // the driver's name of the device, as NVML spells it
-  std::string name;         // the product's name
+  std::string uuid;         // as NVML writes it
+  std::string name;         // of the product
   std::size_t total_bytes;  // memory of the device
   std::size_t granularity;  // every reservation, handle and mapping is a multiple of it
-  int numa_node;            // of the host memory next to the device, -1 where unknown
+  int numa_node;            // of the host memory closest to the device, -1 if unknown
   bool rdma;                // memory is created GPUDirect-RDMA capable
 };
 
@@ -29,16 +29,16 @@ struct MemoryInfo {
   std::size_t total_bytes;
 };
 
-// Where a process's share of a device is accounted for, for a helper that checkpoints it from outside.
+// A process's slot in a HostAccount, for a helper that checkpoints it from outside.
 struct DeviceAccount {
   int file;
   int slot;
 };
 
-// What a virtual-memory driver can do: the one seam to the machine.
+// The interface to devices and their virtual memory.
 //
-// Every function throws Error and then has had no effect, unless its comment says otherwise. All may be called from
-// any thread; calls on one stream must not overlap. `device` counts as torch does in this process.
+// A function that throws Error had no effect, unless its comment says otherwise. Any thread may call any function, but
+// calls on one stream must not overlap. `device` is torch's index in this process.
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -46,7 +46,7 @@ class Driver {
   [[nodiscard]] virtual const char* name() const noexcept = 0;
   [[nodiscard]] virtual int device_count() = 0;
   [[nodiscard]] virtual DeviceInfo device_info(int device) = 0;
-  // What is free at this moment. Another process may take it before the caller does.
+  // A snapshot: another process may take the free memory at any time.
   [[nodiscard]] virtual MemoryInfo memory_info(int device) = 0;
 
   // Address space without memory behind it.
@@ -55,43 +55,42 @@ class Driver {
 
   // Physical memory without an address. Content is undefined. Out of memory is ErrorKind::out_of_device_memory.
   [[nodiscard]] virtual Handle create(int device, std::size_t bytes) = 0;
-  // Gives memory back. It must not be mapped any more.
+  // Returns memory to the device. It must be unmapped.
   virtual void release(int device, Handle handle, std::size_t bytes) = 0;
 
-  // Puts a whole handle behind a reserved range. Readable only after allow_access.
+  // Maps a whole handle to a reserved range. Accessible only after allow_access.
   virtual void map(int device, Address address, std::size_t bytes, Handle handle) = 0;
-  // Lets `device`, and those of `peers` that can reach its memory, read and write a mapped range.
+  // Gives `device`, and those of `peers` that can access its memory, read and write access to a mapped range.
   virtual void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) = 0;
-  // The range of a whole handle. Nothing may be using it: synchronize first.
+  // Unmaps the range of a whole handle. Nothing may be using it: synchronize first.
   virtual void unmap(int device, Address address, std::size_t bytes) = 0;
 
   // Waits for all work of this process on the device.
   virtual void synchronize(int device) = 0;
 
-  // Gives back what the driver caches for allocations inside of CUDA graphs and no graph uses now.
+  // Returns cached memory of allocations in CUDA graphs that no graph uses now.
   virtual void trim_graph_memory(int device) = 0;
-  // Bytes that it holds for them, in use or cached.
+  // Bytes reserved for allocations in CUDA graphs, in use or cached.
   [[nodiscard]] virtual std::size_t graph_memory(int) { return 0; }
 
   [[nodiscard]] virtual Stream create_stream(int device) = 0;
   virtual void destroy_stream(int device, Stream stream) = 0;
-  // Copies are asynchronous; the host range must lie within one registered range to run at the link's speed.
+  // Asynchronous. Copies run at the link's speed if the host range lies within one registered range.
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
-  // The digest of each item into results[i], asynchronously. Both arrays must lie in registered host memory and live
-  // until the stream has passed. Only where has_digest(device).
+  // Writes the digest of each item to results[i], asynchronously. Both arrays must lie in registered host memory and
+  // outlive the operation. Only if has_digest(device).
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
-  // Does in advance what has_digest needs time for and the device does not notice, so also while others use or capture
-  // its streams. Needs no lock of the caller; never throws.
+  // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
   virtual void prepare_digest(int) noexcept {}
-  // Whether digest works there. May compile a kernel at the first call; never throws.
+  // True if digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
-  // Whether a digest costs far less than a copy of the same bytes.
+  // True if a digest costs far less than a copy of the same bytes.
   [[nodiscard]] virtual bool digest_is_cheap() const noexcept = 0;
 
-  // A point behind all that the stream holds now. It belongs to the caller until recycle().
+  // An event after all current work of the stream. The caller owns it until recycle().
   [[nodiscard]] virtual Event record(int device, Stream stream) = 0;
   [[nodiscard]] virtual bool done(int device, Event event) = 0;
   virtual void wait(int device, Event event) = 0;
@@ -103,22 +102,12 @@ class Driver {
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
 
-  // What the first call said that found the context lost, whoever made it; empty while it is not.
+  // The message of the first failure that lost the context; empty if it is not lost.
   [[nodiscard]] virtual std::string loss() const { return {}; }
 
-  // One for each device, where this process is checkpointed by way of its accounts; none where the operating system's
-  // number of it is enough. The descriptors stay the driver's.
+  // One per device, if a checkpoint of this process needs them besides its process id. The driver keeps the
+  // descriptors.
   [[nodiscard]] virtual std::vector<DeviceAccount> accounts() { return {}; }
 };
-
-// Whether libcuda is here and finds a device; where not, `why` says what is missing.
-[[nodiscard]] bool cuda_available(std::string* why) noexcept;
-
-// Whether the NVIDIA driver can checkpoint processes.
-[[nodiscard]] bool cuda_can_checkpoint() noexcept;
-
-// Whether kernels of `device` can use memory at `address` that another device holds: peer access is on. False where
-// that cannot be told. `device` must have a context.
-[[nodiscard]] bool cuda_reaches(int device, Address address) noexcept;
 
 }  // namespace memsaver

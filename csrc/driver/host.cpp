@@ -8,11 +8,11 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 
 #include "driver/host_account.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
+#include "support/mutex.hpp"
 
 namespace memsaver {
 
@@ -25,8 +25,8 @@ Error system_failure(const char* call, int code, std::size_t bytes) {
       .with_bytes(bytes);
 }
 
-// Physical memory is ranges of one memfd for each device, so that a process needs one descriptor however many handles
-// it has. A handle is an offset, never used twice; its pages are committed by create and punched out by release.
+// Physical memory is ranges of one memfd per device: one descriptor for any number of handles. A handle is an offset,
+// never reused, plus one; create() commits its pages and release() punches them out.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)
@@ -42,7 +42,7 @@ class HostDevice {
     account->take(bytes);
     off_t offset;
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const Lock lock(mutex_);
       offset = next_;
       next_ += static_cast<off_t>(bytes);
     }
@@ -83,8 +83,8 @@ class HostDevice {
   static off_t offset_of(Handle handle) { return static_cast<off_t>(static_cast<std::uint64_t>(handle) - 1); }
 
   int file_ = -1;
-  std::mutex mutex_;
-  off_t next_ = 0;
+  Mutex mutex_;
+  off_t next_ GUARDED_BY(mutex_) = 0;
 };
 
 class HostDriver final : public Driver {
@@ -142,7 +142,7 @@ class HostDriver final : public Driver {
     }
   }
 
-  // Work on this device is done when its call returns, so there is never anything to wait for.
+  // Calls are synchronous: there is never anything to wait for.
   void synchronize(int device) override { at(device); }
   void trim_graph_memory(int device) override { at(device); }
   Stream create_stream(int device) override {
@@ -164,7 +164,7 @@ class HostDriver final : public Driver {
     for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
   }
   bool has_digest(int) noexcept override { return true; }
-  // A processor digests memory about as fast as it copies it.
+  // A CPU digests memory about as fast as it copies it.
   bool digest_is_cheap() const noexcept override { return false; }
 
   Event record(int, Stream) override { return Event{1}; }

@@ -1,204 +1,128 @@
 #include "driver/host_account.hpp"
 
 #include <fcntl.h>
-#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "support/error.hpp"
+#include "support/scope_exit.hpp"
 
 namespace memsaver {
 
 namespace {
 
-constexpr int kSlots = 256;
-constexpr off_t kLedgerLock = 0;  // the byte whose lock guards the ledger; slot i is guarded by byte 1 + i
+constexpr int kSlots = HostLedger::kSlots;
 
-Error failure(const std::string& what, const std::string& path) {
+const char* name_of(HostAccount::State state) {
+  constexpr const char* names[] = {"running", "locked", "checkpointed"};
+  return names[static_cast<std::uint32_t>(state)];
+}
+
+Error open_failure(const char* what, const std::string& path) {
   return Error(ErrorKind::configuration,
                "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")");
 }
 
-struct flock record(off_t byte, short type) {
-  struct flock lock{};
-  lock.l_type = type;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = byte;
-  lock.l_len = 1;
-  return lock;
-}
-
-std::string path_of(const std::string& name) {
-  for (const char c : name) {
-    const bool plain =
-        (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '-' || c == '_' || c == '.';
-    if (!plain) {
-      throw Error(ErrorKind::configuration,
-                  "MEMSAVER_HOST_DEVICE: the name '" + name + "' may hold letters, digits, '-', '_' and '.' only");
-    }
-  }
-  return "/dev/shm/memsaver-" + std::to_string(getuid()) + "-" + name;
-}
-
 }  // namespace
 
-struct HostAccount::Ledger {
-  std::uint64_t capacity_bytes;
-  struct Slot {
-    std::uint64_t used_bytes;
-  } slots[kSlots];
-  struct Hibernation {
-    std::atomic<std::uint32_t> state;  // a State; also what those who wait for it wait on
-    std::uint32_t reserved;
-    std::uint64_t kept_bytes;  // what the process holds while it is checkpointed, and used_bytes does not count
-  } hibernations[kSlots];
-
-  // What a process that takes the slot, or leaves it, starts from.
-  void clear(int slot) {
-    slots[slot].used_bytes = 0;
-    hibernations[slot].kept_bytes = 0;
-    hibernations[slot].state = 0;
-  }
-};
-
-namespace {
-
-const char* name_of(HostAccount::State state) {
-  constexpr const char* names[] = {"running", "locked", "checkpointed", "failed"};
-  return names[static_cast<std::uint32_t>(state)];
-}
-
-// Between processes, hence not FUTEX_PRIVATE_FLAG.
-void wait_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
-  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, value, nullptr, nullptr, 0);
-}
-void wake_all(std::atomic<std::uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-}  // namespace
-
-class HostAccount::Guard {
+// Excludes other threads and other processes.
+class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
  public:
-  explicit Guard(HostAccount& account) : threads_(account.mutex_), account_(account) {
-    auto lock = record(kLedgerLock, F_WRLCK);
-    while (fcntl(account_.file_, F_SETLKW, &lock) != 0) {
-      if (errno != EINTR) throw failure("cannot be locked", account_.path_);
-    }
+  explicit Guard(HostAccount& account) ACQUIRE(account.mutex_) : threads_(account.mutex_), ledger_(account.ledger_) {
+    ledger_.lock();
   }
   Guard(const Guard&) = delete;
   Guard& operator=(const Guard&) = delete;
-  ~Guard() {
-    auto lock = record(kLedgerLock, F_UNLCK);
-    fcntl(account_.file_, F_SETLK, &lock);
-  }
+  ~Guard() RELEASE() { ledger_.unlock(); }
 
  private:
-  std::lock_guard<std::mutex> threads_;
-  HostAccount& account_;
+  const Lock threads_;
+  HostLedgerFile& ledger_;
 };
 
+// The named accounts of this process: closing any descriptor of a file would drop all record locks on it.
 struct HostAccount::Registry {
-  std::mutex mutex;
-  std::map<std::string, std::weak_ptr<HostAccount>> accounts;
+  Mutex mutex;
+  std::map<std::string, std::weak_ptr<HostAccount>> accounts GUARDED_BY(mutex);
 
   static Registry& instance() {
-    static auto* registry = new Registry;
+    static auto* const registry = new Registry;
+    // Destructors of what the interpreter holds do not run. Without this handler the file would stay, unused.
+    static const int at_exit = std::atexit(leave_all);
+    static_cast<void>(at_exit);
     return *registry;
   }
 
-  // A forked child has locks of its own, and so it has accounts of its own.
+  // A forked child has locks of its own, and so it needs accounts of its own.
   static std::string key_of(const std::string& name) { return std::to_string(getpid()) + "/" + name; }
 
-  // At the process's end, which comes without the destructor of what the interpreter still holds.
   static void leave_all() {
     Registry& registry = instance();
-    const std::unique_lock<std::mutex> lock(registry.mutex, std::try_to_lock);
-    if (!lock) return;  // forked while another thread held it, or that thread is at it still
+    if (!registry.mutex.try_lock()) return;  // held by another thread, or forked while it was
     const std::string own = key_of("");
     for (const auto& [key, held] : registry.accounts) {
       if (key.compare(0, own.size(), own) != 0) continue;
       if (const auto account = held.lock()) account->leave();
     }
+    registry.mutex.unlock();
   }
 };
 
 std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::size_t capacity_bytes) {
   if (name.empty()) {
     const int file = memfd_create("memsaver-account", MFD_CLOEXEC);
-    if (file < 0) throw failure("cannot be created", "(private)");
-    std::shared_ptr<HostAccount> account(new HostAccount("", file, capacity_bytes));
+    if (file < 0) throw open_failure("cannot be created", "(private)");
+    std::shared_ptr<HostAccount> account(new HostAccount("", file));
+    account->join(capacity_bytes);
     return account;
   }
-  // One object for each name in a process: closing any descriptor of the file would drop all record locks on it.
   Registry& registry = Registry::instance();
-  static const int at_exit = std::atexit(Registry::leave_all);
-  static_cast<void>(at_exit);  // without it the file stays behind, which holds nothing
-  const std::lock_guard<std::mutex> lock(registry.mutex);
+  const Lock lock(registry.mutex);
   auto& known = registry.accounts[Registry::key_of(name)];
   if (auto account = known.lock()) return account;
-  const std::string path = path_of(name);
+  const std::string path = HostLedgerFile::path_of(name);
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (file < 0) throw failure("cannot be opened", path);
-    std::shared_ptr<HostAccount> account(new HostAccount(path, file, capacity_bytes));
-    struct stat status{};
-    if (fstat(file, &status) == 0 && status.st_nlink > 0) {
+    if (file < 0) throw open_failure("cannot be opened", path);
+    std::shared_ptr<HostAccount> account(new HostAccount(path, file));
+    account->join(capacity_bytes);
+    if (account->ledger_.has_name()) {
       known = account;
       return account;
     }
-    // The last process left between our open and our lock and took the file's name with it: open the next one.
-    account->path_.clear();
+    // Between our open and our lock the last process left and deleted the file: open the next one.
+    account->ledger_.forget_path();
   }
 }
 
 std::shared_ptr<HostAccount> HostAccount::of_another(int file, int slot) {
   struct stat status{};
   if (slot < 0 || slot >= kSlots || fstat(file, &status) != 0 ||
-      status.st_size < static_cast<off_t>(sizeof(HostAccount::Ledger))) {
+      status.st_size < static_cast<off_t>(sizeof(HostLedger))) {
     throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " is no host device account");
   }
   std::shared_ptr<HostAccount> account(new HostAccount("", file));
-  account->map_ledger();
+  account->ledger_.map();
   account->slot_ = slot;
   account->own_ = false;
   return account;
 }
 
-HostAccount::HostAccount(std::string path, int file) : path_(std::move(path)), file_(file) {}
-
-HostAccount::HostAccount(std::string path, int file, std::size_t capacity_bytes) : path_(std::move(path)), file_(file) {
-  try {
-    join(capacity_bytes);
-  } catch (...) {
-    if (ledger_ != nullptr) munmap(ledger_, sizeof(Ledger));
-    close(file_);
-    throw;
-  }
-}
-
-void HostAccount::map_ledger() {
-  void* memory = mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-  if (memory == MAP_FAILED) throw failure("cannot be mapped", path_);
-  ledger_ = static_cast<Ledger*>(memory);
-}
-
+// Takes a free slot. When it throws, the account may only be destroyed.
 void HostAccount::join(std::size_t capacity_bytes) {
   const Guard guard(*this);
-  if (ftruncate(file_, sizeof(Ledger)) != 0) throw failure("cannot be sized", path_);
-  map_ledger();
+  ledger_.resize();
+  ledger_.map();
   int free_slot = -1;
   bool alone = true;
-  const int slots = path_.empty() ? 1 : kSlots;  // a private account has nobody else to look for
+  const int slots = ledger_.path().empty() ? 1 : kSlots;  // a private account has one process
   for (int slot = 0; slot < slots; ++slot) {
     if (slot_lives(slot)) {
       alone = false;
@@ -206,45 +130,40 @@ void HostAccount::join(std::size_t capacity_bytes) {
       free_slot = slot;
     }
   }
-  if (free_slot < 0) throw Error(ErrorKind::configuration, "host device account " + path_ + ": all slots are taken");
+  if (free_slot < 0) {
+    throw Error(ErrorKind::configuration, "host device account " + ledger_.path() + ": all slots are taken");
+  }
   if (!alone && ledger_->capacity_bytes != capacity_bytes) {
-    throw Error(ErrorKind::configuration,
-                "MEMSAVER_HOST_CAPACITY is " + std::to_string(capacity_bytes) + " bytes, but a process that shares " +
-                    path_ + " uses " + std::to_string(ledger_->capacity_bytes) + ": give all of them the same value");
+    throw Error(ErrorKind::configuration, "MEMSAVER_HOST_CAPACITY is " + std::to_string(capacity_bytes) +
+                                              " bytes, but a process that shares " + ledger_.path() + " uses " +
+                                              std::to_string(ledger_->capacity_bytes) +
+                                              ": give all of them the same value");
   }
   ledger_->capacity_bytes = capacity_bytes;
   ledger_->clear(free_slot);
-  auto lock = record(1 + free_slot, F_WRLCK);
-  if (fcntl(file_, F_SETLK, &lock) != 0) throw failure("cannot lock a slot", path_);
+  ledger_.take_slot(free_slot);
   slot_ = free_slot;
 }
 
-HostAccount::~HostAccount() {
-  leave();
-  if (ledger_ != nullptr) munmap(ledger_, sizeof(Ledger));
-  close(file_);
-}
+HostAccount::~HostAccount() { leave(); }
 
+// What the process holds stops counting, and the file is deleted if no other process uses it. Does nothing when
+// repeated.
 void HostAccount::leave() noexcept {
-  if (path_.empty() || !own_) return;
+  if (ledger_.path().empty() || !own_ || slot_ < 0) return;
   try {
     const Guard guard(*this);
     ledger_->clear(slot_);
     left_ = true;
     bool alone = true;
     for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
-    if (alone) unlink(path_.c_str());
-    path_.clear();
+    alone ? ledger_.remove() : ledger_.forget_path();
   } catch (const Error&) {
-    // The kernel drops our slot with the descriptor; the file stays and is taken over.
+    // The kernel drops the slot with the descriptor; the file stays and is reused.
   }
 }
 
-bool HostAccount::slot_lives(int slot) const {
-  if (own_ && slot == slot_) return true;
-  auto lock = record(1 + slot, F_WRLCK);
-  return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
-}
+bool HostAccount::slot_lives(int slot) const { return (own_ && slot == slot_) || ledger_.slot_is_taken(slot); }
 
 std::size_t HostAccount::sum_of_the_living() {
   std::size_t sum = 0;
@@ -263,11 +182,12 @@ std::size_t HostAccount::free_bytes() {
 
 void HostAccount::take(std::size_t bytes) {
   auto& state = ledger_->hibernations[slot_].state;
+  constexpr auto running = static_cast<std::uint32_t>(State::running);
   for (;;) {
     {
       const Guard guard(*this);
       if (left_) throw Error(ErrorKind::driver, "the process is ending");
-      if (state == static_cast<std::uint32_t>(State::running)) {
+      if (state == running) {
         const std::size_t free = free_bytes();
         if (bytes > free) {
           throw Error::from_driver(ErrorKind::out_of_device_memory, "create", "OUT_OF_MEMORY",
@@ -278,18 +198,15 @@ void HostAccount::take(std::size_t bytes) {
         return;
       }
     }
-    for (std::uint32_t now = state; now != static_cast<std::uint32_t>(State::running); now = state) {
-      wait_while(state, now);
-    }
+    for (std::uint32_t now = state; now != running; now = state) futex_wait(state, now);
   }
 }
 
 void HostAccount::give(std::size_t bytes) {
   const Guard guard(*this);
   if (left_) return;
-  auto& hibernation = ledger_->hibernations[slot_];
-  // A process that failed for good may have been lost before its bytes were moved, or after.
-  (hibernation.kept_bytes >= bytes ? hibernation.kept_bytes : ledger_->slots[slot_].used_bytes) -= bytes;
+  auto& kept_bytes = ledger_->hibernations[slot_].kept_bytes;
+  (kept_bytes >= bytes ? kept_bytes : ledger_->slots[slot_].used_bytes) -= bytes;
 }
 
 HostAccount::State HostAccount::state() {
@@ -297,7 +214,6 @@ HostAccount::State HostAccount::state() {
   return static_cast<State>(ledger_->hibernations[slot_].state.load());
 }
 
-// Only with the guard.
 void HostAccount::step(const char* call, State from, State to) {
   auto& word = ledger_->hibernations[slot_].state;
   const auto now = static_cast<State>(word.load());
@@ -305,7 +221,7 @@ void HostAccount::step(const char* call, State from, State to) {
     throw Error::from_driver(ErrorKind::driver, call, "ILLEGAL_STATE", std::string("the process is ") + name_of(now));
   }
   word = static_cast<std::uint32_t>(to);
-  wake_all(word);
+  futex_wake_all(word);
 }
 
 void HostAccount::lock() {
@@ -316,8 +232,7 @@ void HostAccount::lock() {
 void HostAccount::checkpoint() {
   const Guard guard(*this);
   step("checkpoint", State::locked, State::checkpointed);
-  ledger_->hibernations[slot_].kept_bytes = ledger_->slots[slot_].used_bytes;
-  ledger_->slots[slot_].used_bytes = 0;
+  ledger_->hibernations[slot_].kept_bytes = std::exchange(ledger_->slots[slot_].used_bytes, 0);
 }
 
 void HostAccount::restore() {
@@ -329,8 +244,7 @@ void HostAccount::restore() {
         .with_memory(hibernation.kept_bytes, free);
   }
   step("restore", State::checkpointed, State::locked);
-  ledger_->slots[slot_].used_bytes = hibernation.kept_bytes;
-  hibernation.kept_bytes = 0;
+  ledger_->slots[slot_].used_bytes = std::exchange(hibernation.kept_bytes, 0);
 }
 
 void HostAccount::unlock() {
@@ -338,16 +252,9 @@ void HostAccount::unlock() {
   step("unlock", State::locked, State::running);
 }
 
-void HostAccount::lose() {
-  const Guard guard(*this);
-  ledger_->hibernations[slot_].state = static_cast<std::uint32_t>(State::failed);
-}
-
 std::size_t HostAccount::used_bytes() {
   const Guard guard(*this);
   return sum_of_the_living();
 }
-
-std::size_t HostAccount::capacity_bytes() const noexcept { return ledger_->capacity_bytes; }
 
 }  // namespace memsaver

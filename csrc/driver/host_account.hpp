@@ -3,81 +3,76 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
+
+#include "driver/host_ledger.hpp"
+#include "support/mutex.hpp"
 
 namespace memsaver {
 
-// How much of a host device is taken, by every process that names it.
+// How much of a host device is in use, by all processes that name it.
 //
-// A named account lives in a small file in shared memory, with one slot for each process. A process proves that it
-// lives by a POSIX record lock on its slot, which the kernel drops when the process ends, however it ends; so what a
-// dead process held counts as free at once. The file goes with the last process that leaves cleanly; one left behind
-// by a killed process holds nothing and is taken over by the next. An account without a name is private to its owner.
+// A named account is a small file in shared memory with one slot per process. What a process holds counts as free as
+// soon as it is dead, however it died: the kernel drops its lock on the slot. The last process that exits normally
+// deletes the file; one left behind by a killed process holds nothing and is reused. An account without a name is
+// private to its owner.
 //
-// A process can be checkpointed from outside, as the CUDA driver does it: what it holds stops counting, and what it
-// asks for waits, until it is restored. Its state is in the ledger, so that any helper process finds it there.
+// A process can be checkpointed from outside, as by the CUDA driver: until it is restored, what it holds does not
+// count, and what it requests waits. The state is in the file, where any helper process finds it.
 class HostAccount {
  public:
-  enum class State : std::uint32_t { running, locked, checkpointed, failed };
+  enum class State : std::uint32_t { running, locked, checkpointed };
 
-  // Throws ErrorKind::configuration: the file cannot be used, every slot is taken, or another process lives on the
-  // account with another capacity.
+  // The same object for the same name in one process.
+  // Throws ErrorKind::configuration: the file cannot be used, every slot is taken, or another process uses the account
+  // with another capacity.
   static std::shared_ptr<HostAccount> open(const std::string& name, std::size_t capacity_bytes);
+
+  // The account of another process, which holds `slot`, for a helper that inherited the descriptor `file`.
+  // Throws ErrorKind::configuration: the descriptor is not of an account, or it has no such slot.
+  static std::shared_ptr<HostAccount> of_another(int file, int slot);
 
   HostAccount(const HostAccount&) = delete;
   HostAccount& operator=(const HostAccount&) = delete;
   ~HostAccount();
 
-  // The account of another process, which holds `slot` of it: for a helper that inherited the descriptor `file`.
-  // Throws ErrorKind::configuration: the descriptor is no account's, or it has no such slot.
-  static std::shared_ptr<HostAccount> of_another(int file, int slot);
-
-  // Takes `bytes`; throws ErrorKind::out_of_device_memory, with nothing taken, where they are not free. Waits while the
-  // process is not running.
+  // Waits while the process is not running. Throws ErrorKind::out_of_device_memory, with nothing taken, if `bytes` are
+  // not free.
   void take(std::size_t bytes);
-  // Never waits: what is given back while checkpointed is not taken again at the restore.
+  // Never waits: what is returned while checkpointed is not taken again by restore().
   void give(std::size_t bytes);
   [[nodiscard]] std::size_t used_bytes();
-  [[nodiscard]] std::size_t capacity_bytes() const noexcept;
+  [[nodiscard]] std::size_t capacity_bytes() const noexcept { return ledger_->capacity_bytes; }
 
-  // What a helper needs for of_another().
-  [[nodiscard]] int file() const noexcept { return file_; }
+  // The arguments for of_another().
+  [[nodiscard]] int file() const noexcept { return ledger_.descriptor(); }
   [[nodiscard]] int slot() const noexcept { return slot_; }
 
-  // The process's state, and the steps from one to the next. A step from a state that is not the one before it throws
-  // ErrorKind::driver and changes nothing.
+  // The process's state, and the steps between states. A step from another state throws ErrorKind::driver and changes
+  // nothing.
   [[nodiscard]] State state();
   void lock();        // running -> locked
   void checkpoint();  // locked -> checkpointed
-  // checkpointed -> locked. Throws ErrorKind::out_of_device_memory, still checkpointed, where others hold the memory.
+  // checkpointed -> locked. Throws ErrorKind::out_of_device_memory, still checkpointed, if others hold the memory.
   void restore();
   void unlock();  // locked -> running
-  // For tests: the process counts as one that cannot be restored.
-  void lose();
 
  private:
-  struct Ledger;
   struct Registry;
   class Guard;
-  HostAccount(std::string path, int file);
-  HostAccount(std::string path, int file, std::size_t capacity_bytes);
-  void map_ledger();
+  HostAccount(std::string path, int file) : ledger_(std::move(path), file) {}
   void join(std::size_t capacity_bytes);
-  // What the process holds stops counting, and the file goes where nobody else lives. Nothing the second time.
   void leave() noexcept;
-  void step(const char* call, State from, State to);
-  std::size_t free_bytes();
-  std::size_t sum_of_the_living();
-  bool slot_lives(int slot) const;
+  void step(const char* call, State from, State to) REQUIRES(mutex_);
+  [[nodiscard]] std::size_t free_bytes() REQUIRES(mutex_);
+  [[nodiscard]] std::size_t sum_of_the_living() REQUIRES(mutex_);
+  [[nodiscard]] bool slot_lives(int slot) const;
 
-  std::string path_;
-  int file_;
-  Ledger* ledger_ = nullptr;
+  HostLedgerFile ledger_;  // its content: only within a Guard, but for capacity_bytes and states
   int slot_ = -1;
-  bool own_ = true;    // the slot is this process's
-  bool left_ = false;  // nothing counts any more, whatever other threads still take and give
-  std::mutex mutex_;   // record locks belong to the process: its threads exclude each other here
+  bool own_ = true;  // the slot is this process's
+  Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other
+  bool left_ GUARDED_BY(mutex_) = false;  // what other threads still take and give does not count any more
 };
 
 }  // namespace memsaver

@@ -9,17 +9,17 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <mutex>
 #include <vector>
 
 #include "support/error.hpp"
+#include "support/mutex.hpp"
 
 namespace memsaver::cuda {
 
 namespace {
 
-std::mutex path_mutex;
-std::string& torch_path() {
+Mutex path_mutex;
+std::string& torch_path() REQUIRES(path_mutex) {
   static auto* path = new std::string;
   return *path;
 }
@@ -38,7 +38,7 @@ struct Nvrtc {
 Nvrtc open_nvrtc() {
   std::vector<std::string> names;
   {
-    const std::lock_guard<std::mutex> lock(path_mutex);
+    const Lock lock(path_mutex);
     if (!torch_path().empty()) names.push_back(torch_path());
   }
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) names.emplace_back(name);
@@ -87,7 +87,7 @@ std::string cache_folder() {
   return folder;
 }
 
-// Machine code is run as it is, so it is taken from a file of this user's own only.
+// Cached code is run unchecked, so only files that this user alone can write are read.
 std::string read_own_file(const std::string& path) {
   struct stat status{};
   if (lstat(path.c_str(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != getuid() ||
@@ -115,7 +115,7 @@ void write_atomically(const std::string& path, const std::string& content) {
 }  // namespace
 
 void set_nvrtc_path(const std::string& path) {
-  const std::lock_guard<std::mutex> lock(path_mutex);
+  const Lock lock(path_mutex);
   torch_path() = path;
 }
 

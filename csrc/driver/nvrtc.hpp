@@ -4,12 +4,12 @@
 
 namespace memsaver::cuda {
 
-// Names the NVRTC library that torch brings along; used where the dynamic linker does not find one by itself.
+// Sets the path of the NVRTC library in torch's packages. It is tried first.
 void set_nvrtc_path(const std::string& path);
 
-// Machine code of CUDA C++ `source` for `architecture` ("sm_90"). Compiled once, then kept in the user's cache folder
-// (XDG_CACHE_HOME, else ~/.cache, below memsaver/) under a name made of source, architecture and compiler.
-// Throws ErrorKind::configuration where NVRTC is missing or refuses the source.
+// Machine code of CUDA C++ `source` for `architecture` ("sm_90"). Cached in the user's cache folder ($XDG_CACHE_HOME or
+// ~/.cache, below memsaver/), keyed by source, architecture and compiler.
+// Throws ErrorKind::configuration if NVRTC is missing or rejects the source.
 [[nodiscard]] std::string compile(const std::string& source, const std::string& architecture);
 
 }  // namespace memsaver::cuda

@@ -12,8 +12,8 @@ namespace {
 using Result = int;
 constexpr Result kSuccess = 0;
 
-// A restore that runs out of device memory half way leaves a process that the driver (seen on 580) cannot restore any
-// more, not even with memory to spare. So it gets this much more than the process held.
+// After a restore that runs out of device memory, driver 580 cannot restore the process any more, even with enough free
+// memory. So restore() requires this much more than the process held.
 constexpr std::size_t kSpareBytes = std::size_t{64} << 20;
 
 // Layouts of CUDA 12.8 and later; all reserved bytes are zero.
@@ -48,7 +48,6 @@ class CudaProcess final : public Process {
 
   // A process without a context yet counts as running.
   const char* state() override {
-    if (lost_) return "failed";
     int value = 0;
     if (get_state_(pid_, &value) != kSuccess) return "unknown";
     constexpr const char* names[] = {"running", "locked", "checkpointed", "failed"};
@@ -93,10 +92,8 @@ class CudaProcess final : public Process {
     check("cuCheckpointProcessUnlock", unlock_(pid_, &arguments));
   }
 
-  void lose() override { lost_ = true; }
-
  private:
-  // What the process holds of each device, where NVML tells processes apart.
+  // What the process holds of each device that NVML lists it on.
   ByDevice used_of(const ByDevice& devices) {
     ByDevice used;
     for (const auto& [uuid, unused] : devices) {
@@ -115,7 +112,6 @@ class CudaProcess final : public Process {
 
   const int pid_;
   Nvml& nvml_;
-  bool lost_ = false;
   Result (*get_error_name_)(Result, const char**) = nullptr;
   Result (*get_state_)(int, int*) = nullptr;
   Result (*lock_)(int, LockArguments*) = nullptr;

@@ -7,7 +7,7 @@
 
 namespace memsaver::hibernate {
 
-// A process on the CUDA driver. Throws StepError where this driver cannot checkpoint.
+// A process on the CUDA driver. Throws StepError if this driver cannot checkpoint.
 [[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid, Nvml& nvml);
 
 }  // namespace memsaver::hibernate

@@ -1,24 +1,4 @@
-// The hibernation helper: a process of its own, because the CUDA driver checkpoints a process on behalf of another
-// only.
-//
-// Started by the engine's process with one end of a socket pair as its standard input and output; its arguments are
-// that process's id and its driver: "cuda", or "host" and an account for each host device (host_process.hpp). It reads
-// one request a line and answers each with one line:
-//
-//     hibernate <timeout, ms> [<device>...]  -> ok <lock s> <checkpoint s> [<device> <bytes held>...]
-//         all device memory of the process is given back
-//     wake [<device> <bytes held>...]        -> ok <restore s> <unlock s>
-//         it is there again, and device calls go on
-//     state                                  -> ok <running | locked | checkpointed | failed>
-//     memory <uuid of a device>              -> ok <total> <used> <used by the process>
-//         bytes, as nvidia-smi shows them: NVML waits in a process that is checkpointed, like all of CUDA
-//     fail <step> <times> <error | lost>     -> ok
-//         the next steps fail; only with MEMSAVER_FAULT_INJECTION=1 in the environment
-//
-// or "error <call> <code> <state of the process now>", where memory is short with " <device> <needed> <free>" behind
-// it. A step that fails is undone as far as the driver lets it. It ends when the socket is closed or its parent dies,
-// and holds no device memory of its own. (Not by PR_SET_PDEATHSIG: that is tied to the thread that started it, which
-// may be short-lived.)
+#include "hibernate/helper.hpp"
 
 #include <poll.h>
 #include <unistd.h>
@@ -27,16 +7,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <sstream>
-#include <string>
-#include <vector>
+#include <utility>
 
 #include "hibernate/cuda_process.hpp"
-#include "hibernate/faulty_process.hpp"
 #include "hibernate/host_process.hpp"
 #include "hibernate/nvml.hpp"
-#include "hibernate/process.hpp"
 
 namespace memsaver::hibernate {
 namespace {
@@ -45,13 +21,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Helper {
  public:
-  Helper(int pid, std::unique_ptr<Process> process, Nvml& nvml) : pid_(pid), process_(std::move(process)), nvml_(nvml) {
-    const char* const faults = std::getenv("MEMSAVER_FAULT_INJECTION");
-    if (faults == nullptr || std::strcmp(faults, "1") != 0) return;
-    auto faulty = std::make_unique<FaultyProcess>(std::move(process_));
-    faulty_ = faulty.get();
-    process_ = std::move(faulty);
-  }
+  Helper(int pid, std::unique_ptr<Process> process, Nvml& nvml)
+      : pid_(pid), process_(std::move(process)), nvml_(nvml) {}
 
   // Answers one request; never throws.
   std::string answer(const std::string& line) {
@@ -63,7 +34,6 @@ class Helper {
       if (request == "wake") return wake(words);
       if (request == "state") return std::string("ok ") + process_->state();
       if (request == "memory") return memory(words);
-      if (request == "fail" && faulty_ != nullptr) return fail(words);
     } catch (const StepError& error) {
       std::string text = "error " + error.call + " " + error.code + " " + process_->state();
       if (error.needed_bytes != 0) {
@@ -103,7 +73,7 @@ class Helper {
     std::string device;
     for (std::size_t bytes = 0; words >> device >> bytes;) held[device] = bytes;
     const double start = now();
-    // A wake whose unlock failed before is taken up where it stopped.
+    // If an earlier wake failed to unlock, only the unlock is left to do.
     if (std::strcmp(process_->state(), "locked") != 0) process_->restore(held);
     const double restored = now();
     process_->unlock();
@@ -119,14 +89,6 @@ class Helper {
            std::to_string(memory->process_bytes);
   }
 
-  std::string fail(std::istringstream& words) {
-    std::string step, kind;
-    unsigned times = 0;
-    words >> step >> times >> kind;
-    faulty_->fail(step, times, kind == "lost");
-    return "ok";
-  }
-
   static std::string seconds(double first, double second) {
     char text[64];
     std::snprintf(text, sizeof text, "ok %.6f %.6f", first, second);
@@ -135,16 +97,15 @@ class Helper {
 
   const int pid_;
   std::unique_ptr<Process> process_;
-  FaultyProcess* faulty_ = nullptr;
   Nvml& nvml_;
 };
 
-// Answers until the socket is closed or the parent is gone.
+// Answers until the socket is closed or the parent is gone. Without a helper every answer is `problem`.
 int serve(int parent, Helper* helper, const std::string& problem) {
   std::string line;
   pollfd input{STDIN_FILENO, POLLIN, 0};
   for (;;) {
-    // A child that the engine forked may hold the other end open after the engine's death.
+    // The socket may outlive the engine: children that it forked hold the other end open.
     if (poll(&input, 1, 1000) == 0) {
       if (getppid() != parent) return 0;
       continue;
@@ -161,18 +122,19 @@ int serve(int parent, Helper* helper, const std::string& problem) {
   }
 }
 
-int run(const std::vector<std::string>& arguments) {
+}  // namespace
+
+int run_helper(const std::vector<std::string>& arguments, const ProcessAdaptor& adapt) {
   if (arguments.size() < 2) return 2;
   const int pid = std::atoi(arguments[0].c_str());
   Nvml nvml;
   std::unique_ptr<Helper> helper;
   std::string problem;
   try {
-    helper =
-        std::make_unique<Helper>(pid,
-                                 arguments[1] == "host" ? open_host_process({arguments.begin() + 2, arguments.end()})
-                                                        : open_cuda_process(pid, nvml),
-                                 nvml);
+    auto process = arguments[1] == "host" ? open_host_process({arguments.begin() + 2, arguments.end()})
+                                          : open_cuda_process(pid, nvml);
+    if (adapt) process = adapt(std::move(process));
+    helper = std::make_unique<Helper>(pid, std::move(process), nvml);
   } catch (const StepError& error) {
     problem = "error " + error.call + " " + error.code + " unknown";
   } catch (const std::exception& error) {
@@ -182,7 +144,4 @@ int run(const std::vector<std::string>& arguments) {
   return serve(pid, helper.get(), problem);
 }
 
-}  // namespace
 }  // namespace memsaver::hibernate
-
-int main(int count, char** arguments) { return memsaver::hibernate::run({arguments + 1, arguments + count}); }

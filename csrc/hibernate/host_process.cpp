@@ -11,7 +11,7 @@ namespace memsaver::hibernate {
 
 namespace {
 
-// All devices of the process take each step, or none does.
+// Each step is taken on all devices of the process or on none.
 class HostProcess final : public Process {
  public:
   explicit HostProcess(const std::vector<std::string>& accounts) {
@@ -33,28 +33,23 @@ class HostProcess final : public Process {
         return "locked";
       case HostAccount::State::checkpointed:
         return "checkpointed";
-      case HostAccount::State::failed:
-        return "failed";
     }
     return "unknown";
   }
 
-  // A call in flight holds the account for no longer than it takes, so nobody waits for it.
+  // No timeout: calls in flight are short.
   void lock(unsigned) override {
     all([](HostAccount& account) { account.lock(); }, [](HostAccount& account) { account.unlock(); });
   }
   ByDevice checkpoint(const ByDevice&) override {
     all([](HostAccount& account) { account.checkpoint(); }, [](HostAccount& account) { account.restore(); });
-    return {};  // the accounts know what they kept
+    return {};  // the accounts keep the figures
   }
   void restore(const ByDevice&) override {
     all([](HostAccount& account) { account.restore(); }, [](HostAccount& account) { account.checkpoint(); });
   }
   void unlock() override {
     all([](HostAccount& account) { account.unlock(); }, [](HostAccount& account) { account.lock(); });
-  }
-  void lose() override {
-    for (const auto& account : accounts_) account->lose();
   }
 
  private:

@@ -6,21 +6,21 @@
 
 namespace memsaver::hibernate {
 
-// What NVML tells of a device's memory, from a process for which it does not wait.
+// Device memory as NVML reports it, from a process that is not checkpointed.
 class Nvml {
  public:
   struct Memory {
     std::size_t total_bytes;
     std::size_t free_bytes;
     std::size_t used_bytes;
-    std::size_t process_bytes;  // 0 where NVML does not list the process
+    std::size_t process_bytes;  // 0 if NVML does not list the process
   };
 
-  // Nothing where NVML cannot be used or does not know the device.
+  // Nothing if NVML cannot be used or does not know the device.
   [[nodiscard]] std::optional<Memory> memory_of(const std::string& uuid, int process);
 
  private:
-  // Layouts of NVML's versions 2 and 3, which it keeps.
+  // Layouts of the versioned functions below, which NVML keeps stable.
   struct DeviceMemory {
     unsigned version;
     unsigned long long total, reserved, free, used;

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <utility>
 
-#include "hooks/preload_face.hpp"
+#include "hooks/preload_interface.hpp"
 #include "hooks/torch_allocator.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
@@ -31,7 +31,7 @@ int allocate(void** pointer, size_t bytes, int device, const char* tag, bool cpu
     *pointer = reinterpret_cast<void*>(saver->allocate({device, tag, restore}, bytes));
     return kSuccess;
   } catch (const Error& error) {
-    // torch then frees its caches and tries again.
+    // torch frees its caches and retries.
     if (error.kind == ErrorKind::out_of_device_memory) return kMemoryAllocation;
     warn(error.what());
   } catch (const std::exception& error) {
@@ -48,7 +48,7 @@ int free(void* pointer) {
     saver->free(address);
     return kSuccess;
   } catch (const Error& error) {
-    // A forked child owns none of its parent's device memory.
+    // A forked child owns none of the device memory: there is nothing to free.
     if (error.kind == ErrorKind::forked) return kSuccess;
     warn(error.what());
   } catch (const std::exception& error) {

@@ -1,7 +1,8 @@
-// libmemsaver_preload.so: inside a region of the calling thread, cudaMalloc and its kin go to the saver.
+// libmemsaver_preload.so: inside a region of the calling thread, cudaMalloc and related functions allocate from the
+// saver.
 //
-// It holds no saver: the core registers itself when it is imported, and until then every call goes to the real
-// function. Needs libc alone, exports C symbols alone, and includes no header of CUDA's.
+// The core registers itself when it is imported; until then every call goes to the real function. Depends on libc
+// alone, exports only C symbols, and includes no CUDA header.
 
 #include <dlfcn.h>
 #include <link.h>
@@ -12,7 +13,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "hooks/preload_face.hpp"
+#include "hooks/preload_interface.hpp"
 
 namespace {
 
@@ -37,7 +38,7 @@ bool flag_from_environment(const char* name) {
   return false;
 }
 
-// A thread's region. Each new thread begins with what the environment says.
+// A thread's region. A new thread starts with the settings of the environment.
 struct Region {
   bool active = flag_from_environment("TMS_INIT_ENABLE");
   bool cpu_backup = flag_from_environment("TMS_INIT_ENABLE_CPU_BACKUP");
@@ -73,8 +74,8 @@ int find_library(dl_phdr_info* info, size_t, void* data) {
   return 1;
 }
 
-// The function behind ours: the next one in the global scope, else that of a CUDA runtime loaded into a scope of its
-// own. Null where no CUDA runtime is loaded as a shared library.
+// The function that this library replaces: the next one in the global scope, or else that of a CUDA runtime loaded with
+// RTLD_LOCAL. Null if no CUDA runtime is loaded as a shared library.
 template <typename Function>
 Function* real(const char* name, std::atomic<void*>& known) {
   void* found = known.load(std::memory_order_acquire);
@@ -114,7 +115,7 @@ int give_back(void* pointer) {
   return saver == nullptr || pointer == nullptr ? kMemsaverNotMine : saver->free(pointer);
 }
 
-// While a stream is captured, an allocation on it becomes part of the graph, which only the real function can do.
+// During capture, an allocation becomes part of the graph, which only the real function can do.
 bool is_capturing(void* stream) {
   static std::atomic<void*> known{nullptr};
   int status = 0;
@@ -143,7 +144,7 @@ MEMSAVER_EXPORT int cudaMallocAsync(void** pointer, size_t bytes, void* stream) 
   return code != kMemsaverNotMine ? code : call_real("cudaMallocAsync", known, pointer, bytes, stream);
 }
 
-// Of the saver's memory: waits for the device, as cudaFree does.
+// Waits for the device, as cudaFree does, if the memory is the saver's.
 MEMSAVER_EXPORT int cudaFreeAsync(void* pointer, void* stream) {
   const int code = give_back(pointer);
   static std::atomic<void*> known{nullptr};
@@ -176,7 +177,7 @@ MEMSAVER_EXPORT void tms_set_cpu_backup_backend(const char* value) {
   Region::set(region().backend, value != nullptr ? value : "");
 }
 
-// 0 where done, or where there is nothing that could be done; 1 on failure, told on standard error.
+// Returns 0 if done or if there is nothing to do, 1 on failure, with a message on standard error.
 MEMSAVER_EXPORT int tms_pause(const char* tag) {
   auto* const run = pause_all.load();
   return run != nullptr ? run(tag) : 0;

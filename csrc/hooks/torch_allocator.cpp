@@ -3,12 +3,12 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "support/error.hpp"
 #include "support/log.hpp"
+#include "support/mutex.hpp"
 
 namespace memsaver {
 
@@ -20,20 +20,20 @@ struct Region {
 };
 
 std::atomic<Saver*> saver{nullptr};
-std::mutex regions_mutex;
-std::vector<Region>& regions() {
+Mutex regions_mutex;
+std::vector<Region>& regions() REQUIRES(regions_mutex) {
   static auto* list = new std::vector<Region>;
   return *list;
 }
 thread_local std::string allocation_failure;
 
-// Null tells torch that memory is short: it then frees its caches, tries again, and raises OutOfMemoryError. An
-// exception must not pass: torch holds its allocator's lock around this call.
+// Returns null on failure: torch frees its caches, retries, and raises OutOfMemoryError. Must not throw: torch holds
+// its allocator's lock around the call.
 void* allocate(int region, ssize_t bytes, int device) noexcept {
   try {
     Region copy;
     {
-      const std::lock_guard<std::mutex> lock(regions_mutex);
+      const Lock lock(regions_mutex);
       copy = regions().at(static_cast<std::size_t>(region));
     }
     Saver* const active = active_saver();
@@ -55,7 +55,7 @@ Saver* active_saver() noexcept { return saver.load(); }
 void set_active_saver(Saver* active) noexcept { saver.store(active); }
 
 int allocator_for(const std::string& tag, Restore restore) {
-  const std::lock_guard<std::mutex> lock(regions_mutex);
+  const Lock lock(regions_mutex);
   auto& list = regions();
   for (std::size_t i = 0; i < list.size(); ++i) {
     if (list[i].tag == tag && list[i].restore == restore) return static_cast<int>(i);
@@ -80,7 +80,7 @@ MEMSAVER_EXPORT void memsaver_torch_free(void* pointer, ssize_t, int, void*) {
   try {
     if (auto* const active = memsaver::active_saver()) active->free(reinterpret_cast<memsaver::Address>(pointer));
   } catch (const memsaver::Error& error) {
-    // A forked child owns none of its parent's device memory: dropping a tensor there is no event.
+    // A forked child owns none of the device memory: there is nothing to free.
     if (error.kind != memsaver::ErrorKind::forked) memsaver::warn(error.what());
   } catch (const std::exception& error) {
     memsaver::warn(error.what());

@@ -5,20 +5,18 @@
 
 namespace memsaver {
 
-// A 128-bit digest of memory content, made to be summed: a range's digest is the sum of its parts' digests, in any
-// order, so that thousands of thread blocks and several extents need no ordering.
+// A 128-bit digest of memory content. A range's digest is the sum of its parts' digests in any order, so thousands of
+// thread blocks need no ordering.
 //
 // Each 16-byte word (x, y) at index i contributes, in each of two lanes,
 //     fold((x ^ (key[2*lane] + i*weyl)) * (y ^ (key[2*lane+1] + i*weyl2)))        fold(p) = high64(p) ^ low64(p)
-// modulo 2^64. The multiply-and-fold is the mixing step of wyhash and XXH3; the index enters both factors, so moving a
-// word changes its term. The keys are drawn from the operating system once per process: content cannot be prepared
-// against them.
+// modulo 2^64. Multiply-and-fold is the mixing step of wyhash and XXH3; the index enters both factors, so moving a word
+// changes its term. Keys come from the operating system once per process, so content cannot be crafted against them.
 //
-// Collision odds. For given contents A != B, the lane sums are equal only if the differing terms cancel modulo 2^64.
-// Over the random keys each term is close to uniform, so a lane cancels with probability about 2^-64 and both, which
-// have independent keys, with about 2^-128 (a product with a zero factor hides the other half of its word: that needs
-// the key to equal the data, 2^-64 for one lane and 2^-128 for both). 10^6 blocks compared once a second for a year
-// are 3.2e13 comparisons: 3.2e13 * 2^-128 is about 1e-25.
+// Collision probability. The lane sums of contents A != B are equal only if the differing terms cancel modulo 2^64.
+// Over the random keys each term is close to uniform, so one lane collides with probability about 2^-64 and both, with
+// independent keys, about 2^-128. (A zero factor hides the other half of its word; that needs the key to equal the
+// data, with the same probabilities.) 10^6 blocks compared every second for a year: 3.2e13 * 2^-128, about 1e-25.
 struct DigestKey {
   std::uint64_t lane[4];
 };
@@ -30,7 +28,7 @@ inline constexpr std::size_t kDigestWord = 16;
 struct Digest {
   std::uint64_t lane0 = 0;
   std::uint64_t lane1 = 0;
-  std::uint64_t any = 0;  // bitwise or of all words: 0 means that the content is all zeros
+  std::uint64_t any = 0;  // bitwise or of all words: 0 if the content is all zeros
 
   Digest& operator+=(const Digest& other) {
     lane0 += other.lane0;
@@ -42,17 +40,16 @@ struct Digest {
   friend bool operator!=(const Digest& a, const Digest& b) { return !(a == b); }
 };
 
-// A contiguous part of the content: `bytes` (a multiple of 16) at `address`, whose first word has index `first_word`.
+// Contiguous content: `bytes` (a multiple of 16) at `address`; its first word has index `first_word`.
 struct DigestItem {
   std::uint64_t address;
   std::uint64_t bytes;
   std::uint64_t first_word;
 };
 
-// Keys for this process, from getrandom(2).
+// Keys from getrandom(2). Throws ErrorKind::configuration if it fails.
 [[nodiscard]] DigestKey random_digest_key();
 
-// The digest of one item in host memory.
 [[nodiscard]] Digest digest_on_host(const DigestKey& key, const DigestItem& item);
 
 }  // namespace memsaver

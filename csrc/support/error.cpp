@@ -19,42 +19,36 @@ Error Error::from_driver(ErrorKind kind, std::string call, std::string code, std
 
 Error& Error::with_tag(const std::string& name) {
   if (tag.empty()) tag = name;
-  compose();
-  return *this;
+  return compose();
 }
 
 Error& Error::with_bytes(std::size_t count) {
   if (bytes == 0) bytes = count;
-  compose();
-  return *this;
+  return compose();
 }
 
 Error& Error::with_memory(std::size_t needed, std::size_t free) {
   needed_bytes = needed;
   free_bytes = free;
-  compose();
-  return *this;
+  return compose();
 }
 
 Error& Error::with_device(int index) {
   if (device < 0) device = index;
-  compose();
-  return *this;
+  return compose();
 }
 
 Error& Error::with_address(std::uintptr_t value) {
   if (address == 0) address = value;
-  compose();
-  return *this;
+  return compose();
 }
 
 Error& Error::with_advice(const std::string& advice) {
   if (advice_.empty()) advice_ = advice;
-  compose();
-  return *this;
+  return compose();
 }
 
-void Error::compose() {
+Error& Error::compose() {
   text_ = message_;
   std::string about;
   const auto add = [&about](const std::string& part) { about += (about.empty() ? " [" : ", ") + part; };
@@ -72,6 +66,7 @@ void Error::compose() {
   }
   if (!about.empty()) text_ += about + "]";
   if (!advice_.empty()) text_ += "; " + advice_;
+  return *this;
 }
 
 }  // namespace memsaver

@@ -17,16 +17,16 @@ enum class ErrorKind {
   forked,
 };
 
-// The one exception type of the core. It is thrown where something fails, and those who know more (which tag, how
-// many bytes) add it on the way up. what() is always complete.
+// The one exception type of the core. Callers on the way up add what they know (tag, bytes, device); what() is always
+// complete.
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, std::string message);
 
-  // A failed driver call: `call` is the driver's name of it, `code` the driver's name of the error.
+  // A failed call: its name and the name of its error, as the driver or the system spells them.
   static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail);
 
-  // Adds what was in work, unless it is known already.
+  // Each adds a fact, unless it is known already.
   Error& with_tag(const std::string& tag);
   Error& with_bytes(std::size_t bytes);
   Error& with_memory(std::size_t needed_bytes, std::size_t free_bytes);
@@ -47,7 +47,7 @@ class Error : public std::runtime_error {
   std::uintptr_t address = 0;
 
  private:
-  void compose();
+  Error& compose();
   std::string message_;
   std::string advice_;
   std::string text_;

@@ -21,9 +21,8 @@ namespace {
 
 constexpr std::size_t kNoLimit = std::numeric_limits<std::size_t>::max();
 
-// Line by line with the C library: C++ streams depend on which of the libstdc++ that other packages of the process
-// bring along is loaded first. A file that is not there sets no limit; one that cannot be opened for want of
-// descriptors or memory may well set one, so that throws.
+// Reads with the C library, because C++ streams depend on which copy of libstdc++ the process loaded first. A missing
+// file sets no limit. A file that cannot be opened for lack of descriptors or memory may set one, so this throws.
 template <typename Function>
 void each_line(const std::string& path, Function function) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(sys::open_text(path.c_str()), &std::fclose);
@@ -44,7 +43,7 @@ void each_line(const std::string& path, Function function) {
   }
 }
 
-// The number that a text begins with; kNoLimit where it begins with none ("max").
+// The number that a text begins with; kNoLimit if it begins with none ("max").
 std::size_t leading_number(const std::string& text) {
   char* end = nullptr;
   const unsigned long long value = std::strtoull(text.c_str(), &end, 10);
@@ -57,8 +56,8 @@ std::size_t number_in(const std::string& path) {
   return value;
 }
 
-// Page cache that the kernel gives up before it refuses memory, as in MemAvailable: weights that were read from files
-// leave as much of it as they are large.
+// Page cache, which the kernel reclaims before it refuses memory (as in MemAvailable). Loading weights from files
+// leaves as much of it as the files are large.
 std::size_t reclaimable_in(const std::string& path, const std::vector<std::string>& keys) {
   std::size_t bytes = 0;
   each_line(path, [&](const std::string& line) {
@@ -69,8 +68,8 @@ std::size_t reclaimable_in(const std::string& path, const std::vector<std::strin
   return bytes;
 }
 
-// What there is and what could be taken: of the machine, and where that is less, of this process's control group and
-// its parents, version 2 and 1.
+// Total and available memory: the least of the machine, this process's control group and the group's parents (cgroup
+// versions 1 and 2).
 class Memory {
  public:
   std::size_t total = kNoLimit;
@@ -104,18 +103,18 @@ class Memory {
 
  private:
   void bound_by_version_2(const std::string& folder) {
-    // Beyond memory.high nobody is killed, but everybody in the group is slowed until next to nothing moves.
+    // Beyond memory.high the kernel throttles the group almost to a stop.
     bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
              folder + "/memory.current", folder + "/memory.stat", {"inactive_file", "active_file"});
   }
   void bound_by_version_1(const std::string& folder) {
-    // The usage is that of the groups below, too, and so are the totals alone.
+    // The usage includes child groups; of the statistics only the totals do.
     bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes", folder + "/memory.stat",
              {"total_inactive_file", "total_active_file"});
   }
   void bound_by(std::size_t bound, const std::string& usage_file, const std::string& stat_file,
                 const std::vector<std::string>& reclaimable) {
-    if (bound >= machine_) return;  // "unlimited" is a large number, too
+    if (bound >= machine_) return;  // version 1 writes "unlimited" as a large number
     total = std::min(total, bound);
     std::size_t usage = number_in(usage_file);
     if (usage == kNoLimit) return;

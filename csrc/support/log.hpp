@@ -4,7 +4,7 @@
 
 namespace memsaver {
 
-// One line on standard error, for what cannot be thrown: a failing undo step, a failing free.
+// Writes one line to standard error, for failures that cannot be thrown: of an undo step, of a free.
 void warn(const std::string& message) noexcept;
 
 }  // namespace memsaver

@@ -6,13 +6,13 @@
 
 namespace memsaver {
 
-// How far an operation is; written by its threads, read by anyone.
+// Progress of the operation under way; written by its threads, read by any.
 struct Progress {
   enum class Operation { none, release, resume };
   std::atomic<Operation> operation{Operation::none};
-  std::atomic<std::size_t> total_bytes{0};   // content to deal with
-  std::atomic<std::size_t> done_bytes{0};    // dealt with: copied, or found unchanged or zero
-  std::atomic<std::size_t> copied_bytes{0};  // crossed the link, or went to or came from the file
+  std::atomic<std::size_t> total_bytes{0};   // content to keep or restore
+  std::atomic<std::size_t> done_bytes{0};    // copied, or found unchanged or zero
+  std::atomic<std::size_t> copied_bytes{0};  // copied over the link, or to or from the file
   std::atomic<std::chrono::steady_clock::rep> started{0};
 
   void begin(Operation what, std::size_t total) {

@@ -23,7 +23,8 @@ void RangeSet::add(std::uintptr_t begin, std::size_t bytes) {
   ranges_.emplace_hint(after, begin, bytes);
 }
 
-void RangeSet::remove(std::uintptr_t begin, std::size_t bytes) {
+std::vector<RangeSet::Range> RangeSet::remove(std::uintptr_t begin, std::size_t bytes) {
+  std::vector<Range> removed;
   const std::uintptr_t end = begin + bytes;
   auto at = ranges_.upper_bound(begin);
   if (at != ranges_.begin()) --at;
@@ -35,10 +36,12 @@ void RangeSet::remove(std::uintptr_t begin, std::size_t bytes) {
       continue;
     }
     at = ranges_.erase(at);
-    total_ -= std::min(last, end) - std::max(first, begin);
+    removed.push_back({std::max(first, begin), std::min(last, end) - std::max(first, begin)});
+    total_ -= removed.back().bytes;
     if (first < begin) ranges_.emplace(first, begin - first);
     if (last > end) ranges_.emplace(end, last - end);
   }
+  return removed;
 }
 
 std::optional<std::uintptr_t> RangeSet::take(std::size_t bytes) {

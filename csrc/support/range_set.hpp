@@ -4,10 +4,11 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <vector>
 
 namespace memsaver {
 
-// Disjoint ranges of numbers (addresses, offsets), neighbours merged. Used for what is free.
+// Disjoint ranges of numbers (addresses, offsets); neighbours are merged.
 class RangeSet {
  public:
   struct Range {
@@ -15,17 +16,17 @@ class RangeSet {
     std::size_t bytes;
   };
 
-  // The range must not overlap one that is in the set.
+  // The range must not overlap one in the set.
   void add(std::uintptr_t begin, std::size_t bytes);
-  // Takes out whatever of the set lies within [begin, begin + bytes).
-  void remove(std::uintptr_t begin, std::size_t bytes);
-  // Takes `bytes` from the smallest range that holds them (the lowest of equals).
+  // Removes the parts of the set within [begin, begin + bytes) and returns them.
+  std::vector<Range> remove(std::uintptr_t begin, std::size_t bytes);
+  // Takes `bytes` from the smallest range that holds them, the lowest of equals.
   [[nodiscard]] std::optional<std::uintptr_t> take(std::size_t bytes);
-  // Takes up to `bytes` from the largest range; nothing where the set is empty.
+  // Takes up to `bytes` from the largest range; nothing if the set is empty.
   [[nodiscard]] std::optional<Range> take_from_largest(std::size_t bytes);
 
   [[nodiscard]] bool contains(std::uintptr_t begin, std::size_t bytes) const;
-  // Whether any of [begin, begin + bytes) is in the set.
+  // Whether any part of [begin, begin + bytes) is in the set.
   [[nodiscard]] bool overlaps(std::uintptr_t begin, std::size_t bytes) const;
   [[nodiscard]] std::size_t total_bytes() const noexcept { return total_; }
   [[nodiscard]] const std::map<std::uintptr_t, std::size_t>& ranges() const noexcept { return ranges_; }

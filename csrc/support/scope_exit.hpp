@@ -4,7 +4,7 @@
 
 namespace memsaver {
 
-// Runs a function at the end of a scope, however it ends. The function must not throw.
+// Runs a function at the end of a scope, also when it is left by an exception. The function must not throw.
 template <typename Function>
 class ScopeExit {
  public:

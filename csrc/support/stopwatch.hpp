@@ -4,7 +4,7 @@
 
 namespace memsaver {
 
-// Adds the time of a scope to a figure, in seconds.
+// Adds the duration of a scope to a sum of seconds.
 class Stopwatch {
  public:
   explicit Stopwatch(double& sum) : sum_(sum), start_(std::chrono::steady_clock::now()) {}

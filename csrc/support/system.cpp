@@ -15,14 +15,14 @@ std::atomic<Hook> hook{nullptr};
 
 namespace {
 
-int asked(const char* call, std::size_t bytes = 0) {
+int ask_hook(const char* call, std::size_t bytes = 0) {
   const Hook ask = hook.load(std::memory_order_relaxed);
   return ask == nullptr ? 0 : ask(call, bytes);
 }
 
-// Whether the call is to fail; sets errno.
+// Whether the hook lets the call fail; then sets errno.
 bool refused(const char* call, std::size_t bytes = 0) {
-  const int code = asked(call, bytes);
+  const int code = ask_hook(call, bytes);
   if (code > 0) errno = code;
   return code > 0;
 }
@@ -56,14 +56,14 @@ int fallocate(int file, int mode, off_t offset, off_t bytes) {
 }
 
 ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset) {
-  const int code = asked("pwrite", bytes);
+  const int code = ask_hook("pwrite", bytes);
   if (code > 0) errno = code;
   if (code > 0) return -1;
   return ::pwrite(file, data, code == kShort ? part_of(bytes) : bytes, offset);
 }
 
 ssize_t pread(int file, void* data, std::size_t bytes, off_t offset) {
-  const int code = asked("pread", bytes);
+  const int code = ask_hook("pread", bytes);
   if (code > 0) errno = code;
   if (code > 0) return -1;
   return ::pread(file, data, code == kShort ? part_of(bytes) : bytes, offset);
@@ -83,7 +83,7 @@ std::shared_future<void> run_beside(std::function<void()> task) {
     try {
       return std::async(std::launch::async, task).share();
     } catch (const std::system_error&) {
-      // Below.
+      // The caller of wait() or get() runs it.
     }
   }
   return std::async(std::launch::deferred, std::move(task)).share();

@@ -13,16 +13,16 @@
 
 namespace memsaver::sys {
 
-// The calls to the operating system that may fail where backups are made: host memory, files and threads. Each is the
-// call of the same name; tests put a hook in front, and without one it costs a load of a null pointer.
+// The calls to the operating system that making backups depends on: host memory, files and threads. Each is the call of
+// the same name behind a hook for tests, which costs a load of a null pointer if there is none.
 //
-// The hook is told the call and its bytes, in any thread. It returns 0 for the call to run, an errno for it to fail
-// with, or kShort for a transfer to end early (after about half, or with nothing where that is less than a page).
+// The hook gets the call's name and bytes, in any thread. It returns 0 to let the call run, an errno to let it fail, or
+// kShort to let a transfer end early (after about half, or with nothing if that is less than a page).
 inline constexpr int kShort = -1;
 using Hook = int (*)(const char* call, std::size_t bytes);
 extern std::atomic<Hook> hook;
 
-// Readable and writable private memory; MAP_FAILED and errno otherwise. `flags` go beside MAP_PRIVATE | MAP_ANONYMOUS.
+// mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS.
 [[nodiscard]] void* map_memory(std::size_t bytes, int flags);
 // open(2) and mkostemp(3), for the owner only.
 [[nodiscard]] int open_unnamed(const char* folder, int flags);
@@ -34,9 +34,9 @@ extern std::atomic<Hook> hook;
 [[nodiscard]] ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset);
 [[nodiscard]] ssize_t pread(int file, void* data, std::size_t bytes, off_t offset);
 
-// A thread that runs `task`; nothing where the system has no more threads for us.
+// A thread that runs `task`; nothing if the system refuses one.
 [[nodiscard]] std::optional<std::thread> start_thread(std::function<void()> task);
-// Runs `task` in another thread; where there is none, in the one that first waits for it.
+// Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for it.
 [[nodiscard]] std::shared_future<void> run_beside(std::function<void()> task);
 
 }  // namespace memsaver::sys

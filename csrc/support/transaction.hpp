@@ -8,8 +8,8 @@
 
 namespace memsaver {
 
-// An undo stack. After each step that succeeded its undo is appended; unless commit() is reached, the destructor runs
-// them, last first. An undo that throws is logged and the rest still run.
+// An undo stack. The undo of each step is appended after the step succeeded. Unless commit() is called, the destructor
+// runs them, last first; an undo that throws is logged, and the rest still run.
 class Transaction {
  public:
   Transaction() = default;

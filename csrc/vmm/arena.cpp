@@ -58,11 +58,10 @@ void Arena::add_allocation(Address address, std::size_t bytes) {
 }
 
 bool Arena::needed(const Chunk& chunk) const {
-  auto next = allocations_.lower_bound(chunk.address);
-  if (next != allocations_.end() && next->first < chunk.address + chunk.bytes) return true;
-  if (next == allocations_.begin()) return false;
-  --next;
-  return next->first + next->second.bytes > chunk.address;
+  auto last = allocations_.lower_bound(chunk.address + chunk.bytes);
+  if (last == allocations_.begin()) return false;
+  --last;
+  return last->first + last->second.bytes > chunk.address;
 }
 
 const Allocation* Arena::allocation_around(Address address, std::size_t bytes) const {
@@ -124,18 +123,7 @@ void Arena::drop_chunk(Address address, Restore restore) {
   const Chunk chunk = found->second;
   chunks_.erase(found);
   owed_[restore].add(chunk.address, chunk.bytes);
-  std::vector<RangeSet::Range> holes;
-  for (auto range = mapped_.ranges().lower_bound(chunk.address);
-       range != mapped_.ranges().end() && range->first < chunk.address + chunk.bytes; ++range) {
-    holes.push_back({range->first, std::min(range->second, chunk.address + chunk.bytes - range->first)});
-  }
-  if (auto before = mapped_.ranges().lower_bound(chunk.address); before != mapped_.ranges().begin()) {
-    --before;  // a hole that begins in the chunk below
-    const Address end = std::min(before->first + before->second, chunk.address + chunk.bytes);
-    if (end > chunk.address) holes.push_back({chunk.address, end - chunk.address});
-  }
-  for (const auto& hole : holes) {
-    mapped_.remove(hole.begin, hole.bytes);
+  for (const auto& hole : mapped_.remove(chunk.address, chunk.bytes)) {
     unmapped_.add(hole.begin, hole.bytes);
     settle_debts(hole.begin, hole.bytes);
   }
@@ -172,14 +160,13 @@ std::vector<RangeSet::Range> Arena::released_runs() const {
 
 // The beginning of the block around this address, or the address itself if there is none.
 Address Arena::block_boundary(Address address) const {
-  auto allocation = allocations_.upper_bound(address);
-  if (allocation == allocations_.begin()) return address;
-  --allocation;
-  const auto& blocks = allocation->second.blocks;
-  const std::size_t offset = address - allocation->first;
+  const Allocation* const allocation = allocation_around(address, 1);
+  if (allocation == nullptr) return address;
+  const auto& blocks = allocation->blocks;
+  const std::size_t offset = address - allocation->address;
   const auto block = std::partition_point(blocks.begin(), blocks.end(),
                                           [&](const auto& each) { return each.offset + each.bytes <= offset; });
-  return block == blocks.end() ? address : allocation->first + block->offset;
+  return block == blocks.end() ? address : allocation->address + block->offset;
 }
 
 std::vector<RangeSet::Range> Arena::in_chunks(RangeSet::Range range) const {

@@ -119,13 +119,8 @@ class Arena {
   // Defers a free if an operation works on the allocation; returns whether it did.
   [[nodiscard]] bool defer_free(Address address);
 
-  // Every broken invariant of this account, in words: each address is in exactly one place, each live range has memory
-  // or is owed what one policy says. `refused`: ranges that the driver did not unmap. Only while nothing else uses the
-  // arena.
-  [[nodiscard]] std::vector<std::string> audit(const RangeSet& refused) const;
-
  private:
-  struct Audit;
+  friend struct ArenaAudit;
   [[nodiscard]] bool needed(const Chunk& chunk) const;
   void settle_debts(Address address, std::size_t bytes);
   [[nodiscard]] Address block_boundary(Address address) const;

@@ -3,14 +3,12 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstddef>
 #include <memory>
 #include <vector>
 
 #include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/progress.hpp"
-#include "vmm/arena.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/orphans.hpp"
 #include "vmm/physical_memory.hpp"
@@ -18,25 +16,24 @@
 
 namespace memsaver {
 
-// The parts of a Saver, each made before and destroyed after those that use it.
-//
-// Lock order: backups.operation_mutex, then the retries of orphans, then map.mutex, then the mutex of a part.
+// The parts of a Saver, each made before and destroyed after those that use it. Lock order: backups.operation_mutex,
+// the retries of orphans, map.mutex, then the mutex of any other part.
 struct Core {
   Core(std::unique_ptr<Driver> its_driver, Settings settings);
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
   ~Core();
 
-  // Throws ErrorKind::forked in a child of the process that made the saver. To be called before any lock, which the
-  // parent may have held when it forked.
+  // Throws ErrorKind::forked in a child of the process that made the saver. Called before any lock is taken: the parent
+  // may have held it when it forked.
   void check_process() const;
   // Also throws ErrorKind::context_lost once the device context is lost.
   void check_usable() const;
 
   // Asks the driver what later calls need to know of a device and its neighbours, once.
   void learn_device(int device) EXCLUDES(map.mutex);
-  // Takes an allocation and its backups out of the account. The caller gives the chunks that it returns back, without
-  // the lock: PhysicalMemory::give_back().
+  // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
+  // without the lock.
   [[nodiscard]] std::vector<Chunk> forget(Arena& arena, Address address) REQUIRES(map.mutex);
   // Drops the backups of resident memory under `tags`.
   void drop_backups(const MemoryMap::Tags& tags) REQUIRES(backups.operation_mutex) EXCLUDES(map.mutex);

@@ -104,22 +104,4 @@ bool MemoryMap::owns(Address address) const {
   return arena_of(address) != nullptr;
 }
 
-MemoryMap::Account MemoryMap::audit(const std::function<RangeSet(const Arena&)>& refused) const {
-  Account account;
-  const Lock lock(mutex);
-  for (const auto& [device, info] : infos_) account.device_bytes[device] = 0;
-  for (const auto& [key, arena] : arenas_) {
-    if (arena->busy()) account.problems.push_back("tag '" + key.tag + "': an operation never ended");
-    for (auto& problem : arena->audit(refused(*arena))) account.problems.push_back(std::move(problem));
-    account.device_bytes[key.device] += arena->mapped_bytes();
-    for (const auto& [address, allocation] : arena->allocations()) {
-      for (const auto& block : allocation.blocks) {
-        account.host_bytes += sum_of(block.host);
-        account.file_bytes += block.file.bytes;
-      }
-    }
-  }
-  return account;
-}
-
 }  // namespace memsaver

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/mutex.hpp"
 #include "support/progress.hpp"
@@ -22,11 +22,11 @@ class MemoryMap {
 
   // Guards the map and every arena in it. Never held across a call to a device, a copy, a file operation or a wait, so
   // that allocations and status do not wait for an operation.
-  mutable Mutex mutex;
+  mutable Mutex mutex ACQUIRED_AFTER(BackupStore::operation_mutex);
 
   [[nodiscard]] bool knows(int device) const EXCLUDES(mutex);
   void add_device(int device, const DeviceInfo& info) EXCLUDES(mutex);
-  // Of a device that was added.
+  // Of a device that was added; stays valid and unchanged as long as the map.
   [[nodiscard]] const DeviceInfo& info_of(int device) const REQUIRES(mutex) { return infos_.at(device); }
 
   // Makes the arena if there is none. An arena lives as long as the map.
@@ -44,16 +44,6 @@ class MemoryMap {
   [[nodiscard]] std::vector<std::string> tags() const EXCLUDES(mutex);
   [[nodiscard]] std::vector<int> devices() const EXCLUDES(mutex);
   [[nodiscard]] bool owns(Address address) const EXCLUDES(mutex);
-
-  // What the arenas say they hold, and what is wrong with them.
-  struct Account {
-    std::map<int, std::size_t> device_bytes;
-    std::size_t host_bytes = 0;
-    std::size_t file_bytes = 0;
-    std::vector<std::string> problems;
-  };
-  // `refused`: the free ranges of an arena that the driver did not unmap.
-  [[nodiscard]] Account audit(const std::function<RangeSet(const Arena&)>& refused) const EXCLUDES(mutex);
 
  private:
   void describe(const Arena& arena, TagSnapshot& tag) const REQUIRES(mutex);

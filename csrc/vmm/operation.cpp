@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "support/error.hpp"
 #include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
@@ -20,7 +19,7 @@ void DeviceWork::sort() {
 std::string DeviceWork::tags() const {
   std::set<std::string> names;
   for (const auto* list : {&kept, &others}) {
-    for (const auto& owned : *list) names.insert(owned.arena->key().tag);
+    for (const auto& planned : *list) names.insert(planned.arena->key().tag);
   }
   std::string text;
   for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -30,7 +29,7 @@ std::string DeviceWork::tags() const {
 std::size_t DeviceWork::bytes() const {
   std::size_t sum = 0;
   for (const auto* list : {&kept, &others}) {
-    for (const auto& owned : *list) sum += owned.chunk.bytes;
+    for (const auto& planned : *list) sum += planned.chunk.bytes;
   }
   return sum;
 }
@@ -63,7 +62,7 @@ OperationResult Operation::perform(const MemoryMap::Tags& tags) {
 void Operation::begin(const MemoryMap::Tags& tags) {
   const Lock lock(core_.map.mutex);
   const std::vector<Arena*> selected = core_.map.select(tags);
-  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(*arena);
+  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(core_.map, *arena);
   core_.map.set_operation(kind_);
   for (Arena* const arena : selected) {
     arenas_.push_back(arena);
@@ -119,7 +118,7 @@ void Operation::on_each_device(const std::function<void(DeviceWork&)>& work) {
       }
     };
     if (index == devices_.size()) {
-      task();  // the last on this thread: with one device there is no other
+      task();  // on this thread; with one device there is no other
     } else if (auto thread = sys::start_thread(task)) {
       threads.push_back(std::move(*thread));
     } else {

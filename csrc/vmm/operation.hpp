@@ -7,34 +7,28 @@
 #include <string>
 #include <vector>
 
-#include "backup/pipeline.hpp"
 #include "support/error.hpp"
-#include "support/mutex.hpp"
-#include "support/progress.hpp"
 #include "support/transaction.hpp"
-#include "vmm/arena.hpp"
 #include "vmm/core.hpp"
-#include "vmm/memory_map.hpp"
 #include "vmm/result.hpp"
 
 namespace memsaver {
 
 // What an operation does on one device.
 struct DeviceWork {
-  struct Owned {
+  struct PlannedChunk {
     Arena* arena;
-    Chunk chunk;
-    Restore restore =
-        Restore::discard;  // release: what its live ranges are owed from then on; resume: what they are owed
+    Chunk chunk;      // resume: without a handle until it is acquired
+    Restore restore;  // release: what its live ranges are owed afterwards; resume: what they are owed now
   };
   int device = -1;
   std::vector<ContentBlock> blocks;               // content to keep or restore
-  std::vector<Owned> kept;                        // chunks under content
-  std::vector<Owned> others;                      // chunks whose content is not kept
+  std::vector<PlannedChunk> kept;                 // chunks under content
+  std::vector<PlannedChunk> others;               // chunks whose content is not kept
   std::map<std::string, std::size_t> done_bytes;  // released or mapped, by tag
   std::size_t freed_bytes = 0;
   double first_memory_seconds = 0;
-  std::vector<Owned> acquired;
+  std::vector<PlannedChunk> acquired;
   Transaction transaction;
   PipelineSeconds seconds;
 
@@ -45,28 +39,28 @@ struct DeviceWork {
   [[nodiscard]] std::size_t bytes() const;
 };
 
-// The frame in which a release or a resume runs: plan under the lock, work without it, report.
+// A release or a resume: planned under the lock of the map, run without it.
 class Operation {
  public:
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
   virtual ~Operation() = default;
 
-  // Marks the arenas of `tags` busy and plans them all at the same instant, then runs the plan. In every case the
-  // arenas are free again afterwards, and the frees that were deferred are done. An error names what the subclass says,
-  // and else the tags and bytes in work. Operations run one at a time.
+  // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
+  // runs the plan. Afterwards, also when this throws, no arena is busy and deferred frees are done. An error that names
+  // no tags and bytes gets those of the plan.
   OperationResult perform(const MemoryMap::Tags& tags);
 
  protected:
   Operation(Core& core, Progress::Operation kind) : core_(core), kind_(kind) {}
 
-  // Adds the work of one arena to devices_.
+  // Adds the work of one arena to devices_, and what it needs to its own members.
   virtual void plan(Arena& arena) REQUIRES(core_.backups.operation_mutex, core_.map.mutex) = 0;
   virtual void run() REQUIRES(core_.backups.operation_mutex) = 0;
 
   // The work of a device, made if there is none yet.
   [[nodiscard]] DeviceWork& on(int device);
-  // Calls `work` for each device in a thread of its own and waits for all of them. Throws the first failure.
+  // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
   void on_each_device(const std::function<void(DeviceWork&)>& work);
   [[nodiscard]] double seconds() const;
 

@@ -55,19 +55,14 @@ void Orphans::retry_unless_busy(MemoryMap& map) {
 }
 
 void Orphans::retry_each(MemoryMap& map) {
-  std::vector<Orphan> orphans;
-  {
-    const Lock lock(mutex_);
-    orphans = list_;
-  }
-  for (auto& orphan : orphans) {
+  for (auto& orphan : list()) {
     if (!try_give_back(map, orphan)) continue;
     const Lock lock(mutex_);
     list_.erase(find(orphan));
   }
 }
 
-void Orphans::check_none_mapped(const Arena& arena) const {
+void Orphans::check_none_mapped(const MemoryMap&, const Arena& arena) const {
   const Lock lock(mutex_);
   for (const auto& orphan : list_) {
     if (orphan.mapped_at == 0 || !arena.owns(orphan.mapped_at)) continue;
@@ -92,21 +87,9 @@ void Orphans::withhold(const MemoryMap&, Arena& arena, Address address, std::siz
   }
 }
 
-RangeSet Orphans::withheld_from(const Arena& arena) const {
-  RangeSet ranges;
+std::vector<Orphans::Orphan> Orphans::list() const {
   const Lock lock(mutex_);
-  for (const auto& orphan : list_) {
-    if (orphan.arena != &arena) continue;
-    for (const auto& range : orphan.withheld) ranges.add(range.begin, range.bytes);
-  }
-  return ranges;
-}
-
-std::map<int, std::size_t> Orphans::bytes_by_device() const {
-  std::map<int, std::size_t> bytes;
-  const Lock lock(mutex_);
-  for (const auto& orphan : list_) bytes[orphan.device] += orphan.bytes;
-  return bytes;
+  return list_;
 }
 
 }  // namespace memsaver

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <map>
 #include <vector>
 
 #include "driver/driver.hpp"
@@ -44,14 +43,11 @@ class Orphans {
 
   // Throws ErrorKind::driver if an orphan is mapped at an address of the arena: no operation can map or account for
   // memory there.
-  void check_none_mapped(const Arena& arena) const EXCLUDES(mutex_);
+  void check_none_mapped(const MemoryMap& map, const Arena& arena) const REQUIRES(map.mutex) EXCLUDES(mutex_);
   // Withholds the parts of a free range of `arena` that an orphan is mapped at.
   void withhold(const MemoryMap& map, Arena& arena, Address address, std::size_t bytes) REQUIRES(map.mutex)
       EXCLUDES(mutex_);
-
-  // For audits.
-  [[nodiscard]] RangeSet withheld_from(const Arena& arena) const EXCLUDES(mutex_);
-  [[nodiscard]] std::map<int, std::size_t> bytes_by_device() const EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<Orphan> list() const EXCLUDES(mutex_);
 
  private:
   void retry_each(MemoryMap& map) REQUIRES(retry_mutex_) EXCLUDES(map.mutex, mutex_);

@@ -12,34 +12,40 @@
 
 namespace memsaver {
 
+namespace {
+
+// Makes a call whose failure is only logged, after `what`; returns whether it succeeded.
+bool attempt(const char* what, const std::function<void()>& call) {
+  try {
+    call();
+    return true;
+  } catch (const std::exception& error) {
+    warn(std::string(what) + ": " + error.what());
+    return false;
+  }
+}
+
+}  // namespace
+
 PhysicalMemory::~PhysicalMemory() {
   if (getpid() != process_) return;
-  const auto attempt = [](const std::function<void()>& call) {
-    try {
-      call();
-      return true;
-    } catch (const std::exception& error) {
-      warn(std::string("while giving addresses back: ") + error.what());
-      return false;
-    }
-  };
+  constexpr char what[] = "while giving addresses back";
   orphans_.retry(map_);
-  std::vector<Arena*> arenas;
-  {
-    const Lock lock(map_.mutex);
-    arenas = map_.select({});
-  }
-  for (Arena* const arena : arenas) {
+  for (const Arena* const arena : map_.select({})) {
     const int device = arena->key().device;
-    bool clear = attempt([&] { orphans_.check_none_mapped(*arena); });
+    bool clear = attempt(what, [&] {
+      const Lock lock(map_.mutex);
+      orphans_.check_none_mapped(map_, *arena);
+    });
     for (const auto& [address, chunk] : arena->chunks()) {
       Orphans::Orphan orphan{device, chunk.handle, chunk.bytes, chunk.address};
       (void)orphans_.try_give_back(map_, orphan);
       clear = clear && orphan.mapped_at == 0;
     }
     if (!clear) continue;
-    for (const auto& [address, bytes] : arena->spans()) {
-      attempt([&, begin = address, size = bytes] { driver_.unreserve(device, begin, size + guard_bytes(device)); });
+    const std::size_t guard = map_.info_of(device).granularity;
+    for (const auto& span : arena->spans()) {
+      attempt(what, [&] { driver_.unreserve(device, span.first, span.second + guard); });
     }
   }
 }
@@ -53,21 +59,12 @@ std::vector<int> PhysicalMemory::peers_of(int device) {
   return peers;
 }
 
-std::size_t PhysicalMemory::guard_bytes(int device) const {
-  const Lock lock(map_.mutex);
-  return map_.info_of(device).granularity;
-}
-
-void PhysicalMemory::reserve(Arena& arena, std::size_t bytes) {
+void PhysicalMemory::reserve(Arena& arena, std::size_t bytes, const DeviceInfo& info) {
   const int device = arena.key().device;
-  std::size_t span = 0;
-  {
-    const Lock lock(map_.mutex);
-    const DeviceInfo& info = map_.info_of(device);
-    // As large as the device: released allocations keep their addresses, so more may be needed later.
-    span = round_up(std::max(bytes, info.total_bytes), info.granularity);
-  }
-  const Address address = driver_.reserve(device, span + guard_bytes(device));
+  // As large as the device: released allocations keep their addresses, so more may be needed later. The unused end
+  // keeps neighbouring spans apart: nothing may lie in two reservations.
+  const std::size_t span = round_up(std::max(bytes, info.total_bytes), info.granularity);
+  const Address address = driver_.reserve(device, span + info.granularity);
   const Lock lock(map_.mutex);
   arena.add_span(address, span);
 }
@@ -116,18 +113,10 @@ void PhysicalMemory::drop(Arena& arena, const Chunk& chunk, Restore restore) {
 void PhysicalMemory::give_back(Arena& arena, const std::vector<Chunk>& chunks) {
   if (chunks.empty()) return;
   const int device = arena.key().device;
-  const auto attempt = [](const std::function<void()>& call) {
-    try {
-      call();
-      return true;
-    } catch (const Error& error) {
-      warn(std::string("memory that was freed stays mapped until the next release: ") + error.what());
-      return false;
-    }
-  };
-  const bool idle = attempt([&] { driver_.synchronize(device); });
+  constexpr char what[] = "memory that was freed stays mapped until the next release";
+  const bool idle = attempt(what, [&] { driver_.synchronize(device); });
   for (const auto& chunk : chunks) {
-    const bool unmapped = idle && attempt([&] { driver_.unmap(device, chunk.address, chunk.bytes); });
+    const bool unmapped = idle && attempt(what, [&] { driver_.unmap(device, chunk.address, chunk.bytes); });
     if (unmapped) orphans_.give_back(map_, {device, chunk.handle, chunk.bytes});
     const Lock lock(map_.mutex);
     if (unmapped) {

@@ -35,13 +35,11 @@ class PhysicalMemory {
   // Gives back chunks that Arena::remove_allocation() returned, after synchronizing the device as cudaFree does. Chunks
   // that cannot be unmapped stay in the arena until the next release, with a warning.
   void give_back(Arena& arena, const std::vector<Chunk>& chunks) EXCLUDES(map_.mutex);
-  // Reserves addresses for at least `bytes` more in the arena.
-  void reserve(Arena& arena, std::size_t bytes) EXCLUDES(map_.mutex);
+  // Reserves addresses for at least `bytes` more in the arena. `info`: of its device.
+  void reserve(Arena& arena, std::size_t bytes, const DeviceInfo& info) EXCLUDES(map_.mutex);
 
  private:
   [[nodiscard]] std::vector<int> peers_of(int device);
-  // The unused end of each reservation keeps neighbouring spans apart: nothing may lie in two reservations.
-  [[nodiscard]] std::size_t guard_bytes(int device) const EXCLUDES(map_.mutex);
 
   const pid_t process_ = getpid();
   Driver& driver_;

@@ -104,8 +104,8 @@ void Release::run() {
   on_each_device([&](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) {
     if (device.kept.empty()) return;
     std::vector<ChunkRange> ranges;
-    for (const auto& owned : device.kept) {
-      ranges.push_back({owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes});
+    for (const auto& planned : device.kept) {
+      ranges.push_back({planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes});
     }
     const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
     device.seconds = core_.backups.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
@@ -113,15 +113,15 @@ void Release::run() {
   // Last, on every device: until one of these is gone, a resume undoes everything.
   on_each_device([&](DeviceWork& device) {
     const Stopwatch watch(device.seconds.driver);
-    for (const auto& owned : device.others) drop(device, owned);
+    for (const auto& planned : device.others) drop(device, planned);
   });
 }
 
-void Release::drop(DeviceWork& device, const DeviceWork::Owned& owned) {
-  core_.physical.drop(*owned.arena, owned.chunk, owned.restore);
-  device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
+void Release::drop(DeviceWork& device, const DeviceWork::PlannedChunk& planned) {
+  core_.physical.drop(*planned.arena, planned.chunk, planned.restore);
+  device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
   if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
-  device.freed_bytes += owned.chunk.bytes;
+  device.freed_bytes += planned.chunk.bytes;
 }
 
 void Release::give_up_damaged() {

@@ -26,7 +26,7 @@ class Release final : public Operation {
       REQUIRES(core_.map.mutex);
   void run() REQUIRES(core_.backups.operation_mutex) override;
   // When this throws, the chunk is as it was, or unmapped with its handle an orphan.
-  void drop(DeviceWork& device, const DeviceWork::Owned& owned) EXCLUDES(core_.map.mutex);
+  void drop(DeviceWork& device, const DeviceWork::PlannedChunk& planned) EXCLUDES(core_.map.mutex);
   // Drops the backups of released content that a resume could not restore, if this release overrides its policy with
   // discard or zero; otherwise the tag would stay released for ever. Intact backups stay, whatever the override.
   void give_up_damaged() EXCLUDES(core_.map.mutex);

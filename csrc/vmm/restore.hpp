@@ -11,19 +11,9 @@ enum class Restore {
 };
 
 [[nodiscard]] constexpr const char* name_of(Restore restore) noexcept {
-  switch (restore) {
-    case Restore::discard:
-      return "discard";
-    case Restore::zero:
-      return "zero";
-    case Restore::host:
-      return "host";
-    case Restore::file:
-      return "file";
-  }
-  return "";
+  constexpr const char* names[] = {"discard", "zero", "host", "file"};
+  return names[static_cast<int>(restore)];
 }
-
 [[nodiscard]] constexpr bool keeps_content(Restore restore) {
   return restore == Restore::host || restore == Restore::file;
 }

@@ -56,9 +56,9 @@ void Resume::run() {
   {
     const Lock lock(core_.map.mutex);
     for (auto& [index, device] : devices_) {
-      for (const auto& owned : device.acquired) {
-        owned.arena->add_chunk(owned.chunk);
-        device.done_bytes[owned.arena->key().tag] += owned.chunk.bytes;
+      for (const auto& planned : device.acquired) {
+        planned.arena->add_chunk(planned.chunk);
+        device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
       }
     }
   }
@@ -70,8 +70,9 @@ void Resume::restore(DeviceWork& device) {
   auto chunks = device.kept;
   chunks.insert(chunks.end(), device.others.begin(), device.others.end());
   std::vector<ChunkRange> ranges;
-  for (const auto& owned : chunks) {
-    ranges.push_back({owned.arena->key().tag, owned.chunk.address, owned.chunk.bytes, owned.restore == Restore::zero});
+  for (const auto& planned : chunks) {
+    ranges.push_back(
+        {planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes, planned.restore == Restore::zero});
   }
   const auto acquire = [&](std::size_t i) {
     const auto& [arena, chunk, owed] = chunks[i];

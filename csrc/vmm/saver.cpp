@@ -38,7 +38,8 @@ Placement place(Core& core, const Arena::Key& key, std::size_t& bytes) {
   core.learn_device(key.device);
   Lock lock(core.map.mutex);
   Arena& arena = core.map.arena_for(key);
-  bytes = round_up(std::max<std::size_t>(bytes, 1), core.map.info_of(key.device).granularity);
+  const DeviceInfo& info = core.map.info_of(key.device);
+  bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
   for (;;) {
     if (const auto found = arena.take(bytes)) {
       const RangeSet::Range range{found->address, bytes};
@@ -49,7 +50,7 @@ Placement place(Core& core, const Arena::Key& key, std::size_t& bytes) {
       return {&arena, range.begin, {}};
     }
     lock.unlock();
-    core.physical.reserve(arena, bytes);
+    core.physical.reserve(arena, bytes, info);
     lock.lock();
   }
 }
@@ -263,27 +264,6 @@ std::vector<int> Saver::devices() const {
 bool Saver::owns(Address address) const {
   core_->check_process();
   return core_->map.owns(address);
-}
-
-std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) {
-  Core& core = *core_;
-  const Lock operation(core.backups.operation_mutex);
-  auto account = core.map.audit([&](const Arena& arena) { return core.orphans.withheld_from(arena); });
-  for (const auto& [device, bytes] : core.orphans.bytes_by_device()) account.device_bytes[device] += bytes;
-  const auto compare = [&](const std::string& what, std::size_t counted, std::size_t expected) {
-    if (counted == expected) return;
-    account.problems.push_back(what + ": " + std::to_string(counted) + " bytes are handed out, and " +
-                               std::to_string(expected) + " are accounted for");
-  };
-  compare("host memory", core.backups.pool_status().used_bytes, account.host_bytes);
-  compare("backup file", core.backups.files().used_bytes(), account.file_bytes);
-  for (const auto& [device, bytes] : account.device_bytes) {
-    const MemoryInfo memory = core.driver->memory_info(device);
-    const auto other = others.find(device);
-    compare("device " + std::to_string(device), memory.total_bytes - memory.free_bytes,
-            bytes + (other == others.end() ? 0 : other->second));
-  }
-  return account.problems;
 }
 
 Driver& Saver::driver() { return *core_->driver; }

@@ -46,16 +46,16 @@ class Saver {
   // (ErrorKind::out_of_device_memory, ErrorKind::backup, a driver error), all of it stays released with its backups.
   OperationResult resume(const Tags& tags);
 
-  // Starts to pin host memory for a release of everything, and compiles the digest kernel (0.25 s if not cached).
+  // Pins host memory for a release of everything in the background, and compiles the digest kernel (0.25 s, once).
   void prepare_backup();
   void wait_until_prepared();
   void synchronize();
   // Releases what the driver caches for CUDA graphs that no longer exist, on every device.
   void trim_graph_memory();
 
-  // The backup of [address, address + bytes), copied to `to` if that is not null and all of it is in host memory. It is
-  // the content at the last release, and exists until the next one or until it is dropped. Waits for an operation under
-  // way. ErrorKind::configuration if the range is not within a live allocation.
+  // The backup of [address, address + bytes): the content at the last release, kept until the next one or until it is
+  // dropped. Copies it to `to` if that is not null and all of it is in host memory. Waits for an operation under way.
+  // ErrorKind::configuration if the range is not within a live allocation, which must not be freed meanwhile.
   [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
   // Drops the backups of resident memory under `tags`, and unpins unused host memory in the background.
   void drop_backups(const Tags& tags);
@@ -70,9 +70,8 @@ class Saver {
   [[nodiscard]] std::vector<std::string> known_tags() const;
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
-  // For tests, while no other call is under way: every broken invariant in words. Checks the arenas, that blocks own
-  // what the pools and the file handed out, and that each device's used memory is what chunks, orphans and `others`
-  // (bytes of other processes, by device) hold.
+  // For tests, while no other call is under way: each broken invariant of the account, in words. Compares it with what
+  // the pools, the file and the devices have handed out (`others`: by device, bytes of other processes).
   [[nodiscard]] std::vector<std::string> audit(const std::map<int, std::size_t>& others);
   [[nodiscard]] Driver& driver();
   // The process is ending: from now on free() does nothing.

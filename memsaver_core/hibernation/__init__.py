@@ -10,7 +10,6 @@ from memsaver_core.hibernation.hibernation import Hibernation
 
 this_process = Hibernation()
 device_lock = this_process.device_lock
-fail = this_process.fail
 failure = this_process.failure
 helper_pid = this_process.helper_pid
 hibernate = this_process.hibernate

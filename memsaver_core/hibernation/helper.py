@@ -41,22 +41,20 @@ class StepFailedError(Exception):
 class Helper:
     """A running helper process, alive until this process ends."""
 
-    def __init__(self, driver: str, accounts: Sequence[tuple[int, int]], *, faults: bool) -> None:
-        """Start it. ``accounts`` are the host driver's (descriptor, slot); with ``faults`` its steps can be failed.
+    def __init__(self, driver: str, accounts: Sequence[tuple[int, int]]) -> None:
+        """Start it. ``accounts`` are the host driver's (descriptor, slot).
 
         Raises:
             MemsaverError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
-        environment = {**os.environ, "MEMSAVER_FAULT_INJECTION": "1" if faults else "0"}
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 arguments,
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 pass_fds=[file for file, _ in accounts],
-                env=environment,
             )
         except OSError as error:
             ours.close()

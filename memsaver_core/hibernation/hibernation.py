@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from memsaver_core import process
 from memsaver_core.errors import (
-    ConfigurationError,
     ContextLostError,
     DriverError,
     MemsaverError,
@@ -22,7 +21,7 @@ from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.helper import Helper, StepFailedError
 
 #: The step that takes device memory again, as the host driver and the CUDA driver call it.
-_RESTORE_STEPS = ("restore", "cuCheckpointProcessRestore")
+_WAKE_STEPS = ("restore", "cuCheckpointProcessRestore")
 
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
@@ -45,7 +44,7 @@ class Hibernation:
         self._failure = ""
         self._devices: dict[str, int] = {}  # index of each device in use, by uuid
         self._held: dict[str, int] = {}  # bytes that the checkpoint gave back and a wake needs again, by uuid
-        self._restore_failed = False
+        self._wake_failed = False
         #: Held during NVML calls of this process: none may be in flight when the process is checkpointed.
         self.device_lock = threading.Lock()
 
@@ -151,39 +150,25 @@ class Hibernation:
             if not self.is_hibernated():
                 return {}
             try:
-                restored, unlocked = self._ask("wake", *(word for item in self._held.items() for word in item))
+                woken, unlocked = self._ask("wake", *(word for item in self._held.items() for word in item))
             except (MemsaverError, StepFailedError) as error:
                 raised = self._undone(error)
                 if self.is_away():
                     raise raised from None
                 return {"unlock_repeats": 1.0}  # only the unlock had failed, and its repeat worked
-            self._restore_failed = False
+            self._wake_failed = False
             self._state = _State.RUNNING
-            return {"restore_seconds": float(restored), "unlock_seconds": float(unlocked)}
-
-    def fail(self, step: str, *, times: int = 1, lost: bool = False) -> None:
-        """For tests: make the next ``times`` of ``step`` fail: ``lock``, ``checkpoint``, ``restore`` or ``unlock``.
-
-        Args:
-            lost: from then on the process cannot be restored, either.
-
-        Raises:
-            ConfigurationError: without MEMSAVER_FAULT_INJECTION.
-        """
-        if not process.settings().fault_injection:
-            raise ConfigurationError("this process was started without MEMSAVER_FAULT_INJECTION=1")
-        with self._lock:
-            self._ask("fail", step, times, "lost" if lost else "error")
+            return {"restore_seconds": float(woken), "unlock_seconds": float(unlocked)}
 
     def _undone(self, error: MemsaverError | StepFailedError) -> MemsaverError:
         """Settle the state after a failed step: undo a half-done one, and return the error to raise."""
         state = self._driver_state()
         step = error if isinstance(error, StepFailedError) else None
-        # Once a restore has failed half way the driver (seen on 580) cannot restore the process, and does not say so.
+        # Once a wake has failed half way, the driver (seen on 580) cannot bring the process back, and does not say so.
         stuck = False
-        if step is not None and step.call in _RESTORE_STEPS and not step.needed_bytes:
-            stuck = self._restore_failed and step.code == "CUDA_ERROR_OPERATING_SYSTEM"
-            self._restore_failed = True
+        if step is not None and step.call in _WAKE_STEPS and not step.needed_bytes:
+            stuck = self._wake_failed and step.code == "CUDA_ERROR_OPERATING_SYSTEM"
+            self._wake_failed = True
         if state == "failed" or stuck:
             self._failure = f"{error}: the driver cannot restore this process; restart it"
             self._state = _State.LOST
@@ -223,8 +208,7 @@ class Hibernation:
     def _ask(self, *request: object) -> list[str]:
         """Ask the helper. The driver holds the checkpoint, so a new helper can carry on for one that ended."""
         if self._helper is None or not self._helper.alive:
-            accounts = process.saver().accounts()
-            self._helper = Helper(process.driver_name(), accounts, faults=process.settings().fault_injection)
+            self._helper = Helper(process.driver_name(), process.saver().accounts())
         return self._helper.ask(*request)
 
     def _note_devices(self) -> None:

@@ -16,7 +16,7 @@ from memsaver_server.tag_selection import released_tags
 class Admission:
     """Opens admission while all memory is resident and repaired and no operation or pause closes it.
 
-    Every method may be called from any thread. The engine is told under the lock, so that its last call is the latest
+    Every method may be called from any thread. The engine is called under the lock, so that its last call is the latest
     decision.
     """
 
@@ -36,7 +36,7 @@ class Admission:
         return self._paused == "asleep"
 
     def closed_reason(self, status: Status) -> str:
-        """Return why the engine takes no requests, or an empty string if it does."""
+        """Return why the engine accepts no requests, or an empty string if it does."""
         with self._lock:
             return self._closed_reason(status)
 

@@ -35,7 +35,7 @@ class DrainTimeoutError(MemsaverError):
 
 
 class AdmissionClosedError(MemsaverError):
-    """The engine takes no requests now; the message says why."""
+    """The engine accepts no requests now; the message says why."""
 
     kind = "admission_closed"
     status = 503

@@ -55,7 +55,7 @@ class Snapshot:
     Attributes:
         status: the core's account.
         state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
-        closed_reason: why the engine takes no requests, or an empty string if it does.
+        closed_reason: why the engine accepts no requests, or an empty string if it does.
         running: the operation in progress, or None.
     """
 

@@ -90,7 +90,7 @@ class Operation:
     """One release or resume. Only its worker thread writes the fields.
 
     Attributes:
-        client: who asked first.
+        client: its first caller.
         memory: the memory it works on.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
         report: what it did, if it succeeded.

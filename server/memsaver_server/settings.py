@@ -16,22 +16,28 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore")
 
     api_key: SecretStr | None = Field(
-        default=None, description="Asked of every caller as 'Authorization: Bearer'. Needed to bind beyond loopback."
+        default=None,
+        description="Required of every caller as 'Authorization: Bearer', and to bind any address but loopback.",
     )
-    protect_probes: bool = Field(default=False, description="Ask for the key on health probes and metrics too.")
-    drain_timeout_s: float = Field(
-        default=25.0, ge=0, le=86400, description="How long a release waits for requests in flight, by default."
-    )
+    protect_probes: bool = Field(default=False, description="Require the key for health probes and metrics as well.")
+    drain_timeout_s: float = Field(default=25.0, ge=0, le=86400, description="Default deadline of the drain.")
     phase_timeout_s: float = Field(
-        default=60.0, gt=0, le=86400, description="How long a phase may go without progress until its callers hear."
+        default=60.0,
+        gt=0,
+        le=86400,
+        description="Time without progress after which a phase counts as stalled and its callers get an error.",
     )
     while_released: Literal["refuse", "queue"] = Field(
         default="refuse", description="What happens to requests that arrive while memory is released."
     )
-    queue_limit: int = Field(default=1024, ge=1, description="How many requests are held at most, paused or released.")
-    history: int = Field(default=256, ge=1, description="How many finished operations are remembered.")
-    max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Larger request bodies are refused.")
-    max_update_bytes: int = Field(default=4 << 30, ge=1024, description="The same for bodies that carry weights.")
+    queue_limit: int = Field(
+        default=1024, ge=1, description="Maximum number of requests held while paused or released."
+    )
+    history: int = Field(default=256, ge=1, description="Number of finished operations that are remembered.")
+    max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Size limit of request bodies.")
+    max_update_bytes: int = Field(
+        default=4 << 30, ge=1024, description="Size limit of request bodies that carry weights."
+    )
 
     @field_validator("api_key")
     @classmethod

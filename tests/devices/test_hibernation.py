@@ -25,7 +25,6 @@ def test_clean_exit_while_hibernated(device: str, tags: list[str] | None) -> Non
             graph.replay()
         ms.release({tags!r}, hibernate=True)
         print("end", flush=True)
-        """,
-        MEMSAVER_FAULT_INJECTION="1",
+        """
     )
     assert told == "end\n"

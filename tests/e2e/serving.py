@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.native import injection
 from tests.programs import Child
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +110,7 @@ class Forks(Child):
     """Runs of ``memsaver serve`` that a test kills, one after another. A start takes one second instead of five."""
 
     def __init__(self) -> None:
-        super().__init__(str(Path(__file__).with_name("forks.py")), inherited=environment())
+        super().__init__(str(Path(__file__).with_name("forks.py")), inherited={**environment(), **injection.in_child()})
         self.pid = 0
 
     def serve(self, *options: str, changes: Mapping[str, str], phase: str = "", call: str = "") -> str:

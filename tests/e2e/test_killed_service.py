@@ -67,7 +67,6 @@ class Host:
             "MEMSAVER_HOST_DEVICE": self.name,
             "MEMSAVER_HOST_CAPACITY": str(capacity),
             "MEMSAVER_FILE_DIR": str(self.backups),
-            "MEMSAVER_FAULT_INJECTION": "1",
         }
 
     @property

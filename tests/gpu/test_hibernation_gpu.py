@@ -9,6 +9,7 @@ import pynvml
 import pytest
 
 from tests.gpu.children import two_devices
+from tests.native import injection
 from tests.programs import Child, output_of
 from tests.waiting import wait_until
 
@@ -26,7 +27,7 @@ def process_mib(pid: int) -> float:
 
 
 def run(code: str) -> str:
-    return output_of(SETUP + textwrap.dedent(code), MEMSAVER_FAULT_INJECTION="1")
+    return output_of(SETUP + textwrap.dedent(code), **injection.in_child())
 
 
 SETUP = textwrap.dedent(
@@ -35,6 +36,7 @@ SETUP = textwrap.dedent(
     import torch
     import memsaver_core as ms
     from memsaver_core import hibernation
+    from tests.native import injection
 
     def used():  # in another process, because NVML blocks in a hibernated one
         command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -158,26 +160,26 @@ def test_each_failed_step_is_undone_and_told() -> None:
 
         hibernate = lambda: ms.release(hibernate=True)
         for step in ("lock", "checkpoint"):
-            hibernation.fail(step)
+            injection.fail_step(step)
             refused(hibernate, f"{step} failed: INJECTED; the process runs on as before")
             assert not ms.status().hibernated and not hibernation.is_away()
             torch.cuda.synchronize()  # CUDA calls do not block
             awake()
-        hibernation.fail("checkpoint")
-        hibernation.fail("unlock")  # of the undo
+        injection.fail_step("checkpoint")
+        injection.fail_step("unlock")  # of the undo
         refused(hibernate, "the process runs on as before")
         awake()
         hibernate()
-        hibernation.fail("restore")
+        injection.fail_step("restore")
         refused(ms.resume, "restore failed: INJECTED; the process is still hibernated; repeat the call")
         assert ms.status().hibernated and used() - empty <= 16
         awake()
         hibernate()
-        hibernation.fail("unlock", times=2)
+        injection.fail_step("unlock", times=2)
         refused(ms.resume, "its calls still wait; resume again")
         awake()
         hibernate()
-        hibernation.fail("unlock")
+        injection.fail_step("unlock")
         assert ms.resume().phases[0].details["unlock_repeats"] == 1
         awake()
         print("fine")
@@ -191,7 +193,7 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
     told = run(
         """
         ms.release(hibernate=True)
-        hibernation.fail("restore", lost=True)
+        injection.fail_step("restore", lost=True)
         for call in (ms.resume, ms.release, ms.resume):
             try:
                 call()

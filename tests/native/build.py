@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import shutil
 import subprocess
@@ -14,11 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def built() -> Path:
-    """The folder of the built programs."""
+def built(target: str = "all") -> Path:
+    """The folder with the built programs, once ``target`` is up to date."""
     cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
     assert cmake is not None, "cmake is among the build tools of constraints.txt"
     folder = ROOT / "build" / "native-tests"
+    folder.mkdir(parents=True, exist_ok=True)
     options = [
         "-GNinja",  # compiles in parallel
         "-DCMAKE_BUILD_TYPE=Release",
@@ -26,22 +28,26 @@ def built() -> Path:
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DPython_EXECUTABLE={sys.executable}",
     ]
-    for command in (
-        [cmake, "-S", str(ROOT), "-B", str(folder), *options],
-        [cmake, "--build", str(folder), "--parallel", "2"],
-    ):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout + result.stderr
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one run of the tests builds at a time
+        for command in (
+            [cmake, "-S", str(ROOT), "-B", str(folder), *options],
+            [cmake, "--build", str(folder), "--parallel", "2", "--target", target],
+        ):
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 
-def small_module() -> Path:
-    """The Python module of a core with small units, in which a few pages are several blocks, chunks, windows and
-    slices.
+def faulty_module() -> Path:
+    """The product's Python module with drivers that fail on request, beside the helper program with steps that do."""
+    (module,) = (built("faulty") / "faulty").glob("_native.*.so")
+    return module
 
-    It registers the same types as ``memsaver_core._native``, so a process can load only one of them.
-    """
-    (module,) = built().glob("_native_small.*.so")
+
+def small_module() -> Path:
+    """The same on a core with small units: a few pages are several blocks, chunks, windows and slices."""
+    (module,) = (built("small_module") / "small").glob("_native.*.so")
     return module
 
 

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-// The whole test framework: a failed check says where and ends the program.
+// The whole test framework: a failed check prints its place and ends the program.
 #define CHECK(condition)                                                                 \
   do {                                                                                   \
     if (!(condition)) {                                                                  \

@@ -1,4 +1,4 @@
-// Our declarations of the CUDA driver API against the toolkit's own; compiled where cuda.h is at hand.
+// Compares our declarations of the CUDA driver API with the toolkit's; compiled if cuda.h is present.
 
 #include <cuda.h>
 

@@ -1,4 +1,4 @@
-// What every driver promises, checked on the one that is named: host, faulty or cuda.
+// Checks the contract of drivers on the named one: host, faulty or cuda.
 
 #include <sys/mman.h>
 
@@ -10,8 +10,8 @@
 #include "check.hpp"
 #include "driver/cuda.hpp"
 #include "driver/driver.hpp"
-#include "driver/faulty.hpp"
 #include "driver/host.hpp"
+#include "faults/faulty_driver.hpp"
 #include "support/error.hpp"
 
 using namespace memsaver;

@@ -1,5 +1,4 @@
-// Stands in for the shared CUDA runtime, so that what a preloaded library does between it and a program can be tested
-// where there is no GPU. Its memory is ordinary memory.
+// Stands in for the CUDA runtime library, to test the preload library without a GPU. Its memory is ordinary memory.
 
 #include <cstdlib>
 

@@ -1,4 +1,4 @@
-// The saver under threads that allocate and free while others release and resume: for the sanitizers.
+// For the sanitizers: threads allocate, free and read backups while others release and resume.
 
 #include <atomic>
 #include <cstring>
@@ -76,9 +76,38 @@ void threads_do_not_disturb_each_other() {
   }
   stop = true;
   for (auto& thread : threads) thread.join();
+  CHECK(saver.audit({}).empty());
   saver.free(kept);
   const MemoryInfo memory = saver.driver().memory_info(0);
   CHECK(memory.free_bytes == memory.total_bytes);
+}
+
+// Operations, readers and the retention thread use the same backups, one at a time.
+void backups_have_one_user_at_a_time() {
+  Settings settings;
+  settings.retention = Retention::free;
+  Saver saver(open_host_driver({}, kCapacity), settings);
+  const Address kept = saver.allocate({0, "kept", Restore::host}, kKeptBytes);
+  std::memset(reinterpret_cast<void*>(kept), 7, kKeptBytes);
+  std::atomic<bool> stop{false};
+  std::thread reader([&] {
+    std::vector<unsigned char> copy(kKeptBytes);
+    while (!stop) {
+      const BackupView view = saver.backup_of(kept, copy.size(), copy.data());
+      if (view.released) CHECK(view.kept == Kept::host && copy.front() == 7 && copy.back() == 7);
+      saver.drop_backups({});
+      std::this_thread::yield();
+    }
+  });
+  for (int cycle = 0; cycle < 40; ++cycle) {
+    saver.release({}, {}, {});
+    saver.resume({});
+    CHECK(*reinterpret_cast<unsigned char*>(kept) == 7);
+  }
+  stop = true;
+  reader.join();
+  saver.free(kept);
+  CHECK(saver.audit({}).empty());
 }
 
 }  // namespace
@@ -86,6 +115,7 @@ void threads_do_not_disturb_each_other() {
 int main() {
   ranges_merge_and_split();
   threads_do_not_disturb_each_other();
+  backups_have_one_user_at_a_time();
   std::printf("threads: no disturbance\n");
   return 0;
 }

@@ -1,7 +1,7 @@
-// Every call, every occurrence: each scenario is run once to count its driver, memory, file and thread calls, and then
-// once for each of them, each error that it may give, once and for good, followed by the same operation again or by its
-// opposite. After each failure the invariants of the design must hold, the error must name what failed, and in the end
-// nothing may be left.
+// Every call, every occurrence: each scenario runs once to count its driver, memory, file and thread calls, and then
+// once for each of these calls and each of its errors, failing once or from then on, followed by a retry or by the
+// opposite operation. After each failure the invariants must hold, the error must name what failed, and at the end
+// nothing may remain.
 //
 // Built with small sizes (see support/sizes.hpp), so that a few pages are several blocks, chunks, windows and slices.
 
@@ -61,7 +61,7 @@ struct Fault {
   bool once_only = false;
 };
 
-// The errors that each call may give.
+// The errors that each call can return.
 std::vector<Fault> faults_of(const std::string& call, bool of_system) {
   if (!of_system) {
     std::vector<Fault> faults{{call, false, ErrorKind::driver}, {call, false, ErrorKind::context_lost, 0, true}};
@@ -126,17 +126,17 @@ void check_error(const Error& error, const Fault& fault, World& world) {
     world.problems.push_back(std::string("the error does not name ") + what + ": " + text);
   };
   const bool lost = error.kind == ErrorKind::context_lost;
-  // Memory is pinned and unpinned by threads of their own.
+  // Separate threads pin and unpin memory.
   const bool several_threads = world.ledger->device_count() > 1 || world.saver->status().file_bytes > 0 ||
                                fault.call == "register_host" || fault.call == "unregister_host";
-  if (lost && error.call.empty()) return;  // refused, because of the loss that an earlier call met
-  // Once a context is lost, every call of every thread says so, and of several threads' any may be told.
+  if (lost && error.call.empty()) return;  // refused, because an earlier call lost the context
+  // After a lost context every call of every thread reports it, and any thread's error may be returned.
   const std::string& call = lost && several_threads ? error.call : fault.call;
   if (text.find(call) == std::string::npos && error.kind != ErrorKind::configuration &&
       !(fault.call == "mkostemp" && text.find("open") != std::string::npos)) {
     missing("the call");
   }
-  if (fault.call == "trim_graph_memory") return;  // what the driver caches is of no tag
+  if (fault.call == "trim_graph_memory") return;  // the driver's cache belongs to no tag
   std::stringstream names(error.tag);
   std::set<std::string> named;
   for (std::string name; std::getline(names >> std::ws, name, ',');) named.insert(name);
@@ -152,7 +152,7 @@ void check_error(const Error& error, const Fault& fault, World& world) {
   }
 }
 
-// Whoever meets a lost context first: it is noted, with the call.
+// The first call that meets a lost context is recorded.
 void check_loss_is_noted(const Fault& fault, World& world) {
   const SaverStatus status = world.saver->status();
   if (status.failure.empty()) {
@@ -162,7 +162,7 @@ void check_loss_is_noted(const Fault& fault, World& world) {
   }
 }
 
-// Nothing can work in this process any more, and every call says so.
+// Every call must report the lost context from now on.
 void check_nothing_works(World& world) {
   const std::map<std::string, std::function<void()>> calls{
       {"release", [&] { world.saver->release({}, {}, {}); }},
@@ -180,7 +180,7 @@ void check_nothing_works(World& world) {
   if (world.saver->status().state != "failed") world.problems.push_back("the state is not failed");
 }
 
-// Runs one case. Whether the fault was met at all.
+// Runs one case. Returns whether the fault happened.
 bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, bool for_good, bool opposite,
               const char* undo_fails, Totals& totals) {
   current = scenario.name + " / " + fault.call + " no. " + std::to_string(nth) + ", " + name_of(fault) +
@@ -283,7 +283,7 @@ std::map<std::string, std::size_t> count_calls(const Scenario& scenario, bool of
   return calls;
 }
 
-// Takes a saver down while one call fails: what is left is at most what this call was about, and what lies in it.
+// Destroys a saver while one call fails: at most the object of this call, and what it contains, may remain.
 void run_ends(const std::string& name, const World::Options& options, const std::function<void(World&)>& prepare,
               Totals& totals) {
   const std::map<std::string, std::pair<std::string, std::set<std::string>>> calls{

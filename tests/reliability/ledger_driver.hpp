@@ -17,13 +17,12 @@
 
 namespace memsaver {
 
-// Any driver whose memory is ordinary memory, kept to the letter of Driver's contract, and an account of its own to
-// compare a saver's with. It is hostile where the contract lets it be:
-// - copies, fills and digests run when somebody waits for them, as late as a device may;
-// - memory that was just mapped holds garbage;
-// - it may refuse to unmap a range for as long as it likes, and have no digests;
-// - it writes down every misuse: a handle released while mapped, a range unmapped or host memory unpinned while work on
-//   it is under way, work on memory that is not there, an event recycled twice, anything never given back.
+// Wraps a driver with ordinary memory, keeps a record to compare a saver's with, and uses all freedom of the contract:
+// - copies, fills and digests run only when they are waited for, as late as a device may run them;
+// - freshly mapped memory holds garbage;
+// - it may refuse to unmap a range for any time, and have no digests;
+// - it records every misuse: a handle released while mapped, a range unmapped or host memory unpinned during work on
+//   it, work on unmapped memory, an event recycled twice, anything never freed.
 class LedgerDriver final : public Driver {
   template <typename Function>
   auto with_lock(Function function) const {
@@ -32,7 +31,7 @@ class LedgerDriver final : public Driver {
   }
 
  public:
-  // What there is to tell when all is over: what was done against the contract, and what was never given back, by kind.
+  // The final result: violations of the contract, and what was never freed, by kind.
   struct Report {
     std::vector<std::string> misuses;
     std::map<std::string, std::size_t> left_behind;
@@ -94,7 +93,7 @@ class LedgerDriver final : public Driver {
   [[nodiscard]] std::map<Address, Mapping> mappings() const {
     return with_lock([&] { return mappings_; });
   }
-  // Work that nobody has waited for.
+  // Work that was not waited for yet.
   [[nodiscard]] std::size_t pending() const {
     return with_lock([&] {
       std::size_t sum = 0;
@@ -105,7 +104,7 @@ class LedgerDriver final : public Driver {
   [[nodiscard]] std::size_t events() const {
     return with_lock([&] { return events_.size(); });
   }
-  // What is not given back yet, by kind; empty where all is.
+  // What is not freed yet, by kind; empty if nothing.
   [[nodiscard]] std::map<std::string, std::size_t> held() const {
     return with_lock([&] {
       std::map<std::string, std::size_t> held;
@@ -264,7 +263,7 @@ class LedgerDriver final : public Driver {
       return event;
     });
   }
-  // Work goes on a little each time that somebody looks.
+  // Each query lets a little work run.
   bool done(int, Event event) override {
     return with_lock([&] {
       const auto found = events_.find(event);

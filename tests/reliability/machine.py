@@ -630,7 +630,6 @@ def two_devices() -> Iterator[None]:
         host_backup_limit=BACKUP_LIMIT,
         file_dir="/dev/shm",
         verify="full",
-        fault_injection=True,
     )
     for tag in TAGS:  # tags and devices exist from here on
         for device in DEVICES:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -21,23 +19,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import seed as seed_of
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.native.build import small_module
+from tests.native.build import faulty_module, small_module
+from tests.native.site import sitecustomize
 from tests.reliability.figures import FOLDER
 
 CORES = ("small", "shipped")
 #: File with the current program, by core, to be read if it crashed the process.
 JOURNALS = {core: FOLDER / f"program-on-{core}-core.txt" for core in CORES}
-
-
-def load_small_core() -> None:
-    """Load the core with small units in place of the shipped one, before anything imports that."""
-    name = "memsaver_core._native"
-    assert name not in sys.modules
-    spec = importlib.util.spec_from_file_location(name, small_module())
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
 
 
 def main() -> None:
@@ -49,8 +37,7 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
     arguments = parser.parse_args()
     faulthandler.enable()  # crashes are reported too
-    if arguments.core == "small":
-        load_small_core()
+    sitecustomize.install(str(small_module() if arguments.core == "small" else faulty_module()))
     from tests.reliability import machine
     from tests.reliability.known_programs import KNOWN, read
 

@@ -12,7 +12,7 @@
 
 namespace memsaver {
 
-// What is failed call by call: `act`, after `prepare` and without failures. It may be repeated.
+// `act` is failed call by call, after `prepare` ran without failures. It may be repeated.
 struct Scenario {
   std::string name;
   World::Options options;
@@ -35,7 +35,7 @@ inline Scenario resume_of(std::string name, std::function<void(World&)> prepare,
           [](World& world) { world.resume(); }, [](World& world) { world.release(); }};
 }
 
-// A call that is to be refused. What it met otherwise is for the caller.
+// A call that must be refused. Other errors are the caller's.
 inline void refused(World& world, ErrorKind kind, const std::function<void()>& call) {
   try {
     call();
@@ -49,7 +49,7 @@ inline void refused(World& world, ErrorKind kind, const std::function<void()>& c
 inline std::vector<Scenario> scenarios() {
   std::vector<Scenario> list;
   const auto nothing = [](World&) {};
-  // Small, several blocks and chunks, and several blocks again behind it.
+  // A small allocation, one of several blocks and chunks, and another of several blocks behind it.
   const auto fill = [](Restore restore) {
     return [restore](World& world) {
       world.allocate("t", restore, 3);
@@ -158,8 +158,8 @@ inline std::vector<Scenario> scenarios() {
                     world.resume();
                   },
                   [](World& world) { world.release(); }});
-  // The pool of a CUDA graph is memory under a tag of its own. Its content is kept, because replays read there what the
-  // capture wrote, and each replay writes to it; or it is given up, and the graph with it.
+  // A CUDA graph's pool is memory under its own tag. Its content is kept, because replays read what the capture wrote
+  // and write to it; or it is discarded, and the graph with it.
   const auto captured = [](World& world) {
     for (const int device : {0, 1}) {
       world.allocate("weights", Restore::host, 3, device);
@@ -280,8 +280,7 @@ inline std::vector<Scenario> scenarios() {
   list.push_back(release_of("release, churned, kept", churned(Restore::host)));
   list.push_back(resume_of("resume, churned, kept", churned(Restore::host), full));
   list.push_back(release_of("release, churned, discarded", churned(Restore::discard)));
-  // In its middle: some of it is released, some not, and the border lies inside of an allocation, which is where two
-  // freed ones met.
+  // A partial release whose border lies inside an allocation, at the former border of two freed ones.
   const auto half_released = [](Restore restore) {
     return [restore](World& world) {
       for (const std::size_t pages : {3u, 3u, 6u, 34u}) world.allocate("t", restore, pages);
@@ -348,7 +347,7 @@ inline std::vector<Scenario> scenarios() {
                     world.release();
                   },
                   [](World& world) { world.resume(); }});
-  // A device without digests: all is copied each time, and nothing compared.
+  // A device without digests: everything is copied each time, and nothing compared.
   World::Options without_digests = full;
   without_digests.digests = false;
   const auto resumed_before = [every_policy](World& world) {
@@ -359,8 +358,7 @@ inline std::vector<Scenario> scenarios() {
   list.push_back(release_of("release, no digests", resumed_before, without_digests));
   list.push_back(resume_of("resume, no digests", resumed_before, without_digests));
 
-  // Little host memory. What goes to a file or comes from one needs a block of it for a moment, within the limit or
-  // not.
+  // Little host memory. Transfers to and from a file need one block of it temporarily, within the limit or not.
   const auto limited = [](std::size_t pages, int devices = 1) {
     World::Options options;
     options.devices = devices;
@@ -404,7 +402,7 @@ inline std::vector<Scenario> scenarios() {
                     world.resume();
                   },
                   [](World& world) { world.release({}, {{"t", Restore::zero}}); }});
-  // What a block gives back counts when room is looked for that it needs.
+  // Memory that a block frees counts as room for the same block.
   const auto one_page_dead_in_each_block = [](World& world) {
     for (std::size_t page = 0; page < 32; page += kBlockBytes / kPage) world.mark_dead(0, page, 1);
   };
@@ -429,7 +427,7 @@ inline std::vector<Scenario> scenarios() {
       },
       limited(32)));
 
-  // A backup that is not what it was: the way out is to say that nothing is to be kept of it.
+  // A damaged backup: an override that discards its content resolves it.
   for (const Restore usual : {Restore::host, Restore::file}) {
     for (const Restore now : {Restore::discard, Restore::zero}) {
       list.push_back({std::string("a damaged backup, ") + name_of(usual) + ", given up as " + name_of(now), full,
@@ -453,7 +451,7 @@ inline std::vector<Scenario> scenarios() {
     }
   }
 
-  // The driver does not let go of a range: that blocks nothing but this range.
+  // The driver refuses to unmap a range: only this range is blocked.
   const auto let_go_and_resume = [](World& world) {
     world.ledger->let_go();
     world.resume();

@@ -1,5 +1,5 @@
-// Preloaded into processes that a test kills: one system call stands still, before the system does it or after, so that
-// the kill meets the process exactly there.
+// Preloaded into processes that a test kills: holds one system call before or after it runs, so that the process is
+// killed exactly there.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -36,8 +36,8 @@ long through(const char* call, long number, Arguments... arguments) {
 
 extern "C" {
 
-// From now on the `nth` of the calls below (1: the next), in whatever thread, stands still, and says its name to
-// `report_to`. 0: none does.
+// Holds the `nth` of the calls below from now on (1: the next), in any thread, and writes its name to `report_to`.
+// 0: none.
 void stand_still_at(long nth, int after_it, int report_to) {
   armed = false;
   left = nth;
@@ -75,7 +75,7 @@ ssize_t pread(int file, void* data, size_t bytes, off_t offset) {
 int open(const char* path, int flags, ...) {
   va_list rest;
   va_start(rest, flags);
-  const int mode = va_arg(rest, int);  // garbage where it was not given, and then the system ignores it
+  const int mode = va_arg(rest, int);  // garbage if it was not passed; the system then ignores it
   va_end(rest);
   return static_cast<int>(through("open", SYS_openat, AT_FDCWD, path, flags, mode));
 }

@@ -12,8 +12,8 @@ MEMSAVER_TEST_FACE void memsaver_fail_system_call(const char* call, std::size_t 
   memsaver::sys::hook = memsaver::on_system_call;
 }
 
-// Whether one of them came.
+// Returns whether one of them happened.
 MEMSAVER_TEST_FACE bool memsaver_system_call_failed() { return memsaver::system_faults().met(); }
 
-// Calls off what did not come; whether any did.
+// Cancels failures that did not happen. Returns whether any did.
 MEMSAVER_TEST_FACE bool memsaver_heal_system_calls() { return memsaver::system_faults().heal(); }

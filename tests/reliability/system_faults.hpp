@@ -33,7 +33,7 @@ struct SystemFaults {
     code = error;
     times = how_often;
   }
-  // Forgets what was planned; whether any of it was met.
+  // Cancels planned failures. Returns whether any happened.
   bool heal() {
     const std::lock_guard<std::mutex> lock(mutex);
     call.clear();

@@ -20,6 +20,7 @@ import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import OutOfDeviceMemoryError
+from tests.native import injection
 from tests.native.build import ROOT, built
 from tests.programs import Child
 from tests.reliability.figures import keep
@@ -92,7 +93,6 @@ def make(device: str, folder: Path, capacity: int = CAPACITY, **settings: Any) -
         host_capacity=capacity,
         file_folder=str(folder),
         verify="full",
-        faulty=True,
         **settings,
     )
 
@@ -287,7 +287,7 @@ else:
     sys.exit()
 
 device, folder, said, state, then = line.split()
-process.configure(driver="host", host_device=device, host_capacity=32 << 20, file_dir=folder, fault_injection=True)
+process.configure(driver="host", host_device=device, host_capacity=32 << 20, file_dir=folder)
 with ms.region("weights"):
     weights = torch.full((4 << 20,), 3, dtype=torch.uint8)
 with ms.region("disk", restore="file"):
@@ -351,7 +351,7 @@ class Ending:
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[Child]:
-    with Child("-c", PROGRAM) as program:
+    with Child("-c", PROGRAM, **injection.in_child()) as program:
         yield program
 
 

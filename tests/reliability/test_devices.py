@@ -15,9 +15,7 @@ class Cards:
     """Memory that is kept, and memory that is discarded, on each of two devices."""
 
     def __init__(self) -> None:
-        self.saver = _native.Saver(
-            driver="host", host_devices=["", ""], host_capacity=16 * MIB, verify="full", faulty=True
-        )
+        self.saver = _native.Saver(driver="host", host_devices=["", ""], host_capacity=16 * MIB, verify="full")
         self.kept = [self.saver.allocate(device, "kept", "host", 2 * MIB) for device in DEVICES]
         self.lost = [self.saver.allocate(device, "lost", "discard", MIB) for device in DEVICES]
         self.kept_content = [fill(address, 2 * MIB, seed) for seed, address in enumerate(self.kept)]

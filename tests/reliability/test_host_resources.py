@@ -21,6 +21,7 @@ from tests.reliability.surroundings import (
     mount_small_disk,
 )
 from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.waiting import wait_until
 
 GROUP = 192 * MIB
 
@@ -33,9 +34,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[ControlGroup]:
 
 
 def make(folder: Path | str = "/tmp", **settings: Any) -> _native.Saver:
-    return _native.Saver(
-        driver="host", host_capacity=256 * MIB, file_folder=str(folder), verify="full", faulty=True, **settings
-    )
+    return _native.Saver(driver="host", host_capacity=256 * MIB, file_folder=str(folder), verify="full", **settings)
 
 
 def mark(address: int, nbytes: int) -> None:
@@ -195,8 +194,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
         saver.delay("copy_to_host", 3600)  # until heal(); the disk space has been checked by then
         thread = threading.Thread(target=release)
         thread.start()
-        while saver.counts().get("copy_to_host", 0) == 0:
-            pass
+        wait_until(lambda: saver.counts().get("copy_to_host", 0) != 0)
         intruder = tmp_path / "intruder"
         with intruder.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 6 * part)  # leaves space for two of four

@@ -13,10 +13,11 @@ from memsaver_core import _native
 from memsaver_core.errors import BackupError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from tests.reliability.surroundings import in_child
 from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.waiting import wait_until
 
 
 def make(folder: Path | str = "/tmp", capacity: int = 256 * MIB) -> _native.Saver:
-    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full", faulty=True)
+    return _native.Saver(driver="host", host_capacity=capacity, file_folder=str(folder), verify="full")
 
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
@@ -93,8 +94,7 @@ def test_the_device_is_taken_during_a_resume() -> None:
     before = saver.counts()["create"]
     thread = threading.Thread(target=resume)
     thread.start()
-    while saver.counts()["create"] == before:
-        pass
+    wait_until(lambda: saver.counts()["create"] != before)
     saver.delay("create", 0)  # for other allocations
     taken.append(saver.allocate(0, "tenant", "discard", 14 * MIB))
     saver.heal()
@@ -115,8 +115,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
     saver.delay("copy_to_host", 3600)
     thread = threading.Thread(target=saver.release, args=([], [], {}))
     thread.start()
-    while saver.counts().get("copy_to_host", 0) == 0:
-        pass
+    wait_until(lambda: saver.counts().get("copy_to_host", 0) != 0)
     answers = [saver.status() for _ in range(50)]  # while the copy is held
     saver.heal()
     thread.join()
@@ -129,7 +128,7 @@ def test_status_answers_while_a_copy_stalls() -> None:
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
 def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     """The resume is over and its memory in use while host memory that is no longer needed is unpinned."""
-    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full", faulty=True)
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, retention="free", verify="full")
     address = saver.allocate(0, "t", "host", 4 * MIB)
     written = fill(address, 4 * MIB, 1)
     saver.release([], [], {})
@@ -138,8 +137,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     resume.start()
     resume.join(60)
     waited = resume.is_alive()
-    while saver.counts().get("unregister_host", 0) == 0:
-        pass  # the memory is freed all the same
+    wait_until(lambda: saver.counts().get("unregister_host", 0) != 0)  # the memory is freed all the same
     status = saver.status()
     found = content(address, 4 * MIB)
     fill(address, 4 * MIB, 2)
@@ -147,8 +145,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     assert not waited
     assert (status["state"], status["operation"]) == ("resident", "")
     assert found == written
-    while saver.status()["pool_capacity_bytes"] != 0:
-        pass
+    wait_until(lambda: saver.status()["pool_capacity_bytes"] == 0)
 
 
 @pytest.mark.parametrize("retention", ["trim", "free"])

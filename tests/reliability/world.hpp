@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "driver/faulty.hpp"
+#include "faults/faulty_driver.hpp"
 #include "driver/host.hpp"
 #include "ledger_driver.hpp"
 #include "vmm/saver.hpp"
@@ -22,8 +22,8 @@ namespace memsaver {
 
 inline constexpr std::size_t kPage = 4096;
 
-// A saver on a faulty driver on a ledger, and a model of what must be in its memory: page by page, what was written
-// there, zeros, or anything.
+// A saver on a faulty driver on a ledger, and a model of its memory: for each page the content written there, zeros, or
+// undefined.
 class World {
  public:
   struct Options {
@@ -33,7 +33,7 @@ class World {
     bool digests = true;  // the device has them
   };
 
-  // Thousands of small files: not on a disk.
+  // In memory, because there are thousands of small files.
   static inline std::string file_folder = "/dev/shm";
   static inline std::string other_folder = "/dev/shm";
 
@@ -52,7 +52,7 @@ class World {
     devices_ = options.devices;
   }
 
-  // Allocates and writes content that is different for each allocation. Returns its number.
+  // Allocates, and writes content that differs for each allocation. Returns its number.
   std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0) {
     const std::size_t bytes = pages * kPage;
     concerned_ = {tag};
@@ -67,7 +67,7 @@ class World {
     saver->free(memories_[number].address);
     memories_[number].alive = false;
   }
-  // Writes other content, as an engine at work does.
+  // Writes other content, as a running engine does.
   void rewrite(std::size_t number, std::size_t first_page, std::size_t pages) {
     for (std::size_t page = first_page; page < first_page + pages; ++page) write(memories_[number], page);
   }
@@ -84,7 +84,7 @@ class World {
     std::memset(reinterpret_cast<void*>(memory.address), 0, memory.pages.size() * kPage);
     memory.pages.assign(memory.pages.size(), Expect::zeros);
   }
-  // Content of these pages is not worth keeping at the next releases.
+  // The next releases need not keep the content of these pages.
   void mark_dead(std::size_t number, std::size_t first_page, std::size_t pages) {
     dead_.push_back({memories_[number].address + first_page * kPage, pages * kPage});
   }
@@ -145,7 +145,7 @@ class World {
     saver->prepare_backup();
     saver->wait_until_prepared();
   }
-  // What is kept of released memory, as its users see it.
+  // The backup of released memory, as users read it.
   void read_backups() {
     const auto here = mapped_pages();
     for (const auto& memory : memories_) {
@@ -165,7 +165,7 @@ class World {
       }
     }
   }
-  // Makes what is kept of each page of a released allocation another content than it was.
+  // Changes the backup of each page of a released allocation.
   void damage_backup(std::size_t number) {
     Memory& memory = memories_[number];
     memory.damaged = true;
@@ -196,10 +196,10 @@ class World {
     }
     return sum;
   }
-  // The tags that the last call had something to do for.
+  // The tags that the last call changed.
   [[nodiscard]] const std::set<std::string>& concerned() const { return concerned_; }
 
-  // The invariants of the design, on the saver's own structures, the ledger's account and the content of every page.
+  // Checks the invariants on the saver's structures, the ledger's record and the content of every page.
   void check() {
     for (const auto& misuse : ledger->misuses()) problems.push_back("misuse of the driver: " + misuse);
     if (ledger->pending() != 0) problems.push_back("work is still under way on the device");
@@ -229,7 +229,7 @@ class World {
     }
   }
 
-  // Frees everything, takes the saver down and checks that nothing is left.
+  // Frees everything, destroys the saver and checks that nothing remains.
   void end(bool context_lost) {
     if (!context_lost) {
       for (std::size_t number = 0; number < memories_.size(); ++number) free(number);
@@ -247,7 +247,7 @@ class World {
       if (!context_lost && !kept) problems.push_back("left behind: " + std::to_string(count) + " " + what);
     }
   }
-  // Takes the saver down. What is left, by kind.
+  // Destroys the saver. Returns what remains, by kind.
   std::map<std::string, std::size_t> take_down() {
     faulty = nullptr;
     ledger = nullptr;
@@ -348,7 +348,7 @@ class World {
       if (give_up && done) memory.damaged = false;
     }
   }
-  // The backup file has no name; this process has it open.
+  // The backup file has no name, but this process has it open.
   static void damage_files() {
     const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir("/proc/self/fd"), &closedir);
     while (const dirent* const entry = readdir(files.get())) {

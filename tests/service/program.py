@@ -6,7 +6,9 @@ from pathlib import Path
 
 import httpx
 
+from tests.native import injection
 from tests.programs import Child
+from tests.waiting import wait_until
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 
@@ -15,7 +17,7 @@ class Program(Child):
     """A run of ``served.py``, with its first line of output."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **environment)
+        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **injection.in_child(), **environment)
         self.said = self.read_line()
         assert self.said, "the program did not start"
 
@@ -37,8 +39,7 @@ class Program(Child):
 
     def wait_for(self, call: str, more_than: int) -> None:
         """Return once its driver's ``call`` was called more often than that."""
-        while self.count(call) <= more_than:
-            pass
+        wait_until(lambda: self.count(call) > more_than, interval_s=0.001)
 
 
 def client(program: Program) -> httpx.Client:

@@ -67,8 +67,7 @@ def test_a_caller_hears_that_the_server_ends(
     driver.delay("unmap", 3600)
     with ThreadPoolExecutor(1) as pool, attach(engine) as server:
         answer = pool.submit(httpx.post, f"{server.url}/release_memory_occupation", timeout=60)
-        while httpx.get(f"{server.url}/memory_occupation").json()["state"] != "releasing":
-            pass
+        wait_until(lambda: httpx.get(f"{server.url}/memory_occupation").json()["state"] == "releasing")
         server.close()
         assert answer.result().status_code == 503
         assert answer.result().json()["error"]["type"] == "server_ends"

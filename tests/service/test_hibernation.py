@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 import memsaver_core as ms
-from memsaver_core import hibernation
 from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.preconditions import Facts
+from tests.native import injection
 
 from .tensor_engine import MIB
 
@@ -94,7 +94,7 @@ def test_the_rest_of_a_release_needs_no_checkpoint(http: httpx.Client, monkeypat
 @pytest.mark.parametrize("step", ["lock", "checkpoint"])
 def test_a_failed_hibernation_is_undone_and_told(http: httpx.Client, step: str) -> None:
     before = tokens(http)
-    hibernation.fail(step)
+    injection.fail_step(step)
     response = http.post("/release_memory_occupation", json={"hibernate": True})
     assert response.status_code == 500
     error = response.json()["error"]
@@ -111,7 +111,7 @@ def test_a_failed_wake_is_told_and_the_repeat_works(http: httpx.Client) -> None:
     """It stays hibernated, and nothing is lost."""
     before = tokens(http)
     http.post("/release_memory_occupation", json={"hibernate": True}).raise_for_status()
-    hibernation.fail("restore")
+    injection.fail_step("restore")
     response = http.post("/resume_memory_occupation")
     assert response.status_code == 500
     assert response.json()["error"]["call"] == "restore"

@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "MEMSAVER_DRIVER": "host",
     "MEMSAVER_HOST_CAPACITY": str(64 * MIB),
     "MEMSAVER_PREPARE_BACKUP": "0",
-    "MEMSAVER_FAULT_INJECTION": "1",
 }
 #: Keeps the two large tags, 24 MiB.
 KEPT = {"restore": {"weights": "host", "kv_cache": "host"}}

@@ -62,8 +62,7 @@ def stopped(driver: Driver, call: str) -> Iterator[Callable[[], None]]:
     before = driver.counts().get(call, 0)
 
     def wait() -> None:
-        while driver.counts().get(call, 0) == before:
-            pass
+        wait_until(lambda: driver.counts().get(call, 0) != before)
 
     driver.delay(call, 3600)
     try:
@@ -145,8 +144,7 @@ def test_a_conflicting_operation_waits_its_turn_where_asked(http: httpx.Client, 
     with drain_held_up(http, engine) as pool:
         release_in_drain(http, engine)
         waiting = pool.submit(post, http, "/resume_memory_occupation", wait=True)
-        while len(http.get("/operations").json()["operations"]) < 2:
-            pass
+        wait_until(lambda: len(http.get("/operations").json()["operations"]) >= 2)
         engine.unblock()
         assert waiting.result().json()["state"] == "resident"
 
@@ -200,8 +198,7 @@ def test_a_resume_that_fails_after_its_client_went_away(http: httpx.Client, driv
     driver.delay("map", 0.5)
     driver.fail("copy_to_device")
     connection = asked(http, "/resume_memory_occupation")
-    while driver.counts()["map"] == maps:
-        pass
+    wait_until(lambda: driver.counts()["map"] != maps)
     connection.close()
     operation_id = http.get("/operations").json()["operations"][0]["operation_id"]
     answer = until_done(http, operation_id)
@@ -447,8 +444,7 @@ def test_a_weight_update_does_not_wait_without_end(
     driver.delay("unmap", 3600)
     started = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()
     operation_id = started["operation_id"]
-    while operation(http, operation_id)["stalled"] is None:
-        pass
+    wait_until(lambda: operation(http, operation_id)["stalled"] is not None)
     third = post(http, "/update_weights_from_disk", model_path="/trained")
     assert (third.status_code, third.json()["error"]["phase"]) == (504, "pause")
     assert operation_id in third.json()["message"]

@@ -1,26 +1,19 @@
-"""An engine and its co-tenants that compete for one device, and an engine with memsaver disabled."""
+"""Two engines on one device, too little host memory, a lost context, and an engine with memsaver disabled."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from memsaver_core import _native
-from tests.waiting import wait_until
-
 from .program import PROMPT, Program, client, tokens
-from .tensor_engine import ALL_TAGS, MIB
+from .tensor_engine import MIB
 
 Start = Callable[..., Program]
 CAPACITY = 64 * MIB  # of which an engine takes 26 MiB
-
-#: A resume that waits this long, instead of continuing once the memory is free, exceeds the client's timeout.
-AN_HOUR = {"wait_for_memory_s": 3600}
 
 
 def new_device() -> dict[str, str]:
@@ -29,29 +22,7 @@ def new_device() -> dict[str, str]:
         "MEMSAVER_DRIVER": "host",
         "MEMSAVER_HOST_DEVICE": f"shortage-{uuid.uuid4().hex[:8]}",
         "MEMSAVER_HOST_CAPACITY": str(CAPACITY),
-        "MEMSAVER_FAULT_INJECTION": "1",
     }
-
-
-class CoTenant:
-    """This process as a co-tenant: takes memory in parts, and frees the last part first."""
-
-    def __init__(self, device: dict[str, str]) -> None:
-        self._saver = _native.Saver(
-            driver="host", host_devices=[device["MEMSAVER_HOST_DEVICE"]], host_capacity=CAPACITY
-        )
-        self._parts: list[int] = []
-
-    def take(self, nbytes: int) -> None:
-        self._parts.append(self._saver.allocate(0, "trainer", "discard", nbytes))
-
-    def let_go(self) -> None:
-        self._saver.free(self._parts.pop())
-
-    def close(self) -> None:
-        while self._parts:
-            self.let_go()
-        self._saver.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +47,6 @@ def http(engine: Program) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def tenant(device: dict[str, str]) -> Iterator[CoTenant]:
-    tenant = CoTenant(device)
-    yield tenant
-    tenant.close()
-
-
-@pytest.fixture
 def start() -> Iterator[Start]:
     """Start programs on a device of this test's own."""
     programs: list[Program] = []
@@ -96,117 +60,6 @@ def start() -> Iterator[Start]:
     for program in programs:
         if program.process.poll() is None:
             program.end()
-
-
-@contextmanager
-def resume_that_waits(http: httpx.Client) -> Iterator[Future[httpx.Response]]:
-    """A resume that waits for memory while the block runs."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(http.post, "/resume_memory_occupation", json=AN_HOUR)
-        with httpx.Client(base_url=http.base_url, timeout=60) as other:
-
-            def waits() -> bool:
-                assert not waiting.done(), waiting.result().text
-                return is_waiting(other)
-
-            wait_until(waits)
-            yield waiting
-
-
-def is_waiting(http: httpx.Client) -> bool:
-    return http.get("/operations").json()["operations"][0]["phase"] == "wait_for_memory"
-
-
-@pytest.mark.guards("running out of memory or other resources killed the process")
-def test_resume_without_enough_memory(http: httpx.Client, tenant: CoTenant) -> None:
-    """503 with figures; released with the backup intact; the retry works after the trainer frees memory."""
-    before = tokens(http)
-    http.post("/release_memory_occupation").raise_for_status()
-    tenant.take(56 * MIB)
-    response = http.post("/resume_memory_occupation")
-    assert response.status_code == 503
-    assert int(response.headers["retry-after"]) > 0
-    error = response.json()["error"]
-    assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
-    assert error["needed_bytes"] > error["free_bytes"] >= 0
-    assert http.get("/memory_status").json()["parked_tags"] == ALL_TAGS
-    assert http.post("/generate", json=PROMPT).status_code == 503
-    assert http.get("/livez").status_code == 200
-    tenant.let_go()
-    assert http.post("/resume_memory_occupation").status_code == 200
-    assert tokens(http) == before
-
-
-@pytest.mark.guards("running out of memory or other resources killed the process")
-def test_resume_waits_for_a_trainer_to_let_go(http: httpx.Client, tenant: CoTenant) -> None:
-    """The answer comes once the memory is free, long before the one-hour limit."""
-    before = tokens(http)
-    http.post("/release_memory_occupation").raise_for_status()
-    tenant.take(56 * MIB)
-    with resume_that_waits(http) as waiting:
-        tenant.let_go()
-        answer = waiting.result().raise_for_status().json()
-    assert answer["state"] == "resident"
-    assert "wait_for_memory" in [phase["name"] for phase in answer["phases"]]
-    assert tokens(http) == before
-
-
-@pytest.mark.guards("running out of memory or other resources killed the process")
-def test_resume_waits_on_while_too_little_is_let_go(http: httpx.Client, tenant: CoTenant, engine: Program) -> None:
-    """Too little free memory does not end the wait; more of it later does."""
-    before = tokens(http)
-    http.post("/release_memory_occupation").raise_for_status()
-    for part in (48 * MIB, 8 * MIB):
-        tenant.take(part)
-    with resume_that_waits(http) as waiting:
-        tenant.let_go()
-        engine.wait_for("memory_info", more_than=engine.count("memory_info") + 5)  # the wait has seen the 16 MiB
-        assert not waiting.done()
-        tenant.let_go()
-        assert waiting.result().raise_for_status().json()["state"] == "resident"
-    assert tokens(http) == before
-
-
-@pytest.mark.guards(
-    "running out of memory or other resources killed the process",
-    "a process was killed in the middle of an operation",
-)
-def test_resume_waits_for_a_trainer_that_is_killed(http: httpx.Client, device: dict[str, str]) -> None:
-    """The memory of a killed co-tenant counts as free, and ends the wait."""
-    before = tokens(http)
-    http.post("/release_memory_occupation").raise_for_status()
-    trainer = Program("trainer", str(56 * MIB), **device)
-    with resume_that_waits(http) as waiting:
-        trainer.kill()
-        assert waiting.result().raise_for_status().json()["state"] == "resident"
-    assert tokens(http) == before
-
-
-@pytest.mark.guards("running out of memory or other resources killed the process")
-def test_a_wait_that_ends_without_memory_changes_nothing(http: httpx.Client, tenant: CoTenant) -> None:
-    """503 with figures; released tags and the reason for refusing requests are as before; the retry works."""
-    before = tokens(http)
-    http.post("/release_memory_occupation").raise_for_status()
-    tenant.take(56 * MIB)
-    asleep = http.get("/memory_occupation").json()
-    for _ in range(2):
-        response = http.post("/resume_memory_occupation", json={"wait_for_memory_s": 0.2})
-        assert response.status_code == 503
-        assert int(response.headers["retry-after"]) > 0
-        error = response.json()["error"]
-        assert (error["type"], response.json()["state"]) == ("out_of_device_memory", "released")
-        assert error["needed_bytes"] > error["free_bytes"] == 8 * MIB
-        # It tried, waited, and tried again.
-        phases = [phase["name"] for phase in response.json()["phases"]]
-        assert (phases[:2], phases[-1]) == (["restore", "wait_for_memory"], "restore")
-        occupation = http.get("/memory_occupation").json()
-        for what in ("state", "admission", "operation_id", "tags"):
-            assert occupation[what] == asleep[what]
-    assert http.post("/generate", json=PROMPT).status_code == 503
-    assert http.get("/livez").status_code == 200
-    tenant.let_go()
-    assert http.post("/resume_memory_occupation").json()["state"] == "resident"
-    assert tokens(http) == before
 
 
 @pytest.mark.guards("two engines on one GPU hung")

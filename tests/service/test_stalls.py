@@ -14,6 +14,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core._native import Saver
 from tests.unit.saver_memory import MIB, fill
+from tests.waiting import wait_until
 
 #: The driver calls of a release, by phase, and of a resume, all of them in its restore phase.
 RELEASING = {
@@ -132,7 +133,6 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
         file_folder=str(tmp_path),
         retention="free",
         verify="full",
-        faulty=True,
     )
     addresses: dict[str, int] = {}
 
@@ -184,8 +184,7 @@ def test_the_last_reading_stands_while_the_device_does_not_answer(http: httpx.Cl
     driver.delay("memory_info", 5.0)
     with ThreadPoolExecutor(1) as pool:
         stuck = pool.submit(ms.read_devices)
-        while driver.counts()["memory_info"] == calls:
-            pass
+        wait_until(lambda: driver.counts()["memory_info"] != calls)
         answers = [http.get("/memory_occupation").json() for _ in range(3)]
         assert not stuck.done()  # all answers came while the device was stalled
         driver.heal()

@@ -7,6 +7,7 @@ import pytest
 from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
 from memsaver_server.client import (
     AnswerError,
+    Client,
     ConflictError,
     DeviceMemoryError,
     DrainDeadlineError,
@@ -68,3 +69,8 @@ def test_no_answer_names_the_address() -> None:
     error = UnreachableError("unix:///run/memsaver.sock", "refused", 3)
     assert "unix:///run/memsaver.sock" in str(error)
     assert exit_code_for(error) is ExitCode.UNREACHABLE
+
+
+def test_an_argument_that_release_does_not_have_is_a_type_error() -> None:
+    with Client() as client, pytest.raises(TypeError, match=r"'restor'.*at_least_bytes"):
+        client.release(restor={"weights": "discard"})  # type: ignore[call-arg]

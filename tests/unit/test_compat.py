@@ -350,7 +350,7 @@ def test_leaving_a_region_by_the_private_setter(tag: str) -> None:
 
 def test_setting_the_state_of_a_thread_as_a_whole() -> None:
     wrapper = torch_memory_saver._ensure_initialized()._binary_wrapper
-    with wrapper.cdll.region_of_its_own():
+    with wrapper.cdll.own_region():
         wrapper.set_config(tag="chunk_3", interesting_region=True, enable_cpu_backup=True)
         assert wrapper.cdll.tms_get_current_tag() == b"chunk_3"
     assert wrapper.cdll.tms_get_current_tag() == b"default"

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from memsaver_core.compat.torch_memory_saver.utils import get_binary_path_from_package
+from tests.native import injection
 from tests.programs import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
@@ -393,7 +394,7 @@ assert api.tms_pause(None) == 0
 assert api.tms_resume(None) == 0
 """,
         TMS_INIT_ENABLE="1",
-        MEMSAVER_FAULT_INJECTION="1",
+        **injection.in_child(),
     )
 
 

@@ -75,6 +75,7 @@ def test_default_policies_are_in_the_reference() -> None:
     page = (ROOT / "docs/reference.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*)\|$", page.split("## Restore policies")[1], re.MULTILINE))
     for policy in RestorePolicy:
+        assert policy.value in rows, policy
         defaults = {tag for tag, of_tag in DEFAULT_POLICIES.items() if of_tag is policy}
         assert set(re.findall(r"`(\w+)`", rows[policy.value])) == defaults, policy
 

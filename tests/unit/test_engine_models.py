@@ -67,7 +67,7 @@ def start() -> Iterator[Start]:
 def save_checkpoint(config: Any, folder: Path, seed: int = 3) -> Any:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    checkpoint._fill_random(model, seed)
+    checkpoint.fill_random(model, seed)
     model.save_pretrained(folder)
     return model
 

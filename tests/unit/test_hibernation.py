@@ -16,6 +16,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import hibernation
 from memsaver_core.hibernation import helper
+from tests.native import injection
 from tests.programs import Child, output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's twins of tests/gpu")
@@ -95,7 +96,7 @@ def test_what_is_freed_meanwhile_does_not_come_back(kept: Kept) -> None:
 @pytest.mark.parametrize("step", ["lock", "checkpoint"])
 def test_a_failed_hibernation_is_undone(kept: Kept, step: str) -> None:
     """The tags are released as far as the release got; the process runs on, and repeat and resume both work."""
-    hibernation.fail(step)
+    injection.fail_step(step)
     with pytest.raises(ms.DriverError, match=f"{step} failed: INJECTED; the process runs on as before") as raised:
         ms.release([kept.tag], hibernate=True)
     assert (raised.value.call, raised.value.code) == (step, "INJECTED")
@@ -108,8 +109,8 @@ def test_a_failed_hibernation_is_undone(kept: Kept, step: str) -> None:
 
 def test_an_undo_that_fails_is_done_again(kept: Kept) -> None:
     """A failed hibernation never leaves the process locked."""
-    hibernation.fail("checkpoint")
-    hibernation.fail("unlock")
+    injection.fail_step("checkpoint")
+    injection.fail_step("unlock")
     with pytest.raises(ms.DriverError, match="runs on as before"):
         ms.release(hibernate=True)
     assert not ms.status().hibernated
@@ -121,7 +122,7 @@ def test_an_undo_that_fails_is_done_again(kept: Kept) -> None:
 def test_a_failed_restore_leaves_it_hibernated(kept: Kept) -> None:
     """Nothing is lost, and the resume can be repeated."""
     ms.release(hibernate=True)
-    hibernation.fail("restore", times=2)
+    injection.fail_step("restore", times=2)
     for _ in range(2):
         with pytest.raises(ms.DriverError, match="restore failed: INJECTED; the process is still hibernated"):
             ms.resume()
@@ -132,12 +133,12 @@ def test_a_failed_restore_leaves_it_hibernated(kept: Kept) -> None:
 
 def test_a_failed_unlock_is_done_again(kept: Kept) -> None:
     ms.release(hibernate=True)
-    hibernation.fail("unlock")
+    injection.fail_step("unlock")
     report = ms.resume()
     assert report.phases[0].details["unlock_repeats"] == 1
     assert kept.is_intact()
     ms.release(hibernate=True)
-    hibernation.fail("unlock", times=2)
+    injection.fail_step("unlock", times=2)
     with pytest.raises(ms.DriverError, match="its calls still wait; resume again"):
         ms.resume()
     assert ms.status().hibernated
@@ -200,6 +201,7 @@ SETUP = textwrap.dedent(
     import torch
     import memsaver_core as ms
     from memsaver_core import hibernation
+    from tests.native import injection
 
     with ms.region("weights"):
         weights = torch.ones(1 << 20)
@@ -213,7 +215,7 @@ def program(code: str) -> str:
 
 def settings(**changes: str) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEMSAVER_")}
-    return {**inherited, "MEMSAVER_DRIVER": "host", "MEMSAVER_FAULT_INJECTION": "1", **changes}
+    return {**inherited, "MEMSAVER_DRIVER": "host", **injection.in_child(), **changes}
 
 
 def run(code: str, **changes: str) -> str:
@@ -224,7 +226,7 @@ def test_a_process_that_cannot_be_restored_is_failed() -> None:
     told = run(
         """
         ms.release(hibernate=True)
-        hibernation.fail("restore", lost=True)
+        injection.fail_step("restore", lost=True)
         for call in (ms.resume, ms.resume, ms.release, lambda: ms.release(hibernate=True)):
             try:
                 call()
@@ -287,14 +289,17 @@ def test_a_killed_engine_leaves_nothing_behind() -> None:
     assert run("print(ms.read_devices()[0].used_bytes)", **changes).split() == [str(4 * MIB)]
 
 
-def test_faults_need_the_setting() -> None:
+def test_the_product_has_no_faults() -> None:
+    """Only the tests' module fails on request: neither a driver nor the helper of the product does."""
     told = run(
         """
-        try:
-            hibernation.fail("lock")
-        except ms.ConfigurationError as error:
-            print(error)
+        from memsaver_core import process
+        print([name for name in ("fail", "delay", "heal", "counts") if hasattr(process.saver(), name)])
+        injection.fail_step("lock")
+        ms.release(hibernate=True)
+        print(ms.status().hibernated)
+        os.remove(hibernation.helper.PATH.with_name(f"step-faults.{os.getpid()}"))
         """,
-        MEMSAVER_FAULT_INJECTION="0",
+        TESTS_NATIVE_MODULE="",
     )
-    assert "without MEMSAVER_FAULT_INJECTION=1" in told
+    assert told.splitlines() == ["[]", "True"]

@@ -125,7 +125,7 @@ def test_allocation_while_released() -> None:
 @pytest.mark.guards("freeing a released tensor released its memory twice")
 def test_free_while_released() -> None:
     """Its range and backup are freed, without a driver call."""
-    saver = make(faulty=True)
+    saver = make()
     doomed = saver.allocate(0, "t", "host", 8 * MIB)
     kept = saver.allocate(0, "t", "host", 8 * MIB)
     fill(doomed, 8 * MIB, 1)
@@ -339,7 +339,7 @@ def test_allocation_without_memory() -> None:
 
 def test_failed_release_can_be_resumed() -> None:
     """What it had released comes back with its content."""
-    saver = make(faulty=True)
+    saver = make()
     address = saver.allocate(0, "t", "host", 300 * MIB)
     expected = fill(address, 300 * MIB, 1)
     release(saver)
@@ -355,7 +355,7 @@ def test_failed_release_can_be_resumed() -> None:
 
 def test_discarded_tags_go_last() -> None:
     """A release that cannot back something up has discarded nothing."""
-    saver = make(faulty=True)
+    saver = make()
     scratch = saver.allocate(0, "a-scratch", "discard", MIB)
     fill(saver.allocate(0, "z-weights", "host", MIB), MIB, 1)
     expected = fill(scratch, MIB, 2)
@@ -396,7 +396,7 @@ def test_damaged_backup_is_an_error(tmp_path: Any) -> None:
 
 
 def test_lost_context_is_final() -> None:
-    saver = make(faulty=True)
+    saver = make()
     saver.allocate(0, "t", "discard", MIB)
     saver.fail("unmap", 1, "context_lost")
     with pytest.raises(ContextLostError):
@@ -410,7 +410,7 @@ def test_lost_context_is_final() -> None:
 @pytest.mark.guards("only the current device was synchronized or restored")
 def test_every_device_is_synchronized() -> None:
     """A release synchronizes every device that it touches, and a resume restores all of them."""
-    saver = make(host_devices=["", ""], faulty=True)
+    saver = make(host_devices=["", ""])
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
     before = saver.counts().get("synchronize", 0)
@@ -422,7 +422,7 @@ def test_every_device_is_synchronized() -> None:
 
 
 def test_one_device_that_fails_undoes_all() -> None:
-    saver = make(host_devices=["", ""], faulty=True)
+    saver = make(host_devices=["", ""])
     addresses = [saver.allocate(device, "t", "host", 2 * MIB) for device in (0, 1)]
     written = [fill(address, 2 * MIB, seed) for seed, address in enumerate(addresses)]
     release(saver)
@@ -436,7 +436,7 @@ def test_one_device_that_fails_undoes_all() -> None:
 
 def test_allocations_do_not_wait_for_a_release() -> None:
     """While one tag is copied, another one allocates and frees, and status answers."""
-    saver = make(faulty=True)
+    saver = make()
     fill(saver.allocate(0, "t", "host", 64 * MIB), 64 * MIB, 1)
     busy = saver.allocate(0, "t", "host", PAGE)
     saver.delay("copy_to_host", 3600)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -35,6 +36,7 @@ from memsaver_core.ranks.protocol import (
     TakeOutcome,
 )
 from memsaver_server.integrations.vllm.memory import VllmMemory
+from tests.native import injection
 from tests.programs import output_of
 from tests.waiting import wait_until
 
@@ -143,11 +145,12 @@ class Rank:
     """A worker as its executor sees it. Its calls are those of ``Model``."""
 
     def __init__(self, **environment: str) -> None:
-        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", "MEMSAVER_FAULT_INJECTION": "1", **environment}
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-        self._process.start()
+        with patch.dict(os.environ, injection.in_child()):
+            self._process.start()
         theirs.close()
         assert self._connection.poll(120)
         self._connection.recv()
@@ -168,14 +171,16 @@ class Rank:
 
 
 class Executor:
-    """Calls its ranks as vLLM's executor does; like that, it ignores a second sleep."""
+    """Calls its ranks as vLLM's executor does, with plain data; like that, it ignores a second sleep."""
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self.is_sleeping = False
 
     def call(self, message: Plain) -> list[Plain]:
-        return [rank.answer(message) for rank in self.ranks]
+        plain = json.dumps(message)
+        answers: list[Plain] = [json.loads(json.dumps(rank.answer(json.loads(plain)))) for rank in self.ranks]
+        return answers
 
     def sleep(self, level: int) -> None:
         if not self.is_sleeping:
@@ -463,6 +468,7 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
+    assert all(tag.bytes_by_device == {0: tag.bytes // 2, 1: tag.bytes // 2} for tag in memory.status().tags)
     assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
     memory.resume(ResumeOptions())
     assert memory.status().state == "resident"

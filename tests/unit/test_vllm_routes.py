@@ -25,6 +25,7 @@ from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.integrations.vllm.plugin import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
+from tests.waiting import wait_until
 
 __all__ = ["group", "workers"]
 
@@ -175,8 +176,7 @@ def test_a_rank_that_hangs_is_named_by_its_phase(
         stuck = world.post(f"/{path}_memory_occupation", tags=["kv_cache"])
         assert (stuck.status_code, stuck.json()["error"]["phase"]) == (504, phase)
         operation = f"/operations/{stuck.json()['error']['operation_id']}"
-        while world.http.get(operation).json()["status"] == "running":
-            pass
+        wait_until(lambda: world.http.get(operation).json()["status"] != "running")
         answer = world.http.get(operation).json()["answer"]
         assert answer["success"], answer
 

@@ -14,7 +14,7 @@ from memsaver_core.errors import UnsupportedError
 
 
 class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Sleeps and wakes by memsaver's allocator, which holds the memory whatever the backend is."""
+    """Sleeps and wakes by memsaver's allocator, by which vLLM allocates with any backend."""
 
     def suspend(self, level: int = 1) -> None:
         """Release all: level 1 keeps the weights in host memory, level 2 discards them. Both keep graphs and buffers.

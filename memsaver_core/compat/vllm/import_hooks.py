@@ -21,7 +21,7 @@ _patches: dict[str, list[Patch]] = {}
 def when_imported(name: str, patch: Patch) -> None:
     """Call ``patch`` with the module ``name``: now if it is imported already, else right after its import.
 
-    A patch that fails is logged, and the import goes on.
+    A patch that fails is logged, and the import succeeds.
     """
     with _lock:
         if _finder not in sys.meta_path:

@@ -171,12 +171,12 @@ def patch_flashinfer(module: ModuleType) -> None:
     allocate_under(
         module,
         "_get_trtllm_workspace_buffer",
-        lambda *_: tag_unless(vars(module).get("trtllm_workspace_buffer", "?")),
+        lambda *_, **__: tag_unless(vars(module).get("trtllm_workspace_buffer", "?")),
     )
     allocate_under(
         getattr(module, "FlashInferMetadataBuilder", None),
         "_get_workspace_buffer",
-        lambda self, *_: tag_unless(vars(self).get("_workspace_buffer", "?")),
+        lambda self, *_, **__: tag_unless(vars(self).get("_workspace_buffer", "?")),
     )
 
 

@@ -180,6 +180,6 @@ def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
     table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
     for device in devices:
         total, used, free = map(format_bytes, (device.total_bytes, device.used_bytes, device.free_bytes))
-        own = "not told" if device.process_bytes is None else format_bytes(device.process_bytes)
+        own = "unknown" if device.process_bytes is None else format_bytes(device.process_bytes)
         table.add_row(str(device.index), device.name, total, used, own, free)
     return table

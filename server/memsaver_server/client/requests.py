@@ -112,8 +112,8 @@ def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run
         raise TypeError(
             f"unknown keyword argument {unknown[0]!r}; release takes {', '.join(ReleaseArguments.__annotations__)}"
         )
-    options = {name: value for name, value in arguments.items() if value != {}}
-    return operation_call(RELEASE, tags, options, run_async=run_async)
+    restore = dict(arguments.get("restore") or {}) or None
+    return operation_call(RELEASE, tags, {**arguments, "restore": restore}, run_async=run_async)
 
 
 def resume_call(

@@ -79,8 +79,8 @@ class Client:
         """Release the device memory of ``tags`` (None: of all) to the driver.
 
         Args:
-            options: ``timeout_s``, ``mode``, ``restore``, ``at_least_bytes`` and more: see ``schemas.ReleaseFields``.
-                With ``wait`` it waits for a conflicting operation instead of raising ConflictError.
+            options: ``timeout_s``, ``mode``, ``restore``, ``at_least_bytes``, ``hibernate`` and the others of
+                ``schemas.ReleaseFields``. ``wait`` waits for a conflicting operation instead of raising ConflictError.
 
         Raises:
             InvalidRequestError: a tag is unknown; the message lists those that exist.

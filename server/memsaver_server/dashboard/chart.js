@@ -27,7 +27,7 @@ export class Chart {
 
   /**
    * @param view {from, to, origin, points: [{at, used}], operations: [{operation, from, to, phases: [{name, from, to}]}],
-   *   label} with times in seconds; with an origin, they are told as the time since.
+   *   label} with times in seconds; with an origin, they are shown relative to it.
    */
   show(view) {
     this.view = view;

@@ -58,33 +58,33 @@ follow("dashboard/feed", {
     });
   },
 
-  past(told) {
-    readings = told.readings.map((reading) => ({ at: reading.at, used: reading.used_bytes }));
+  past(data) {
+    readings = data.readings.map((reading) => ({ at: reading.at, used: reading.used_bytes }));
   },
 
-  operation(told) {
-    const before = operations.get(told.operation_id);
-    operations.set(told.operation_id, told);
+  operation(data) {
+    const before = operations.get(data.operation_id);
+    operations.set(data.operation_id, data);
     if (operations.size > OPERATIONS) {
       const oldest = [...operations.values()].reduce((a, b) => (a.created_at < b.created_at ? a : b));
       operations.delete(oldest.operation_id);
     }
-    if (before?.status !== told.status && occupation) {
+    if (before?.status !== data.status && occupation) {
       // Show the running one in the chart; rows that the user has opened stay open.
-      if (told.status === "running") chosen = told.operation_id;
-      if (before && told.answer) announce(told.answer.message);
+      if (data.status === "running") chosen = data.operation_id;
+      if (before && data.answer) announce(data.answer.message);
     }
     drawProgress();
     drawOperations();
     drawCharts();
   },
 
-  occupation(told) {
-    occupation = told;
-    skew = told.at - Date.now() / 1e3;
-    if (told.devices.length && readings.at(-1)?.at !== told.at) {
-      readings.push({ at: told.at, used: Object.fromEntries(told.devices.map((each) => [each.index, each.used_bytes])) });
-      readings = readings.filter((reading) => reading.at > told.at - KEPT_S);
+  occupation(data) {
+    occupation = data;
+    skew = data.at - Date.now() / 1e3;
+    if (data.devices.length && readings.at(-1)?.at !== data.at) {
+      readings.push({ at: data.at, used: Object.fromEntries(data.devices.map((each) => [each.index, each.used_bytes])) });
+      readings = readings.filter((reading) => reading.at > data.at - KEPT_S);
     }
     $("main").hidden = false;
     drawState();

@@ -29,7 +29,7 @@ _REQUEST_BODY = {
 
 @router.post("/generate", responses=ERROR_RESPONSES, openapi_extra=_REQUEST_BODY)
 async def generate(request: Request, service: ServiceOf) -> JSONResponse:
-    """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine takes no requests."""
+    """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine accepts no requests."""
     engine = cast(GeneratingEngine, service.engine)
     asked: dict[str, Any] = await json_of(request)
     try:

@@ -29,7 +29,7 @@ class Intake:
         self._closed = None
 
     def admit(self, received: Sequence[Any]) -> list[Any]:
-        """Return what goes on to the scheduler: of ``received``, and of what was held. In the scheduler's thread."""
+        """Return what of ``received``, and of what was held, the scheduler gets. In the scheduler's thread."""
         messages = self._messages
         closed = self._closed
         admitted: list[Any] = []

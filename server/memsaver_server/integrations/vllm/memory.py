@@ -32,7 +32,7 @@ class VllmMemory(RankMemory):
         try:
             self._ranks.sleep(level)
         except Exception as error:
-            self.ask(TakeOutcome())  # so that no rank goes on expecting the release
+            self.ask(TakeOutcome())  # so that no rank still expects the release
             raise MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
         answers = self.ask(TakeOutcome())
         if all(answer.report is None and answer.failure is None for answer in answers):

@@ -2,13 +2,13 @@
 
 #include <stddef.h>
 
-// What the preload library and the core say to each other: plain C, because the library is loaded into every process
-// that inherits LD_PRELOAD and brings nothing along, while the core comes later, with Python, and owns the saver.
+// The interface between the preload library and the core. Plain C: the library is loaded into every process that
+// inherits LD_PRELOAD and depends on libc alone; the core is loaded later, by Python, and owns the saver.
 extern "C" {
 
 inline constexpr int kMemsaverPreloadVersion = 1;
 
-// Given where the core does not want an allocation: the real function serves it.
+// The core does not handle this allocation: call the real function.
 inline constexpr int kMemsaverNotMine = -1;
 
 struct memsaver_preload_core {
@@ -18,6 +18,6 @@ struct memsaver_preload_core {
   int (*free)(void* pointer);
 };
 
-// Exported by the library. `core` must stay valid to the end of the process. Returns 0, or -1 for another version.
+// Exported by the library. `core` must stay valid until the process ends. Returns 0, or -1 if the version differs.
 int memsaver_preload_register(const struct memsaver_preload_core* core);
 }

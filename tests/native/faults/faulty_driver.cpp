@@ -1,4 +1,4 @@
-#include "driver/faulty.hpp"
+#include "faults/faulty_driver.hpp"
 
 #include <chrono>
 #include <utility>

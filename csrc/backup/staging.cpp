@@ -1,0 +1,111 @@
+#include "backup/staging.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "support/log.hpp"
+#include "support/scope_exit.hpp"
+
+namespace memsaver {
+
+Staging::Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key)
+    : driver_(driver), device_(device), pool_(pool), files_(files), key_(key) {
+  copies_ = driver_.create_stream(device_);
+  try {
+    kernels_ = driver_.create_stream(device_);
+  } catch (...) {
+    destroy_stream(copies_);
+    throw;
+  }
+}
+
+Staging::~Staging() {
+  FileTransfers none;
+  settle(none);
+  digests_.reset();
+  destroy_stream(copies_);
+  destroy_stream(kernels_);
+}
+
+void Staging::destroy_stream(Stream stream) noexcept {
+  try {
+    driver_.destroy_stream(device_, stream);
+  } catch (const std::exception& error) {
+    warn(std::string("a stream was not destroyed: ") + error.what());  // at process exit the context may be gone
+  }
+}
+
+bool Staging::can_digest() {
+  if (!driver_.has_digest(device_)) return false;
+  if (!digests_) digests_ = std::make_unique<DigestQueue>(driver_, device_, key_, kernels_);
+  return true;
+}
+
+template <typename Copy>
+void Staging::copy(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory,
+                   const Copy& copy) {
+  auto part = memory.begin();
+  std::size_t used = 0;
+  for (const auto& extent : extents) {
+    std::size_t done = 0;
+    while (done < extent.bytes) {
+      if (used == part->bytes) {
+        ++part;
+        used = 0;
+      }
+      const std::size_t bytes = std::min(extent.bytes - done, part->bytes - used);
+      copy(base + extent.offset + done, reinterpret_cast<void*>(part->address + used), bytes);
+      done += bytes;
+      used += bytes;
+    }
+  }
+}
+
+void Staging::copy_to_host(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory) {
+  copy(base, extents, memory, [this](Address device_address, void* host_address, std::size_t bytes) {
+    driver_.copy_to_host(device_, host_address, device_address, bytes, copies_);
+  });
+}
+
+void Staging::copy_to_device(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory) {
+  copy(base, extents, memory, [this](Address device_address, void* host_address, std::size_t bytes) {
+    driver_.copy_to_device(device_, device_address, host_address, bytes, copies_);
+  });
+}
+
+void Staging::wait_for(Stream stream) {
+  const Event end = driver_.record(device_, stream);
+  const ScopeExit recycle([&] { driver_.recycle(device_, end); });
+  driver_.wait(device_, end);
+}
+
+void Staging::wait_for_streams() {
+  wait_for(copies_);
+  wait_for(kernels_);
+}
+
+void Staging::settle(FileTransfers& transfers) noexcept {
+  for (const auto& transfer : transfers) {
+    if (transfer.done.valid()) transfer.done.wait();
+  }
+  if (digests_) digests_->abandon();
+  try {
+    wait_for_streams();
+  } catch (const std::exception& error) {
+    warn(std::string("while waiting for copies to end: ") + error.what());
+    // A device that cannot be synchronized either has lost its context and runs nothing any more.
+    try {
+      driver_.synchronize(device_);
+    } catch (const std::exception& failure) {
+      warn(std::string("while waiting for the device: ") + failure.what());
+    }
+  }
+  give_bounce(transfers);
+}
+
+void Staging::give_bounce(FileTransfers& transfers) {
+  for (const auto& transfer : transfers) pool_.give(transfer.bounce, HostPool::Use::passing);
+  transfers.clear();
+}
+
+}  // namespace memsaver

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstddef>
+#include <future>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "backup/digest_queue.hpp"
+#include "backup/file_store.hpp"
+#include "backup/host_pool.hpp"
+#include "driver/driver.hpp"
+#include "support/sizes.hpp"
+
+namespace memsaver {
+
+// A window is the content that is digested at once.
+inline constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
+// Blocks on the way to or from the file at once, each with bounce memory of its own.
+inline constexpr std::size_t kFileTransfers = 8;
+
+// A write to or read from the file under way in another thread.
+struct FileTransfer {
+  std::shared_future<void> done;
+  std::vector<HostRange> bounce;  // HostPool::Use::passing
+};
+using FileTransfers = std::list<FileTransfer>;  // oldest first
+
+// What SaveTask and RestoreTask share on one device: two streams, digests, copies of extents, and waiting for all of
+// it.
+class Staging {
+ public:
+  Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key);
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+  // Waits until nothing is under way.
+  ~Staging();
+
+  [[nodiscard]] Driver& driver() { return driver_; }
+  [[nodiscard]] int device() const { return device_; }
+  [[nodiscard]] HostPool& pool() { return pool_; }
+  [[nodiscard]] FileStore& files() { return files_; }
+  [[nodiscard]] Stream copies() const { return copies_; }    // runs on the copy engine
+  [[nodiscard]] Stream kernels() const { return kernels_; }  // digests and zero fills
+
+  // Prepares digests() at the first call. False if the device cannot digest.
+  [[nodiscard]] bool can_digest();
+  // Only after can_digest() returned true.
+  [[nodiscard]] DigestQueue& digests() { return *digests_; }
+
+  // Queue copies of extents of the allocation at `base`, which are contiguous in `memory`.
+  void copy_to_host(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory);
+  void copy_to_device(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory);
+
+  // Waits for what `stream` holds now.
+  void wait_for(Stream stream);
+  void wait_for_streams();
+
+  // Waits until neither the device nor the threads of `transfers` work for this object, then returns their bounce
+  // memory to the pool.
+  void settle(FileTransfers& transfers) noexcept;
+  void give_bounce(FileTransfers& transfers);
+
+ private:
+  template <typename Copy>
+  void copy(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory, const Copy& copy);
+  void destroy_stream(Stream stream) noexcept;
+
+  Driver& driver_;
+  const int device_;
+  HostPool& pool_;
+  FileStore& files_;
+  const DigestKey key_;
+  Stream copies_;
+  Stream kernels_;
+  std::unique_ptr<DigestQueue> digests_;
+};
+
+}  // namespace memsaver

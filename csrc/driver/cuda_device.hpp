@@ -1,0 +1,112 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "driver/cuda_api.hpp"
+#include "support/mutex.hpp"
+
+namespace memsaver::cuda {
+
+// Checks the results of driver calls, and remembers the first failure that lost the context.
+class Calls {
+ public:
+  explicit Calls(const Api& driver_api) : api(driver_api) {}
+  // Throws Error if `result`, of a call of `symbol`, is a failure.
+  void check(const char* symbol, Result result) const;
+  [[nodiscard]] std::string loss() const;
+
+  const Api& api;
+
+ private:
+  mutable Mutex mutex_;
+  mutable std::string loss_ GUARDED_BY(mutex_);
+};
+
+// One device: its primary context and what this process keeps in it. Any thread may call every function.
+class CudaDevice {
+ public:
+  CudaDevice(const Calls& calls, int index);
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  [[nodiscard]] const Calls& calls() const { return calls_; }
+  [[nodiscard]] Device ordinal() const { return ordinal_; }
+  [[nodiscard]] int attribute(int which, int otherwise) const;
+  // The primary context, retained at the first call.
+  [[nodiscard]] Context context();
+  [[nodiscard]] bool has_context();
+  // Of the memory to create. Throws ErrorKind::configuration if the device has no virtual memory management.
+  [[nodiscard]] AllocationProperties properties();
+
+  // An event that recycle() took back, or nullptr.
+  [[nodiscard]] EventHandle idle_event();
+  void recycle(EventHandle event);
+
+  // See Driver.
+  void prepare_digest() noexcept;
+  [[nodiscard]] bool has_digest() noexcept;
+  // Only after has_digest() returned true.
+  [[nodiscard]] Function digest_kernel();
+
+ private:
+  [[nodiscard]] Context retained() REQUIRES(mutex_);
+  [[nodiscard]] bool digest_is_known() const REQUIRES(mutex_);
+  void load_digest() REQUIRES(mutex_);
+  [[nodiscard]] std::string compile_digest() const;
+
+  const Calls& calls_;
+  Device ordinal_ = 0;
+  Mutex mutex_;
+  Context context_ GUARDED_BY(mutex_) = nullptr;
+  AllocationProperties properties_ GUARDED_BY(mutex_){};
+  std::vector<EventHandle> idle_events_ GUARDED_BY(mutex_);
+  enum class DigestState { unknown, ready, missing } digest_state_ GUARDED_BY(mutex_) = DigestState::unknown;
+  std::string digest_code_ GUARDED_BY(mutex_);  // compiled, and not loaded yet
+  Function digest_ GUARDED_BY(mutex_) = nullptr;
+};
+
+// Keeps stream captures of other threads valid: in their default mode, a call that cannot be part of a graph (such as
+// registering host memory) invalidates them, unless the calling thread has declared itself unrelated.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+  ~BesideCaptures() { api_.exchange_capture_mode(&mode_); }
+
+ private:
+  const Api& api_;
+  int mode_ = kCaptureModeRelaxed;
+};
+
+// Makes a context current for a scope; the caller's is current again afterwards.
+class CurrentContext {
+ public:
+  CurrentContext(const Calls& calls, Context context) : api_(calls.api) {
+    calls.check("cuCtxPushCurrent", api_.context_push(context));
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext() {
+    Context previous = nullptr;
+    api_.context_pop(&previous);
+  }
+
+ private:
+  const Api& api_;
+};
+
+// A scope for calls in the context of a device.
+class InContext {
+ public:
+  explicit InContext(CudaDevice& device)
+      : beside_captures_(device.calls().api), current_(device.calls(), device.context()) {}
+
+ private:
+  const BesideCaptures beside_captures_;
+  const CurrentContext current_;
+};
+
+}  // namespace memsaver::cuda

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hibernate/process.hpp"
+
+namespace memsaver::hibernate {
+
+// Puts an adaptor around the process to checkpoint; a test build injects faults this way.
+using ProcessAdaptor = std::function<std::unique_ptr<Process>(std::unique_ptr<Process>)>;
+
+// The program, which checkpoints its parent: the CUDA driver checkpoints a process only on behalf of another one.
+//
+// Standard input and output are one end of a socket pair. Arguments: the parent's process id; its driver, "cuda" or
+// "host"; for "host" an account per device (host_process.hpp). Each request is a line, answered by a line:
+//
+//     hibernate <timeout, ms> [<device>...]  -> ok <lock s> <checkpoint s> [<device> <bytes held>...]
+//         gives back all device memory of the process
+//     wake [<device> <bytes held>...]        -> ok <restore s> <unlock s>
+//         takes it again, and lets device calls go on
+//     state                                  -> ok <running | locked | checkpointed | failed>
+//     memory <uuid of a device>              -> ok <total> <used> <used by the process>
+//         bytes, as nvidia-smi shows them: in a checkpointed process NVML blocks, as all of CUDA does
+//
+// or "error <call> <code> <state of the process now>", followed by " <device> <needed> <free>" if memory is short. A
+// failed step is undone as far as the driver allows. The program holds no device memory, and ends when the socket is
+// closed or its parent dies. (PR_SET_PDEATHSIG would not do: it is tied to the thread that started the program.)
+//
+// Returns the exit code.
+[[nodiscard]] int run_helper(const std::vector<std::string>& arguments, const ProcessAdaptor& adapt = {});
+
+}  // namespace memsaver::hibernate

@@ -1,0 +1,3 @@
+#include "python/bindings.hpp"
+
+PYBIND11_MODULE(_native, module) { memsaver::python::bind_all(module); }

@@ -1,0 +1,162 @@
+// Saver::audit(): checks the saver's account of its memory, for tests.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+
+#include "vmm/core.hpp"
+#include "vmm/saver.hpp"
+
+namespace memsaver {
+
+struct ArenaAudit {
+  static constexpr std::size_t kPage = 4096;  // no driver maps less at once
+
+  const Arena& arena;
+  std::vector<std::string>& problems;
+
+  void problem(const char* what, Address address, std::size_t bytes) {
+    char text[160];
+    std::snprintf(text, sizeof text, "tag '%s', %s: %s [0x%zx, +%zu]", arena.key_.tag.c_str(),
+                  name_of(arena.key_.restore), what, static_cast<std::size_t>(address), bytes);
+    problems.emplace_back(text);
+  }
+
+  // Live and free ranges tile the spans. `withheld`: free ranges that an orphan is mapped at.
+  void check_spans(const RangeSet& withheld) {
+    std::map<Address, std::size_t> tiles;
+    std::size_t live = 0;
+    for (const auto& [address, allocation] : arena.allocations_) {
+      tiles.emplace(address, allocation.bytes);
+      live += allocation.bytes;
+    }
+    for (const RangeSet* set : {&arena.mapped_, &arena.unmapped_, &withheld}) {
+      for (const auto& [address, bytes] : set->ranges()) {
+        if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
+      }
+    }
+    if (live != arena.live_) problem("live bytes are miscounted", arena.live_, live);
+    auto tile = tiles.begin();
+    for (const auto& [address, bytes] : arena.spans_) {
+      Address at = address;
+      for (; tile != tiles.end() && tile->first == at && at < address + bytes; ++tile) at += tile->second;
+      if (at != address + bytes) problem("a span is not tiled by live and free ranges", at, 0);
+    }
+    if (tile != tiles.end()) problem("a range is outside all spans", tile->first, tile->second);
+  }
+
+  // Chunks lie in spans and do not overlap; free ranges have memory exactly if they are listed with memory.
+  void check_chunks() {
+    Address end = 0;
+    for (const auto& [address, chunk] : arena.chunks_) {
+      const std::size_t bytes = chunk.bytes;
+      if (address != chunk.address || address < end) problem("chunks overlap", address, bytes);
+      end = address + bytes;
+      if (!arena.owns(address) || !arena.owns(end - 1)) problem("a chunk is outside all spans", address, bytes);
+      if (arena.unmapped_.overlaps(address, bytes)) problem("a free range has memory unlisted", address, bytes);
+      for (const auto& [restore, ranges] : arena.owed_) {
+        if (ranges.overlaps(address, bytes)) problem("content is owed where memory is", address, bytes);
+      }
+    }
+    for (const auto& [address, bytes] : arena.mapped_.ranges()) {
+      if (!arena.is_mapped(address, bytes)) problem("a free range lacks its memory", address, bytes);
+    }
+  }
+
+  // Each live range without memory is owed what exactly one policy says.
+  void check_debts() {
+    for (const auto& run : arena.released_runs()) {
+      std::size_t owed = 0;
+      for (Address at = run.begin; at < run.begin + run.bytes; at += kPage) {
+        for (const auto& [restore, ranges] : arena.owed_) owed += ranges.contains(at, kPage) ? kPage : 0;
+      }
+      if (owed != run.bytes) problem("a released range is not owed what one policy says", run.begin, run.bytes);
+    }
+  }
+
+  // Content that is owed is kept.
+  void check_kept(const Allocation& allocation) {
+    const auto kept_at = [&](Address at) {
+      for (const auto& block : allocation.blocks) {
+        const Address begin = allocation.address + block.offset;
+        if (at >= begin && at < begin + block.bytes) return block.kept;
+      }
+      return Kept::nothing;
+    };
+    for (Address at = allocation.address; at < allocation.address + allocation.bytes; at += kPage) {
+      const bool content = arena.owes(Restore::host, at, kPage) || arena.owes(Restore::file, at, kPage);
+      if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
+    }
+  }
+
+  // No chunk begins or ends inside a block, and a block has room for its content.
+  void check_block(const Block& block, Address begin) {
+    const auto inside = [&](Address at) { return begin < at && at < begin + block.bytes; };
+    const bool cut = std::any_of(arena.chunks_.begin(), arena.chunks_.end(), [&](const auto& each) {
+      return inside(each.first) || inside(each.first + each.second.bytes);
+    });
+    if (cut) problem("a chunk begins or ends inside a block", begin, block.bytes);
+    const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
+                             : block.kept == Kept::file ? block.file.bytes
+                                                        : SIZE_MAX;
+    if (room < block.content_bytes()) problem("a block keeps less than its content", begin, room);
+  }
+
+  void check(const RangeSet& withheld) {
+    if (arena.busy()) problem("an operation never ended", 0, 0);
+    check_spans(withheld);
+    check_chunks();
+    check_debts();
+    for (const auto& [address, allocation] : arena.allocations_) {
+      if (allocation.in_operation || allocation.dying) problem("an operation never ended", address, allocation.bytes);
+      check_kept(allocation);
+      for (const auto& block : allocation.blocks) check_block(block, address + block.offset);
+    }
+  }
+};
+
+std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) {
+  Core& core = *core_;
+  std::vector<std::string> problems;
+  std::map<int, std::size_t> device_bytes;
+  std::size_t host_bytes = 0;
+  std::size_t file_bytes = 0;
+  const Lock operation(core.backups.operation_mutex);
+  for (const int device : core.map.devices()) device_bytes[device] = 0;
+  const auto orphans = core.orphans.list();
+  for (const auto& orphan : orphans) device_bytes[orphan.device] += orphan.bytes;
+  {
+    const Lock lock(core.map.mutex);
+    for (const Arena* const arena : core.map.select({})) {
+      RangeSet withheld;
+      for (const auto& orphan : orphans) {
+        if (orphan.arena != arena) continue;
+        for (const auto& range : orphan.withheld) withheld.add(range.begin, range.bytes);
+      }
+      ArenaAudit{*arena, problems}.check(withheld);
+      device_bytes[arena->key().device] += arena->mapped_bytes();
+      for (const auto& [address, allocation] : arena->allocations()) {
+        for (const auto& block : allocation.blocks) {
+          host_bytes += sum_of(block.host);
+          file_bytes += block.file.bytes;
+        }
+      }
+    }
+  }
+  const auto compare = [&](const std::string& what, std::size_t counted, std::size_t expected) {
+    if (counted == expected) return;
+    problems.push_back(what + ": " + std::to_string(counted) + " bytes are handed out, and " +
+                       std::to_string(expected) + " are accounted for");
+  };
+  compare("host memory", core.backups.pool_status().used_bytes, host_bytes);
+  compare("backup file", core.backups.files().used_bytes(), file_bytes);
+  for (const auto& [device, bytes] : device_bytes) {
+    const MemoryInfo memory = core.driver->memory_info(device);
+    const auto other = others.find(device);
+    compare("device " + std::to_string(device), memory.total_bytes - memory.free_bytes,
+            bytes + (other == others.end() ? 0 : other->second));
+  }
+  return problems;
+}
+
+}  // namespace memsaver

@@ -1,0 +1,54 @@
+"""Fault injection: a native module of the tests' own in the place of ``memsaver_core._native``.
+
+Its savers have the functions of :class:`Faulty` besides the product's, and the hibernation helper next to it has steps
+that fail on request. Neither is part of the product: no wheel contains them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tests.native import build
+from tests.native.site import sitecustomize
+
+#: The folder that puts the module into the place of the product's in a child process.
+SITE = Path(sitecustomize.__file__).parent
+
+
+class Faulty(Protocol):
+    """What the module adds to ``Saver``; see faults/faulty_driver.hpp."""
+
+    def fail(self, call: str, nth: int = 1, kind: str = "invalid_value", times: int = 1) -> None: ...
+    def delay(self, call: str, seconds: float) -> None: ...
+    def heal(self) -> None: ...
+    def counts(self) -> dict[str, int]: ...
+
+
+def install() -> None:
+    """Use the module in this process. Call it before anything imports ``memsaver_core``."""
+    sitecustomize.install(str(build.faulty_module()))
+
+
+def in_child(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables with which a Python child process uses the module; to be added to its environment ``inherited``."""
+    paths = [str(SITE), *filter(None, [inherited.get("PYTHONPATH")])]
+    return {sitecustomize.VARIABLE: str(build.faulty_module()), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def fail_step(step: str, *, times: int = 1, lost: bool = False) -> None:
+    """Make the next ``times`` of a hibernation step of this process fail: lock, checkpoint, restore or unlock.
+
+    Args:
+        lost: from then on the process cannot be restored, either.
+    """
+    from memsaver_core import _native
+
+    plan = Path(_native.__file__).with_name(f"step-faults.{os.getpid()}")
+    planned = dict(line.split(maxsplit=1) for line in plan.read_text().splitlines()) if plan.exists() else {}
+    planned[step] = f"{times} {'lost' if lost else 'error'}"
+    plan.write_text("".join(f"{name} {how}\n" for name, how in planned.items()))
+    atexit.register(plan.unlink, missing_ok=True)

@@ -1,0 +1,75 @@
+"""Each error carries its own answer: no list of classes has to be kept up with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import memsaver_server.app  # noqa: F401  (loads every error that a request can end in)
+from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
+from memsaver_server.http.errors import UnauthorizedError, error_response
+
+#: Status and kind are the service's interface.
+ANSWERS = {
+    "AdmissionClosedError": (503, "admission_closed", 1),
+    "BackupError": (500, "backup_error", None),
+    "BadRequestError": (400, "bad_request", None),
+    "BodyTooLargeError": (413, "body_too_large", None),
+    "ConfigurationError": (400, "bad_request", None),
+    "ConflictError": (409, "conflict", 1),
+    "ContextLostError": (500, "context_lost", None),
+    "DrainTimeoutError": (504, "drain_timeout", None),
+    "DriverError": (500, "driver_error", None),
+    "EngineFailedError": (500, "context_lost", None),
+    "ForbiddenError": (403, "forbidden", None),
+    "ForkedProcessError": (500, "error", None),
+    "IdempotencyKeyError": (422, "idempotency_key_reused", None),
+    "MemoryBusyError": (504, "memory_busy", None),
+    "NotEnoughToReleaseError": (400, "not_enough_to_release", None),
+    "NotFoundError": (404, "not_found", None),
+    "NotResidentError": (409, "not_resident", None),
+    "OutOfDeviceMemoryError": (503, "out_of_device_memory", 1),
+    "OutOfHostMemoryError": (507, "out_of_host_memory", None),
+    "PhaseTimeoutError": (504, "phase_timeout", None),
+    "ServerEndsError": (503, "server_ends", None),
+    "TooManyOperationsError": (503, "too_many_operations", 1),
+    "UnauthorizedError": (401, "unauthorized", None),
+    "UnknownTagError": (400, "unknown_tag", None),
+    "UnsupportedError": (409, "unsupported", None),
+}
+
+
+def subclasses(kind: type[MemsaverError]) -> Iterator[type[MemsaverError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def test_status_and_kind_are_those_that_clients_know() -> None:
+    found = {
+        each.__name__: (each.status, each.kind, each.retry_after_s)
+        for each in subclasses(MemsaverError)
+        if each.__module__.startswith(("memsaver_core.errors", "memsaver_server."))
+    }
+    assert found == ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "details", "headers"),
+    [
+        (UnknownTagError(["a"], ["b"]), 400, {"unknown": ["a"], "known": ["b"]}, {}),
+        (DrainTimeoutError(1.0, ["one"]), 504, {"phase": "drain", "pending": ["one"]}, {}),
+        (OutOfDeviceMemoryError("", 7, 3), 503, {"needed_bytes": 7, "free_bytes": 3}, {"Retry-After": "1"}),
+        (AdmissionClosedError("closed"), 503, {}, {"Retry-After": "1"}),
+        (UnauthorizedError("no key"), 401, {}, {"WWW-Authenticate": "Bearer"}),
+        (KeyError("x"), 500, {}, {}),
+    ],
+)
+def test_an_error_is_its_answer(
+    error: Exception, status: int, details: dict[str, object], headers: dict[str, str]
+) -> None:
+    response = error_response(error)
+    assert (response.status, response.details, response.headers) == (status, details, headers)
+    assert response.body()["error"] == {"type": response.kind, "message": response.message, **details}
