@@ -16,7 +16,6 @@ from functools import lru_cache
 
 from memsaver_core import process
 from memsaver_core.errors import (
-    ConfigurationError,
     ContextLostError,
     DriverError,
     MemsaverError,
