@@ -101,7 +101,7 @@ void RestoreTask::restore_block(std::size_t index) {
       }
       break;
     case Kept::host:
-      staging_.copy_to_device(content.base, block.extents, block.host);
+      staging_.copy(Staging::Direction::to_device, content.base, block.extents, block.host);
       break;
     case Kept::file:
       restore_from_file(content);
@@ -122,7 +122,7 @@ void RestoreTask::restore_from_file(const ContentBlock& content) {
     reads_.front().done.get();
     Landing& landing = landings_.emplace_back(Landing{reads_.front().bounce, std::nullopt});
     reads_.pop_front();
-    staging_.copy_to_device(content.base, content.block->extents, landing.bounce);
+    staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, landing.bounce);
     landing.event = driver_.record(device_, staging_.copies());
   }
   land(kFileTransfers / 2);

@@ -142,7 +142,7 @@ void SaveTask::copy_to_memory(const ContentBlock& content, std::size_t bytes) {
     const Stopwatch watch(seconds_.host_memory);
     block.host = staging_.pool().take(bytes);
   }
-  staging_.copy_to_host(content.base, content.live, block.host);
+  staging_.copy(Staging::Direction::to_host, content.base, content.live, block.host);
 }
 
 void SaveTask::copy_to_file(const ContentBlock& content, std::size_t bytes, Batch& batch) {
@@ -154,7 +154,7 @@ void SaveTask::copy_to_file(const ContentBlock& content, std::size_t bytes, Batc
   limit_transfers(kFileTransfers - 1);
   FileTransfer& transfer = transfers_.emplace_back();  // if anything below throws, settle() returns its memory
   transfer.bounce = take_bounce(bytes);
-  staging_.copy_to_host(content.base, content.live, transfer.bounce);
+  staging_.copy(Staging::Direction::to_host, content.base, content.live, transfer.bounce);
   const Event copied = driver_.record(device_, staging_.copies());
   transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
     const ScopeExit recycle([&] { driver_.recycle(device_, copied); });

@@ -41,9 +41,8 @@ bool Staging::can_digest() {
   return true;
 }
 
-template <typename Copy>
-void Staging::copy(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory,
-                   const Copy& copy) {
+void Staging::copy(Direction direction, Address base, const std::vector<Extent>& extents,
+                   const std::vector<HostRange>& memory) {
   auto part = memory.begin();
   std::size_t used = 0;
   for (const auto& extent : extents) {
@@ -54,23 +53,17 @@ void Staging::copy(Address base, const std::vector<Extent>& extents, const std::
         used = 0;
       }
       const std::size_t bytes = std::min(extent.bytes - done, part->bytes - used);
-      copy(base + extent.offset + done, reinterpret_cast<void*>(part->address + used), bytes);
+      const Address device_address = base + extent.offset + done;
+      auto* const host_address = reinterpret_cast<void*>(part->address + used);
+      if (direction == Direction::to_host) {
+        driver_.copy_to_host(device_, host_address, device_address, bytes, copies_);
+      } else {
+        driver_.copy_to_device(device_, device_address, host_address, bytes, copies_);
+      }
       done += bytes;
       used += bytes;
     }
   }
-}
-
-void Staging::copy_to_host(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory) {
-  copy(base, extents, memory, [this](Address device_address, void* host_address, std::size_t bytes) {
-    driver_.copy_to_host(device_, host_address, device_address, bytes, copies_);
-  });
-}
-
-void Staging::copy_to_device(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory) {
-  copy(base, extents, memory, [this](Address device_address, void* host_address, std::size_t bytes) {
-    driver_.copy_to_device(device_, device_address, host_address, bytes, copies_);
-  });
 }
 
 void Staging::wait_for(Stream stream) {

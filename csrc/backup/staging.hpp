@@ -49,9 +49,10 @@ class Staging {
   // Only after can_digest() returned true.
   [[nodiscard]] DigestQueue& digests() { return *digests_; }
 
-  // Queue copies of extents of the allocation at `base`, which are contiguous in `memory`.
-  void copy_to_host(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory);
-  void copy_to_device(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory);
+  enum class Direction { to_host, to_device };
+  // Queues copies of extents of the allocation at `base`, which are contiguous in `memory`.
+  void copy(Direction direction, Address base, const std::vector<Extent>& extents,
+            const std::vector<HostRange>& memory);
 
   // Waits for what `stream` holds now.
   void wait_for(Stream stream);
@@ -63,8 +64,6 @@ class Staging {
   void give_bounce(FileTransfers& transfers);
 
  private:
-  template <typename Copy>
-  void copy(Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory, const Copy& copy);
   void destroy_stream(Stream stream) noexcept;
 
   Driver& driver_;

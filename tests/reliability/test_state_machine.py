@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.native import injection
 from tests.reliability.figures import keep
 from tests.reliability.known_programs import KNOWN, read, written
 from tests.reliability.random_programs import CORES, JOURNALS
@@ -35,10 +37,11 @@ with two_devices():
 """
 
 
-def run(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 280, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         cwd=ROOT,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -79,7 +82,7 @@ def test_random_programs_agree_with_the_model() -> None:
 
 
 def test_a_program_that_fails_is_told_and_leaves_nothing_to_the_next() -> None:
-    result = run("-c", FAILING)
+    result = run("-c", FAILING, **injection.in_child())
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout == "meant to fail\n"
     told = "".join(line for line in result.stderr.splitlines(keepends=True) if line.startswith("('"))
