@@ -101,7 +101,7 @@ def test_text_that_no_answer_could_repeat_is_refused(http: httpx.Client, field: 
     value = {text: 1} if field == "sampling_params" else text
     response = http.post("/generate", content=json.dumps({"text": PROMPT, field: value}))
     assert response.status_code == 400
-    assert "half" in response.json()["message"]
+    assert "unpaired surrogate" in response.json()["message"]
 
 
 def test_any_other_text_is_repeated_as_it_came(http: httpx.Client) -> None:
