@@ -88,7 +88,7 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
     overrides = {tag: policy.value for tag, policy in options.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
-        return _nothing("release")
+        return OperationReport("release", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
     hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
@@ -150,7 +150,7 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
     """As ``resume``."""
     names = check_tags(options.tags)
     if not process.enabled():
-        return _nothing("resume")
+        return OperationReport("resume", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
     hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
@@ -213,10 +213,6 @@ def status() -> Status:
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
     )
-
-
-def _nothing(operation: str) -> OperationReport:
-    return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
 
 
 def _dead_ranges(

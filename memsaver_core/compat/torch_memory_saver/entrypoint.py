@@ -59,7 +59,10 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
-        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
+        impl = self._ensure_initialized()
+        restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
+        config = impl.region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        with ms.region(tag, restore=restore), config:
             yield
 
     @contextmanager
@@ -79,9 +82,14 @@ class TorchMemorySaver:
         the same ``pool`` and tag share memory.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
-        with self._ensure_initialized().cuda_graph(
-            cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend
-        ):
+        impl = self._ensure_initialized()
+        capture: AbstractContextManager[Any]
+        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
+        if process.enabled():
+            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
+        else:
+            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
+        with capture, impl.region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
             yield
 
     @contextmanager
@@ -191,40 +199,7 @@ class _TorchMemorySaverImpl:
         state.this_process.initialize()
 
     @contextmanager
-    def region(
-        self,
-        tag: str,
-        enable_cpu_backup: bool,
-        enable_disk_backup: bool = False,
-        cpu_backup_backend: CpuBackupBackend | None = None,
-    ) -> Iterator[None]:
-        restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
-        config = self._with_region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with ms.region(tag, restore=restore), config:
-            yield
-
-    @contextmanager
-    def cuda_graph(
-        self,
-        cuda_graph: torch.cuda.CUDAGraph,
-        pool: Any,
-        stream: torch.cuda.Stream | None,
-        capture_error_mode: str,
-        tag: str,
-        enable_cpu_backup: bool,
-        cpu_backup_backend: CpuBackupBackend | None = None,
-    ) -> Iterator[None]:
-        capture: AbstractContextManager[Any]
-        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
-        if process.enabled():
-            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
-        else:
-            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
-        with capture, self._with_region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
-            yield
-
-    @contextmanager
-    def _with_region_config(
+    def region_config(
         self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
     ) -> Iterator[None]:
         with self._binary_wrapper.cdll.own_region():
