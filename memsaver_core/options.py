@@ -25,11 +25,7 @@ class ReleaseOptions:
 
     @classmethod
     def of(
-        cls,
-        tags: Iterable[str] | None = None,
-        restore: Mapping[str, PolicyLike] | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
+        cls, tags: Iterable[str] | None, restore: Mapping[str, PolicyLike] | None, trim: bool | None, hibernate: bool
     ) -> ReleaseOptions:
         """Return options from the arguments of ``memsaver_core.release``.
 

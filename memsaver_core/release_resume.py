@@ -219,11 +219,8 @@ def _dead_ranges(
     saver: _native.Saver, backend: Backend, names: list[str], overrides: Mapping[str, str]
 ) -> list[tuple[int, int]]:
     """Return what torch holds free, if content of any of these tags is to be kept."""
-    kept = any(
-        keeps_any(overrides.get(tag["tag"], tag["restore"]))
-        for tag in saver.status()["tags"]
-        if not names or tag["tag"] in names
-    )
+    tags = _tags_now(saver, names)
+    kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in tags)
     return backend.dead_ranges(saver) if kept else []
 
 
