@@ -95,15 +95,12 @@ class HostRegion(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in storages:
                     continue
-                moved = self._allocate(storage.nbytes())
+                buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                moved = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
                 if copy:
                     moved.copy_(storage, non_blocking=False)
                 storages[storage._cdata] = moved
         rebase(tensors, storages)
-
-    def _allocate(self, size: int) -> torch.UntypedStorage:
-        buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, size)
-        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         self._filled.add(module)

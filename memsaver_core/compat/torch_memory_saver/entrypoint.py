@@ -288,7 +288,6 @@ def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)
-    found = _graph_pools.get(key)
-    if found is None:
+    if (found := _graph_pools.get(key)) is None:
         found = _graph_pools[key] = ms.GraphPool(tag, restore="host")
     return found
