@@ -18,8 +18,7 @@ class ReleaseOptions:
     """What to release, and how."""
 
     tags: tuple[str, ...] = ()  # the tags to release; empty means all
-    # Restore policies for this release alone, by tag.
-    restore: Mapping[str, RestorePolicy] = field(default_factory=dict)
+    restore: Mapping[str, RestorePolicy] = field(default_factory=dict)  # policies for this release alone, by tag
     trim: bool | None = None  # also give back what libraries cache for speed; None means only with ``hibernate``
     hibernate: bool = False  # at the end, also give back the CUDA context
 

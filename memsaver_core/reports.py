@@ -52,8 +52,7 @@ class PhaseReport:
     name: str
     seconds: float  # how long it took
     devices: tuple[DeviceDelta, ...]  # device memory before and after it
-    # Figures of the phase: seconds per kind of work (which overlap), bytes, GB/s.
-    details: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, float] = field(default_factory=dict)  # seconds per kind of work (overlapping), bytes, GB/s
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class TagStatus:
     backed_up_bytes: int  # live content with a backup in host memory or on disk
     allocations: int  # number of live allocations (torch's segments)
     chunks: int  # number of physical handles
-    # Mapped bytes, retained ones included, by device index.
-    mapped_by_device: Mapping[int, int] = field(default_factory=dict)
+    mapped_by_device: Mapping[int, int] = field(default_factory=dict)  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = field(default_factory=dict)  # live bytes, mapped or not, by device index
 
 
