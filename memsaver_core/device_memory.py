@@ -32,11 +32,15 @@ def _read(saver: _native.Saver, backend: Backend, index: int) -> DeviceMemory:
             return memory
     # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
     last = _last[index]
-    told = hibernation.read_memory(last.uuid)
-    if told is not None:
-        total, used, own = told
-        _last[index] = last = replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
-    return last
+    _last[index] = memory = _updated(last, hibernation.read_memory(last.uuid))
+    return memory
+
+
+def _updated(last: DeviceMemory, figures: tuple[int, int, int | None] | None) -> DeviceMemory:
+    if figures is None:
+        return last
+    total, used, own = figures
+    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
 
 
 def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
@@ -46,11 +50,7 @@ def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
         last: an earlier figure from one of those processes; returned as it is if NVML is unavailable.
         pids: the processes whose memory is ``process_bytes``.
     """
-    memory = nvml.read_memory(last.uuid, pids)
-    if memory is None:
-        return last
-    total, used, own = memory
-    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
+    return _updated(last, nvml.read_memory(last.uuid, pids))
 
 
 def read_graph_pool(index: int) -> int:

@@ -1,36 +1,34 @@
 """The errors that memsaver raises.
 
-Each type carries what the service answers with: ``kind``, one word for programs and metrics; ``status``, the HTTP
-status; ``details()``, figures and names beside the message; ``retry_after_s``. Each message says what happened, to
-what, and what to do. None of these errors leaves an allocation half done: each one is either mapped with its content or
-released with what its policy owes.
+Each message says what happened, to what, and what to do. None of these errors leaves an allocation half done: each one
+is either mapped with its content or released with what its policy owes.
 """
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, ClassVar
 
 #: Seconds after which a caller may retry what failed for lack of memory, or because another operation was running.
 RETRY_AFTER_S = 1
 
 
+@dataclass(eq=False, repr=False)
 class MemsaverError(RuntimeError):
-    """Base of every error that memsaver raises.
+    """Base of every error that memsaver raises. The fields after ``message`` are figures and names beside it."""
 
-    Attributes:
-        kind: the error in one word, for programs and metrics.
-        status: HTTP status of an answer that reports it.
-        retry_after_s: seconds after which a retry may succeed; None if waiting alone does not help.
-    """
+    kind: ClassVar[str] = "error"  # one word for programs and metrics
+    status: ClassVar[int] = 500  # HTTP status of an answer that reports it
+    retry_after_s: ClassVar[int | None] = None  # seconds after which a retry may succeed; None if waiting does not help
 
-    kind: ClassVar[str] = "error"
-    status: ClassVar[int] = 500
-    retry_after_s: ClassVar[int | None] = None
-    _detail_names: ClassVar[tuple[str, ...]] = ()
+    message: InitVar[str]
+
+    def __post_init__(self, message: str) -> None:
+        super().__init__(message)
 
     def details(self) -> dict[str, Any]:
-        """Return figures and names that a program may want beside the message."""
-        return {name: getattr(self, name) for name in self._detail_names}
+        """Return the figures and names that a program may want beside the message."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
 
 
 class ConfigurationError(MemsaverError, ValueError):
@@ -41,16 +39,10 @@ class ConfigurationError(MemsaverError, ValueError):
 
 
 class UnknownTagError(MemsaverError, LookupError):
-    """No region has used this tag.
-
-    Attributes:
-        unknown: the tags that were asked for and do not exist.
-        known: the tags that exist.
-    """
+    """No region has used the tags ``unknown``; the tags that exist are ``known``."""
 
     kind = "unknown_tag"
     status = 400
-    _detail_names = ("unknown", "known")
 
     def __init__(self, unknown: list[str], known: list[str]) -> None:
         self.unknown = unknown
@@ -60,65 +52,44 @@ class UnknownTagError(MemsaverError, LookupError):
             f"the tags that exist are {', '.join(map(repr, known)) or 'none'}"
         )
 
+    def details(self) -> dict[str, Any]:
+        return {"unknown": self.unknown, "known": self.known}
 
+
+@dataclass(eq=False, repr=False)
 class OutOfDeviceMemoryError(MemsaverError):
-    """The device has too little free memory. What was released stays released, and the call can be repeated.
-
-    Attributes:
-        needed_bytes: bytes that the call needs on the device.
-        free_bytes: bytes that the device had free.
-        device: index of the device.
-    """
+    """The device has too little free memory. What was released stays released, and the call can be repeated."""
 
     kind = "out_of_device_memory"
     status = 503
     retry_after_s = RETRY_AFTER_S
-    _detail_names = ("needed_bytes", "free_bytes")
 
-    def __init__(self, message: str, needed_bytes: int = 0, free_bytes: int = 0, device: int = -1) -> None:
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-        self.device = device
-        super().__init__(message)
+    needed_bytes: int = 0  # that the call needs on the device
+    free_bytes: int = 0  # that the device had free
+    device: int = -1  # its index
 
 
+@dataclass(eq=False, repr=False)
 class OutOfHostMemoryError(MemsaverError):
-    """Host memory (or disk space) for a backup is short. Nothing was unmapped.
-
-    Attributes:
-        needed_bytes: bytes that the backup needs.
-        free_bytes: bytes that may still be used.
-    """
+    """Host memory (or disk space) for a backup is short. Nothing was unmapped."""
 
     kind = "out_of_host_memory"
     status = 507
-    _detail_names = ("needed_bytes", "free_bytes")
 
-    def __init__(self, message: str, needed_bytes: int = 0, free_bytes: int = 0) -> None:
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-        super().__init__(message)
+    needed_bytes: int = 0  # that the backup needs
+    free_bytes: int = 0  # that may still be used
 
 
+@dataclass(eq=False, repr=False)
 class DriverError(MemsaverError):
-    """A driver call failed.
-
-    Attributes:
-        call: the driver's name of the call, e.g. ``cuMemMap``.
-        code: the driver's name of the error, e.g. ``CUDA_ERROR_INVALID_VALUE``.
-        tag: the tag being processed, or ``""``.
-        bytes: size of the range being processed, or 0.
-    """
+    """A driver call failed."""
 
     kind = "driver_error"
-    _detail_names = ("call", "code", "tag", "bytes")
 
-    def __init__(self, message: str, call: str = "", code: str = "", tag: str = "", bytes: int = 0) -> None:
-        self.call = call
-        self.code = code
-        self.tag = tag
-        self.bytes = bytes
-        super().__init__(message)
+    call: str = ""  # the driver's name of the call, e.g. ``cuMemMap``
+    code: str = ""  # the driver's name of the error, e.g. ``CUDA_ERROR_INVALID_VALUE``
+    tag: str = ""  # the tag being processed
+    bytes: int = 0  # size of the range being processed
 
 
 class ContextLostError(DriverError):
@@ -127,23 +98,15 @@ class ContextLostError(DriverError):
     kind = "context_lost"
 
 
+@dataclass(eq=False, repr=False)
 class BackupError(MemsaverError):
-    """A backup cannot be restored: a file is missing or damaged, or content differs from its digest.
-
-    Attributes:
-        tag: the tag whose content is concerned.
-        address: first address of the range.
-        bytes: size of the range.
-    """
+    """A backup cannot be restored: a file is missing or damaged, or content differs from its digest."""
 
     kind = "backup_error"
-    _detail_names = ("tag", "address", "bytes")
 
-    def __init__(self, message: str, tag: str = "", address: int = 0, bytes: int = 0) -> None:
-        self.tag = tag
-        self.address = address
-        self.bytes = bytes
-        super().__init__(message)
+    tag: str = ""  # the tag whose content is concerned
+    address: int = 0  # first address of the range
+    bytes: int = 0  # size of the range
 
 
 class UnsupportedError(MemsaverError):

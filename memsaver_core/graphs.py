@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -93,10 +92,8 @@ class _Measured:
         self._before = self._bytes_beside_tensors()
         return entered
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        suppressed = self._capture.__exit__(kind, error, traceback)
+    def __exit__(self, *exception: Any) -> bool | None:
+        suppressed = self._capture.__exit__(*exception)
         self._graph._memsaver_own = (self._device, max(0, self._bytes_beside_tensors() - self._before))
         return suppressed
 
@@ -104,10 +101,10 @@ class _Measured:
         """Return what this process holds of the device outside of regions and torch; 0 if NVML does not say."""
         saver = process.saver()
         devices = device_memory.read_devices()
-        own = next((each.process_bytes for each in devices if each.index == self._device), None)
+        here = self._device
+        own = next((each.process_bytes for each in devices if each.index == here), None)
         if own is None:
             return 0
-        here = self._device
         # torch counts live allocations in regions, mapped or not.
         unmapped = sum(
             tag["bytes_by_device"].get(here, 0) - tag["mapped_by_device"].get(here, 0) for tag in saver.status()["tags"]

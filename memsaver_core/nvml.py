@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
@@ -25,7 +24,12 @@ def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None]
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except pynvml.NVMLError:  # the driver may have been replaced under a running process
         return None
-    return int(memory.total), int(memory.used), _used_by(handle, pids)
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        processes = []
+    own = [int(each.usedGpuMemory) for each in processes if each.pid in pids and each.usedGpuMemory is not None]
+    return int(memory.total), int(memory.used), sum(own) if own else None
 
 
 @lru_cache
@@ -38,14 +42,3 @@ def _handle(uuid: str) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except Exception:  # NVML missing, or a MIG slice, which NVML calls by another name
         return None
-
-
-def _used_by(handle: Any, pids: Collection[int]) -> int | None:
-    import pynvml
-
-    used: int | None = None
-    with contextlib.suppress(pynvml.NVMLError):
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid in pids and process.usedGpuMemory is not None:
-                used = (used or 0) + int(process.usedGpuMemory)
-    return used

@@ -15,27 +15,16 @@ def tags_of(tags: Iterable[str] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ReleaseOptions:
-    """What to release, and how.
+    """What to release, and how."""
 
-    Attributes:
-        tags: the tags to release; empty means all.
-        restore: restore policies for this release alone, by tag.
-        trim: also give back what libraries cache for speed; None means only with ``hibernate``.
-        hibernate: at the end, also give back the CUDA context.
-    """
-
-    tags: tuple[str, ...] = ()
-    restore: Mapping[str, RestorePolicy] = field(default_factory=dict)
-    trim: bool | None = None
-    hibernate: bool = False
+    tags: tuple[str, ...] = ()  # the tags to release; empty means all
+    restore: Mapping[str, RestorePolicy] = field(default_factory=dict)  # policies for this release alone, by tag
+    trim: bool | None = None  # also give back what libraries cache for speed; None means only with ``hibernate``
+    hibernate: bool = False  # at the end, also give back the CUDA context
 
     @classmethod
     def of(
-        cls,
-        tags: Iterable[str] | None = None,
-        restore: Mapping[str, PolicyLike] | None = None,
-        trim: bool | None = None,
-        hibernate: bool = False,
+        cls, tags: Iterable[str] | None, restore: Mapping[str, PolicyLike] | None, trim: bool | None, hibernate: bool
     ) -> ReleaseOptions:
         """Return options from the arguments of ``memsaver_core.release``.
 
@@ -48,10 +37,6 @@ class ReleaseOptions:
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What to resume.
+    """What to resume."""
 
-    Attributes:
-        tags: the tags to resume; empty means all that is released.
-    """
-
-    tags: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()  # the tags to resume; empty means all that is released

@@ -83,7 +83,7 @@ class PhaseLog:
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; the figures that it puts into the dictionary become its details."""
-        with self._running(lambda: name):
+        with self.running(lambda: name):
             details: dict[str, float] = {}
             before = self.read()
             start = time.monotonic()
@@ -92,12 +92,6 @@ class PhaseLog:
             finally:
                 seconds = time.monotonic() - start
                 self._phases.append(PhaseReport(name, seconds, deltas(before, self.read()), details))
-
-    @contextmanager
-    def elsewhere(self, current: Callable[[], str]) -> Iterator[None]:
-        """Record phases of other processes: ``current`` returns the one that runs now, ``add`` takes their reports."""
-        with self._running(current):
-            yield
 
     def add(self, phases: Sequence[PhaseReport]) -> None:
         """Append phases that ran in other processes, one after the other until now."""
@@ -113,7 +107,8 @@ class PhaseLog:
         self.failed = phase
 
     @contextmanager
-    def _running(self, current: Callable[[], str]) -> Iterator[None]:
+    def running(self, current: Callable[[], str]) -> Iterator[None]:
+        """Note that what runs inside is the phase that ``current`` returns; its report is added apart, by ``add``."""
         del self._starts[len(self._phases) :]  # of a phase that could not be recorded
         self._starts.append(time.time())
         self._current, self.failed = current, ""

@@ -9,16 +9,12 @@ from memsaver_core.errors import ConfigurationError
 
 
 class RestorePolicy(str, Enum):
-    """What a resume owes the content of a tag.
+    """What a resume owes the content of a tag."""
 
-    ``DISCARD``: nothing, it is undefined. ``ZERO``: zeros. ``HOST``: the content, kept in pinned host memory. ``FILE``:
-    the content, kept on disk.
-    """
-
-    DISCARD = "discard"
-    ZERO = "zero"
-    HOST = "host"
-    FILE = "file"
+    DISCARD = "discard"  # nothing: it is undefined
+    ZERO = "zero"  # zeros
+    HOST = "host"  # the content, kept in pinned host memory
+    FILE = "file"  # the content, kept on disk
 
 
 PolicyLike: TypeAlias = "RestorePolicy | str"
@@ -38,12 +34,10 @@ DEFAULT_POLICIES = {
 #: Tags whose memory comes back as zeros unless its content is kept.
 ZEROED_TAGS = frozenset(tag for tag, policy in DEFAULT_POLICIES.items() if policy is RestorePolicy.ZERO)
 
-_KEEPING = (RestorePolicy.HOST, RestorePolicy.FILE)
-
 
 def keeps_all(restore: str) -> bool:
     """Return whether all content of a tag with this policy survives a release; ``mixed`` does not keep all."""
-    return restore in _KEEPING
+    return restore in (RestorePolicy.HOST, RestorePolicy.FILE)
 
 
 def keeps_any(restore: str) -> bool:

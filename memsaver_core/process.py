@@ -54,7 +54,13 @@ class Process:
 
     def backend(self) -> Backend:
         """Return the kind of device that is used; before the saver exists, the one that would be used now."""
-        return self._backend or self._choose_backend()
+        if self._backend is not None:
+            return self._backend
+        values = self.settings()
+        driver: str = values.driver if values.enabled else "none"
+        if driver == "auto":
+            driver = "cuda" if torch.cuda.is_available() and not _native.cuda_missing() else "host"
+        return _backend_for(driver)
 
     def driver_name(self) -> str:
         """Return ``cuda`` or ``host``, whichever is or would be used; ``none`` if memsaver is disabled."""
@@ -88,7 +94,7 @@ class Process:
 
     def _make_saver(self) -> None:
         values = self.settings()
-        backend = self._choose_backend()
+        backend = self.backend()
         backend.prepare()
         saver = _native.Saver(
             driver=backend.name,
@@ -105,14 +111,6 @@ class Process:
         self._saver, self._backend, self._pid = saver, backend, os.getpid()
         # torch frees what regions hold until the very end of the process, when the driver is gone.
         atexit.register(saver.close)
-
-    def _choose_backend(self) -> Backend:
-        values = self.settings()
-        if not values.enabled:
-            return _backend_for("none")
-        if values.driver != "auto":
-            return _backend_for(values.driver)
-        return _backend_for("cuda" if torch.cuda.is_available() and not _native.cuda_missing() else "host")
 
 
 @lru_cache

@@ -34,7 +34,7 @@ SETTLE_SLACK_SHARE = 256
 
 
 def check_tags(tags: Iterable[str] | None) -> list[str]:
-    """Return ``tags`` without repeats; an empty list stands for all, as do None and an empty list.
+    """Return ``tags`` without repeats; None and an empty list mean all, and give an empty list.
 
     Raises:
         UnknownTagError: a tag is neither well known nor used by any region.
@@ -88,7 +88,7 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
     overrides = {tag: policy.value for tag, policy in options.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
-        return _nothing("release")
+        return OperationReport("release", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
     hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
@@ -150,7 +150,7 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
     """As ``resume``."""
     names = check_tags(options.tags)
     if not process.enabled():
-        return _nothing("resume")
+        return OperationReport("resume", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
     hibernation.raise_if_lost()
     log = log or PhaseLog()
     saver, backend = process.saver(), process.backend()
@@ -191,15 +191,8 @@ def status() -> Status:
     """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()
     if saver is None:
-        return Status(
-            enabled=process.enabled(),
-            driver=process.driver_name(),
-            state="resident",
-            failure="",
-            tags=(),
-            host_backup=HostBackupStatus(0, 0, 0),
-            progress=Progress("", 0, 0, 0, 0.0),
-        )
+        backup, progress = HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0)
+        return Status(process.enabled(), process.driver_name(), "resident", "", (), backup, progress)
     now = saver.status()
     lost = hibernation.failure()
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
@@ -222,19 +215,12 @@ def status() -> Status:
     )
 
 
-def _nothing(operation: str) -> OperationReport:
-    return OperationReport(operation, enabled=False, seconds=0.0, tags=(), phases=(), devices=())
-
-
 def _dead_ranges(
     saver: _native.Saver, backend: Backend, names: list[str], overrides: Mapping[str, str]
 ) -> list[tuple[int, int]]:
     """Return what torch holds free, if content of any of these tags is to be kept."""
-    kept = any(
-        keeps_any(overrides.get(tag["tag"], tag["restore"]))
-        for tag in saver.status()["tags"]
-        if not names or tag["tag"] in names
-    )
+    tags = _tags_now(saver, names)
+    kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in tags)
     return backend.dead_ranges(saver) if kept else []
 
 
@@ -280,6 +266,6 @@ def _report(operation: str, names: list[str], result: dict[str, Any], log: Phase
         if name not in tags:  # well known, with no memory under it
             policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
             tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
-    ordered = tuple(tags[name] for name in names) if names else tuple(tags.values())
+    ordered = tuple(tags[name] for name in names or tags)
     devices = log.devices()
     return OperationReport(operation, True, log.seconds, ordered, log.phases, devices)

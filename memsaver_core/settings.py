@@ -15,7 +15,7 @@ class CoreSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MEMSAVER_", extra="ignore", frozen=True)
 
     enabled: bool = Field(True, description="False makes every call of memsaver_core a no-op")
-    driver: Literal["auto", "cuda", "host"] = Field("auto", description="auto: cuda where a device answers, else host")
+    driver: Literal["auto", "cuda", "host"] = Field("auto", description="auto: cuda if a device answers, else host")
     host_device: str = Field(
         "", description="names of host devices, separated by commas; processes that name the same one compete for it"
     )

@@ -30,8 +30,7 @@ def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedSto
     """
     with _disable_current_modes(), torch.no_grad():
         for tensor in tensors:
-            storage = storages.get(tensor.untyped_storage()._cdata)
-            if storage is None:
+            if (storage := storages.get(tensor.untyped_storage()._cdata)) is None:
                 continue
             moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 storage, tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -12,23 +13,30 @@ from memsaver_core import _native
 from memsaver_core.reports import DeviceMemory, TorchMemory
 
 
-class Backend:
-    """One kind of device.
+class Stack(threading.local):
+    """The regions that the calling thread has entered, innermost last."""
 
-    ``memsaver_core.process.backend()`` returns the one of this process. Methods that need the saver are given it; the
-    others may be called before one exists. This base class is the backend of a process in which memsaver is disabled:
-    it manages no memory.
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+
+
+class Backend:
+    """One kind of device; ``memsaver_core.process.backend()`` returns the one of this process.
+
+    Methods that need the saver are given it; the others may be called before one exists. This base class is for a
+    process in which memsaver is disabled: it manages no memory.
     """
 
     #: The driver's name, for users to read: ``cuda``, ``host``, or ``none`` if memsaver is disabled.
     name: ClassVar[str] = "none"
-
     #: Whether tags are carried by torch memory pools. Then CUDA graphs can be captured under a tag.
     has_memory_pools: ClassVar[bool] = False
-
     #: Whether a process has a context on the device. Then hibernation gives it back, and while it is away every driver
     #: and NVML call of the process blocks.
     has_context: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._stack = Stack()
 
     def torch_device(self, index: int = 0) -> torch.device:
         """Return the torch device whose memory is managed as device ``index``."""

@@ -13,7 +13,7 @@ import torch
 
 from memsaver_core import _native, nvml
 from memsaver_core.backends.cuda_pools import PooledBackend
-from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions, Stack
+from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions
 from memsaver_core.reports import DeviceMemory, TorchMemory
 
 #: With more blocks than this in torch's allocator, listing them would stop the whole process for too long.
@@ -26,10 +26,6 @@ class CudaBackend(PooledBackend):
     name = "cuda"
     has_context = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._stack = Stack()
-
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)
 
@@ -37,7 +33,7 @@ class CudaBackend(PooledBackend):
         _native.set_nvrtc_path(_nvrtc_path())
 
     def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        return CudaRegion(saver, self, self._stack, device, tag, restore)
+        return CudaRegion(self._stack, device, lambda index: self.pool_for(saver, index, tag, restore))
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
         return OutsideRegions(self._stack, own_pool)

@@ -26,7 +26,7 @@ class Pool:
     def __init__(self, device: int, allocator: Any = None) -> None:
         with torch.cuda.device(device):
             self.torch_pool = torch.cuda.MemPool(allocator)
-        self.id = self.torch_pool.id
+        self.id: tuple[int, int] = self.torch_pool.id
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_pool))
         weakref.finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
 
@@ -37,6 +37,7 @@ class PooledBackend(Backend):
     has_memory_pools = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
         self._allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
         self._pools: dict[tuple[int, str, str], Pool] = {}
@@ -104,7 +105,7 @@ class PooledBackend(Backend):
 
     def _new_region_pool(self, device: int, tag: str, restore: str) -> Pool:
         pool = self._new_pool(device, tag, restore)
-        self._region_pool_ids.add((pool.id[0], pool.id[1]))
+        self._region_pool_ids.add(pool.id)
         return pool
 
     def _new_pool(self, device: int, tag: str, restore: str) -> Pool:

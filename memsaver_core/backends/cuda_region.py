@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from memsaver_core import _native
-from memsaver_core.backends.cuda_pools import Pool, PooledBackend
-
-
-class Stack(threading.local):
-    """What the calling thread has entered, innermost last."""
-
-    def __init__(self) -> None:
-        self.entered: list[_Routing] = []
+from memsaver_core.backends.base import Stack
+from memsaver_core.backends.cuda_pools import Pool
 
 
 class _Routing:
@@ -54,7 +47,7 @@ class _Routing:
         if self._pool is not None:
             routed = torch.cuda.use_mem_pool(self._pool.torch_pool, device=self._device)
             routed.__enter__()
-            self._routed = routed
+            self._routed = routed  # not if entering failed
 
     def _leave(self) -> None:
         if self._routed is not None:
@@ -63,19 +56,14 @@ class _Routing:
 
 
 class CudaRegion(_Routing):
-    """Routes torch's allocations of this thread on ``device`` to the saver, under ``tag``."""
+    """Routes torch's allocations of this thread on ``device`` to the pool that ``pool_for`` returns for the device."""
 
-    def __init__(
-        self, saver: _native.Saver, pools: PooledBackend, stack: Stack, device: int | None, tag: str, restore: str
-    ) -> None:
+    def __init__(self, stack: Stack, device: int | None, pool_for: Callable[[int], Pool]) -> None:
         super().__init__(stack, device)
-        self._saver = saver
-        self._pools = pools
-        self._tag = tag
-        self._restore = restore
+        self._pool_for = pool_for
 
     def __enter__(self) -> _Routing:
-        self._pool = self._pools.pool_for(self._saver, self._device, self._tag, self._restore)
+        self._pool = self._pool_for(self._device)
         if not self._stack.entered and not torch.cuda.is_current_stream_capturing():
             # While a pool is in use, torch does not give its other caches back to make room for it.
             torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 
 from memsaver_core import _native
 from memsaver_core.backends.base import Backend
-from memsaver_core.backends.host_region import HostRegion, Stack
+from memsaver_core.backends.host_region import HostRegion
 from memsaver_core.reports import DeviceMemory
 
 
@@ -19,9 +19,6 @@ class HostBackend(Backend):
     """Host memory, in arenas as on a GPU."""
 
     name = "host"
-
-    def __init__(self) -> None:
-        self._stack = Stack()
 
     def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
         return HostRegion(saver, self._stack, device or 0, tag, restore)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
+from memsaver_core.backends.base import Stack
 from memsaver_core.storages import is_plain, rebase
 
 _REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
@@ -29,13 +29,6 @@ _UNDEFINED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-
-
-class Stack(threading.local):
-    """The regions that the calling thread has entered, innermost last; None suspends the one before it."""
-
-    def __init__(self) -> None:
-        self.entered: list[HostRegion | None] = []
 
 
 class HostRegion(TorchDispatchMode):
@@ -102,15 +95,12 @@ class HostRegion(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in storages:
                     continue
-                moved = self._allocate(storage.nbytes())
+                buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                moved = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
                 if copy:
                     moved.copy_(storage, non_blocking=False)
                 storages[storage._cdata] = moved
         rebase(tensors, storages)
-
-    def _allocate(self, size: int) -> torch.UntypedStorage:
-        buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, size)
-        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
         self._filled.add(module)

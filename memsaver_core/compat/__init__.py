@@ -32,7 +32,7 @@ def install(*, subprocesses: bool = False) -> None:
     """
     ours = importlib.import_module(_OURS)
     present = sys.modules.get(_NAME)
-    if present is not None and present is not ours and not _is_forwarder(present):
+    if present is not None and present is not ours and not getattr(present, "MEMSAVER_FORWARDER", False):
         raise ConfigurationError(
             f"another torch_memory_saver is imported already, from {getattr(present, '__file__', 'an unknown place')}; "
             "call memsaver_core.compat.install() before the first import of it"
@@ -44,8 +44,3 @@ def install(*, subprocesses: bool = False) -> None:
         folder = str(Path(__file__).with_name("path"))
         others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *others])
-
-
-def _is_forwarder(module: object) -> bool:
-    """Return whether this is a module that only calls ``install``."""
-    return getattr(module, "MEMSAVER_FORWARDER", False) is True

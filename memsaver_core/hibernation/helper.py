@@ -51,10 +51,7 @@ class Helper:
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                arguments,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                pass_fds=[file for file, _ in accounts],
+                arguments, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[file for file, _ in accounts]
             )
         except OSError as error:
             ours.close()

@@ -10,13 +10,7 @@ from enum import Enum
 from functools import lru_cache
 
 from memsaver_core import process
-from memsaver_core.errors import (
-    ContextLostError,
-    DriverError,
-    MemsaverError,
-    OutOfDeviceMemoryError,
-    UnsupportedError,
-)
+from memsaver_core.errors import ContextLostError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.helper import Helper, StepFailedError
 
@@ -27,11 +21,7 @@ _WAKE_STEPS = ("restore", "cuCheckpointProcessRestore")
 LOCK_TIMEOUT_MS = 10_000
 
 
-class _State(Enum):
-    RUNNING = "running"
-    CHECKPOINTING = "checkpointing"
-    HIBERNATED = "hibernated"
-    LOST = "lost"
+_State = Enum("_State", "RUNNING CHECKPOINTING HIBERNATED LOST")
 
 
 class Hibernation:
@@ -120,7 +110,8 @@ class Hibernation:
         with self._lock:
             if self.is_hibernated():
                 return {}
-            self._note_devices()
+            used = process.saver().devices() if process.backend().has_context else ()
+            self._devices = {process.saver().device_info(index)["uuid"]: index for index in used}
             with self.device_lock:
                 self._state = _State.CHECKPOINTING
             try:
@@ -178,12 +169,14 @@ class Hibernation:
         if not isinstance(error, StepFailedError):
             return error
         if error.needed_bytes:
+            # The helper names a device by its uuid, one of the host driver by its index.
+            index = int(error.device) if error.device.isdecimal() else self._devices.get(error.device, -1)
             return OutOfDeviceMemoryError(
                 f"{error} [device {error.device}, {error.needed_bytes} bytes needed, {error.free_bytes} free]; the "
                 "process is still hibernated: free device memory and repeat the call",
                 error.needed_bytes,
                 error.free_bytes,
-                self._index_of(error.device),
+                index,
             )
         consequence = {
             "running": "the process runs on as before",
@@ -210,15 +203,6 @@ class Hibernation:
         if self._helper is None or not self._helper.alive:
             self._helper = Helper(process.driver_name(), process.saver().accounts())
         return self._helper.ask(*request)
-
-    def _note_devices(self) -> None:
-        saver = process.saver()
-        used = saver.devices() if process.backend().has_context else ()
-        self._devices = {saver.device_info(index)["uuid"]: index for index in used}
-
-    def _index_of(self, device: str) -> int:
-        """Return the index of a device that the helper named: by its uuid, on the host driver by the index itself."""
-        return int(device) if device.isdecimal() else self._devices.get(device, -1)
 
 
 @lru_cache

@@ -22,9 +22,6 @@ OLDEST_DRIVER = "570"
 #: CUDA maps the device file of unified memory below this address for its own use, above it for managed memory.
 _FIRST_MANAGED = 1 << 40
 
-#: The default folder of an MPS daemon's pipes.
-_MPS_FOLDER = "/tmp/nvidia-mps"
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -90,7 +87,7 @@ def observe() -> Facts:
 
 def mps_pipe() -> str:
     """Return the pipe through which a CUDA context of this process reaches an MPS daemon, or an empty string."""
-    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_FOLDER) / "control"
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps") / "control"  # CUDA's default folder
     return str(pipe) if pipe.exists() else ""
 
 

@@ -187,7 +187,7 @@ class RankMemory:
         self._progress.begin()
         self._operation, self._began, self._failed_phase = operation, time.monotonic(), ""
         try:
-            with log.elsewhere(lambda: self._progress.phase or phase):
+            with log.running(lambda: self._progress.phase or phase):
                 yield
         except MemsaverError:
             if self._failed_phase:

@@ -58,10 +58,9 @@ class _LibraryState:
 
 
 class _Suspension(threading.local):
-    """Whether a thread has left its region by ``tms_set_interesting_region(False)``."""
+    """What a thread that has left its region by ``tms_set_interesting_region(False)`` ends to be back in it."""
 
-    def __init__(self) -> None:
-        self.stack: ExitStack | None = None
+    stack: ExitStack | None = None
 
 
 _suspension = _Suspension()
@@ -71,15 +70,15 @@ _states: dict[str, Any] = {}
 class NativeFunctions:
     """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
 
-    All act on the calling thread, except for pause, resume, the margin, retention and the folder, which are of the
-    whole process. Errors are ``MemsaverError``.
+    Pause, resume, the margin, retention and the folder are of the whole process, the rest is of the calling thread. A
+    tag or kind of backup that is set applies to raw allocations; those of torch take theirs from their region. Errors
+    are ``MemsaverError``.
     """
 
     def __init__(self, path: str) -> None:
         self._state = _states.setdefault(path, _LibraryState(path) if path else _ThreadState())
 
     def tms_get_interesting_region(self) -> bool:
-        """Return whether allocations can be paused now."""
         return bool(self._state.interesting_region)
 
     def tms_set_interesting_region(self, value: bool) -> None:
@@ -116,33 +115,26 @@ class NativeFunctions:
             self._state.interesting_region = True
 
     def tms_get_current_tag(self) -> bytes:
-        """Return the tag of allocations."""
         return bytes(self._state.current_tag)
 
     def tms_set_current_tag(self, tag: bytes) -> None:
-        """Set the tag of raw allocations; those of torch take the tag of their region."""
         if not tag or len(tag) >= _TAG_BYTES:
             raise ConfigurationError(f"a tag is a name of 1 to {_TAG_BYTES - 1} bytes, not {tag!r}")
         self._state.current_tag = tag
 
     def tms_get_enable_cpu_backup(self) -> bool:
-        """Return whether allocations keep their content in host memory."""
         return bool(self._state.enable_cpu_backup)
 
     def tms_set_enable_cpu_backup(self, value: bool) -> None:
-        """Set it for raw allocations; those of torch take it from their region."""
         self._state.enable_cpu_backup = bool(value)
 
     def tms_get_enable_disk_backup(self) -> bool:
-        """Return whether allocations keep their content on disk."""
         return bool(self._state.enable_disk_backup)
 
     def tms_set_enable_disk_backup(self, value: bool) -> None:
-        """Set it for raw allocations; those of torch take it from their region."""
         self._state.enable_disk_backup = bool(value)
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return what was set: ``pinned``, ``mmap``, or nothing."""
         return bytes(self._state.cpu_backup_backend)
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
@@ -150,12 +142,10 @@ class NativeFunctions:
         self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
 
     def tms_pause(self, tag: bytes | None) -> int:
-        """Pause a tag, or all. Returns 0."""
         state.this_process.pause(tag.decode() if tag else None)
         return 0
 
     def tms_resume(self, tag: bytes | None) -> int:
-        """Resume a tag, or all. Returns 0."""
         state.this_process.resume(tag.decode() if tag else None)
         return 0
 
@@ -167,7 +157,6 @@ class NativeFunctions:
             process.saver().set_memory_margin(value)
 
     def tms_get_retain_cpu_backup(self) -> bool:
-        """Return whether a resume leaves backups in host memory."""
         return state.this_process.retaining
 
     def tms_set_retain_cpu_backup(self, value: bool) -> None:
@@ -175,7 +164,6 @@ class NativeFunctions:
         state.this_process.retaining = bool(value)
 
     def tms_set_disk_backup_dir(self, folder: bytes) -> None:
-        """Set the folder of backups on disk."""
         state.set_disk_folder(folder.decode())
 
 

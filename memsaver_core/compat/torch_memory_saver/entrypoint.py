@@ -17,12 +17,12 @@ from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
 from memsaver_core.compat.torch_memory_saver.hooks.base import HookMode, HookUtilBase
-from memsaver_core.compat.torch_memory_saver.mem_pools import MemPools
 from memsaver_core.compat.torch_memory_saver.state import MisuseError
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
 _TAG_DEFAULT = "default"
+_MISSING = object()
 
 # By torch's id of the pool that the caller gave, and the tag: graphs given the same pool share memory.
 _graph_pools: weakref.WeakValueDictionary[tuple[Any, str], ms.GraphPool] = weakref.WeakValueDictionary()
@@ -59,7 +59,10 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
-        with self._ensure_initialized().region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend):
+        impl = self._ensure_initialized()
+        restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
+        config = impl.region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        with ms.region(tag, restore=restore), config:
             yield
 
     @contextmanager
@@ -79,9 +82,14 @@ class TorchMemorySaver:
         the same ``pool`` and tag share memory.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
-        with self._ensure_initialized().cuda_graph(
-            cuda_graph, pool, stream, capture_error_mode, tag, enable_cpu_backup, cpu_backup_backend
-        ):
+        impl = self._ensure_initialized()
+        capture: AbstractContextManager[Any]
+        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
+        if process.enabled():
+            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
+        else:
+            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
+        with capture, impl.region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
             yield
 
     @contextmanager
@@ -101,7 +109,8 @@ class TorchMemorySaver:
             OutOfHostMemoryError: the backups would not fit; nothing was paused.
             MemsaverError: a driver call failed; a repeat and a resume both work.
         """
-        self._ensure_initialized().pause(tag=tag)
+        self._ensure_initialized()
+        state.this_process.pause(tag)
 
     def resume(self, tag: str | None = None) -> None:
         """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored.
@@ -110,7 +119,8 @@ class TorchMemorySaver:
             OutOfDeviceMemoryError: the device has too little free memory; all is still paused, with its backup.
             MemsaverError: a driver call failed; all is as before.
         """
-        self._ensure_initialized().resume(tag=tag)
+        self._ensure_initialized()
+        state.this_process.resume(tag)
 
     @property
     def enabled(self) -> bool:
@@ -163,7 +173,32 @@ class TorchMemorySaver:
         Raises:
             ConfigurationError: ``x`` is in no region's memory, not contiguous, or paused without a backup.
         """
-        return self._ensure_initialized().get_cpu_backup(x, zero_copy=zero_copy)
+        self._ensure_initialized()
+        if not x.is_contiguous():
+            raise MisuseError(
+                f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
+            )
+        if x.nbytes == 0 or not process.enabled():
+            return None
+        saver = process.saver()
+        view = saver.backup_of(x.data_ptr(), x.nbytes, 0)
+        if view["on_disk"]:
+            return None
+        if not view["released"]:
+            if not (view["in_host_memory"] and state.this_process.is_retained(view["tag"])):
+                return None
+        elif not view["in_host_memory"]:
+            raise MisuseError(
+                f"the tensor is paused under tag {view['tag']!r} without a backup; make it in a region with "
+                "enable_cpu_backup=True"
+            )
+        with _disable_current_modes():
+            if zero_copy and view["memory"]:
+                content = (ctypes.c_uint8 * x.nbytes).from_address(view["memory"])
+                return torch.frombuffer(content, dtype=torch.uint8).view(x.dtype).view(x.shape)
+            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            saver.backup_of(x.data_ptr(), x.nbytes, copy.data_ptr())
+            return copy
 
     def set_disk_backup_dir(self, path: str) -> None:
         """Put backups on disk into this folder from now on, for the whole process; creates it if it is missing.
@@ -191,40 +226,7 @@ class _TorchMemorySaverImpl:
         state.this_process.initialize()
 
     @contextmanager
-    def region(
-        self,
-        tag: str,
-        enable_cpu_backup: bool,
-        enable_disk_backup: bool = False,
-        cpu_backup_backend: CpuBackupBackend | None = None,
-    ) -> Iterator[None]:
-        restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
-        config = self._with_region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with ms.region(tag, restore=restore), config:
-            yield
-
-    @contextmanager
-    def cuda_graph(
-        self,
-        cuda_graph: torch.cuda.CUDAGraph,
-        pool: Any,
-        stream: torch.cuda.Stream | None,
-        capture_error_mode: str,
-        tag: str,
-        enable_cpu_backup: bool,
-        cpu_backup_backend: CpuBackupBackend | None = None,
-    ) -> Iterator[None]:
-        capture: AbstractContextManager[Any]
-        options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
-        if process.enabled():
-            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
-        else:
-            capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
-        with capture, self._with_region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
-            yield
-
-    @contextmanager
-    def _with_region_config(
+    def region_config(
         self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
     ) -> Iterator[None]:
         with self._binary_wrapper.cdll.own_region():
@@ -247,38 +249,34 @@ class _TorchMemorySaverImpl:
         with cdll.region_left():
             yield
 
-    def pause(self, tag: str | None) -> None:
-        self._binary_wrapper.cdll.tms_pause(tag.encode() if tag else None)
 
-    def resume(self, tag: str | None) -> None:
-        self._binary_wrapper.cdll.tms_resume(tag.encode() if tag else None)
+class MemPools:
+    """The pools of regions, as projects use them. torch keeps what is freed in a pool until the pool is dropped.
 
-    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        if not x.is_contiguous():
-            raise MisuseError(
-                f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
-            )
-        if x.nbytes == 0 or not process.enabled():
+    After a drop, ``torch.cuda.empty_cache()`` gives back its free memory; its tensors live on, under their tag. The
+    host driver has no pools.
+    """
+
+    def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
+        """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
+
+        Returns:
+            None, or ``default`` if there are none.
+
+        Raises:
+            KeyError: there are none, and no default was given.
+        """
+        disk_backup = len(key) > 2 and key[2] is True
+        restore = _native.restore_for(key[0], bool(key[1]), disk_backup)
+        if process.backend().forget_pools(key[0], restore):
             return None
-        saver = process.saver()
-        view = saver.backup_of(x.data_ptr(), x.nbytes, 0)
-        if view["on_disk"]:
-            return None
-        if not view["released"]:
-            if not (view["in_host_memory"] and state.this_process.is_retained(view["tag"])):
-                return None
-        elif not view["in_host_memory"]:
-            raise MisuseError(
-                f"the tensor is paused under tag {view['tag']!r} without a backup; make it in a region with "
-                "enable_cpu_backup=True"
-            )
-        with _disable_current_modes():
-            if zero_copy and view["memory"]:
-                content = (ctypes.c_uint8 * x.nbytes).from_address(view["memory"])
-                return torch.frombuffer(content, dtype=torch.uint8).view(x.dtype).view(x.shape)
-            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-            saver.backup_of(x.data_ptr(), x.nbytes, copy.data_ptr())
-            return copy
+        if default is _MISSING:
+            raise KeyError(key)
+        return default
+
+    def clear(self) -> None:
+        """Drop all."""
+        process.backend().forget_pools()
 
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
@@ -290,7 +288,6 @@ def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)
-    found = _graph_pools.get(key)
-    if found is None:
+    if (found := _graph_pools.get(key)) is None:
         found = _graph_pools[key] = ms.GraphPool(tag, restore="host")
     return found
