@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from memsaver_core import MemsaverError
-from memsaver_server.engine import Engine, GeneratingEngine, UpdatableEngine
+from memsaver_server.engine import Engine
 from memsaver_server.http.errors import ErrorResponse, error_response
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service
-from memsaver_server.routes import dashboard, generate, memory, operations, probes, sglang, tensorrt_llm, vllm, weights
+from memsaver_server.routes import ROUTERS
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -47,12 +47,9 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     )
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
-    for route in (sglang, vllm, tensorrt_llm, memory, operations, probes, dashboard):
-        app.include_router(route.router)
-    if isinstance(engine, GeneratingEngine):
-        app.include_router(generate.router)
-    if isinstance(engine, UpdatableEngine):
-        app.include_router(weights.router)
+    for router, capability in ROUTERS:
+        if isinstance(engine, capability):
+            app.include_router(router)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)

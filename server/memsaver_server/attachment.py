@@ -10,7 +10,6 @@ import socket
 import stat
 import threading
 from contextlib import suppress
-from types import TracebackType
 
 import uvicorn
 
@@ -65,9 +64,7 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -13,11 +13,7 @@ from memsaver_server.schemas import DrainMode as DrainMode
 
 
 class DrainTimeoutError(MemsaverError):
-    """Requests in flight did not end in time. The engine continues as before.
-
-    Attributes:
-        pending: names of the requests that were still in flight.
-    """
+    """The requests ``pending``, by name, did not end in time. The engine continues as before."""
 
     kind = "drain_timeout"
     status = 504

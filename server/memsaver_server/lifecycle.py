@@ -183,10 +183,6 @@ class Lifecycle:
         """
         return self._admission.unpause()
 
-    def flush_cache(self) -> None:
-        """Forget the engine's cached prefixes, whatever state the memory is in."""
-        self._engine.flush_cache()
-
     def update_weights(self, write: Callable[[], int]) -> int:
         """Run ``write``, which overwrites weights in place; no release or resume overlaps it. Blocks.
 

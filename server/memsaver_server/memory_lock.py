@@ -14,11 +14,7 @@ from memsaver_server.operation import Operation
 
 
 class MemoryBusyError(MemsaverError):
-    """An operation or a weight update holds the memory and did not end in time. Nothing was done.
-
-    Attributes:
-        phase: the phase that was waited for.
-    """
+    """An operation or a weight update holds the memory in ``phase`` and did not end in time. Nothing was done."""
 
     kind = "memory_busy"
     status = 504

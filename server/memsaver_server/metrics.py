@@ -15,7 +15,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from memsaver_server.device_monitor import DeviceMonitor
 from memsaver_server.lifecycle import Lifecycle
@@ -40,18 +39,12 @@ class _Histogram:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class _Collector(Collector):
+class _Registry(CollectorRegistry):
+    """Holds what a function yields at each scrape."""
+
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()
-
-
-def _registry_of(collect: Callable[[], Iterator[Metric]]) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(_Collector(collect))
-    return registry
+        super().__init__()
+        self.collect = collect  # type: ignore[method-assign]
 
 
 class Metrics:
@@ -65,8 +58,8 @@ class Metrics:
         self._phases: dict[tuple[str, str], _Histogram] = {}
         self._copied: Counter[tuple[str, str]] = Counter()
         self._moved: Counter[str] = Counter({"release": 0, "resume": 0})
-        self._counters = _registry_of(self._collect_counters)
-        self._gauges = _registry_of(self._collect_gauges)
+        self._counters = _Registry(self._collect_counters)
+        self._gauges = _Registry(self._collect_gauges)
         # Cached until an operation changes them: rendering takes milliseconds, which would delay other requests.
         self._counters_text: bytes | None = None
 
@@ -113,10 +106,8 @@ class Metrics:
             phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
         yield phases
         help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
-        yield _filled(
-            CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"]),
-            dict(sorted(self._copied.items())),
-        )
+        copies = CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"])
+        yield _filled(copies, dict(sorted(self._copied.items())))
         for name, text in (("release", "released to"), ("resume", "resumed from")):
             help_text = f"Device memory {text} the driver so far."
             yield CounterMetricFamily(f"memsaver_{name}d_bytes", help_text, value=self._moved[name])
@@ -126,24 +117,19 @@ class Metrics:
         backup = now.status.host_backup
         devices = self._monitor.latest().devices
         stall = now.running.stall() if now.running is not None else None
-        yield _gauges(
-            "memsaver_tag_bytes",
-            "Memory under each tag, by its state.",
-            ["tag", "state"],
-            {
-                (tag.tag, state): getattr(tag, f"{state}_bytes")
-                for tag in now.status.tags
-                for state in ("resident", "released", "retained")
-            },
-        )
+        tags = {
+            (tag.tag, state): getattr(tag, f"{state}_bytes")
+            for tag in now.status.tags
+            for state in ("resident", "released", "retained")
+        }
+        yield _gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."
         yield _gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
-        used = {(str(device.index),): device.used_bytes for device in devices}
-        yield _gauges("memsaver_device_used_bytes", "Device memory in use by all processes.", ["device"], used)
-        total = {(str(device.index),): device.total_bytes for device in devices}
-        yield _gauges("memsaver_device_total_bytes", "Memory of the device.", ["device"], total)
+        for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
+            values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
+            yield _gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
         states = {(name,): float(name == now.state) for name in STATES}
         yield _gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
         help_text = "1 while the engine accepts requests."

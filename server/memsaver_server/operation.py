@@ -48,12 +48,7 @@ class ReleaseRequest:
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a caller asks of a resume.
-
-    Attributes:
-        options: what the core resumes.
-        wait_for_memory_s: how long to wait until other processes free device memory, seconds.
-    """
+    """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory."""
 
     options: ResumeOptions = field(default_factory=ResumeOptions)
     wait_for_memory_s: float = 0.0
@@ -91,13 +86,9 @@ class Operation:
 
     Attributes:
         client: its first caller.
-        memory: the memory it works on.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
-        report: what it did, if it succeeded.
-        error: why it failed, if it did.
         failed_phase: the phase in which it failed, or an empty string.
         state: the state of the memory when it ended.
-        done: set when it has ended.
     """
 
     id: str

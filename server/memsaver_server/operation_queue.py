@@ -29,11 +29,7 @@ Work = Callable[[PhaseLog], OperationReport]
 
 
 class ConflictError(MemsaverError):
-    """An operation in progress would undo the one that is requested.
-
-    Attributes:
-        running: the operation in progress.
-    """
+    """The operation ``running`` would undo the one that is requested."""
 
     kind = "conflict"
     status = 409

@@ -15,6 +15,10 @@ Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
 
+Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
+Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
+
+
 class Fields(BaseModel):
     """Base of requests: a field that is null counts as absent, an unknown one is ignored."""
 
@@ -37,10 +41,8 @@ class ReleaseFields(Fields):
         default=None, description="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
-    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
-    run_async: bool = Field(
-        default=False, alias="async", description="Answer 202 with the operation's address at once."
-    )
+    wait: Wait = False
+    run_async: Async = False
 
     def core_options(self) -> dict[str, Any]:
         """Return the options of the core's release. This is the one place where null and ``[]`` become "all"."""
@@ -54,10 +56,8 @@ class ResumeFields(Fields):
     wait_for_memory_s: Seconds = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
-    wait: bool = Field(default=False, description="Queue behind a conflicting operation instead of answering 409.")
-    run_async: bool = Field(
-        default=False, alias="async", description="Answer 202 with the operation's address at once."
-    )
+    wait: Wait = False
+    run_async: Async = False
 
     def core_options(self) -> dict[str, Any]:
         """Return the options of the core's resume."""

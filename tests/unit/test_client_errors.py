@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
+from memsaver_server.cli.connection import ExitCode, exit_code_for
 from memsaver_server.client import (
     AnswerError,
     Client,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsaver_server.client.events import Event, EventParser
+from memsaver_server.client.requests import Event, EventParser
 
 
 def events_of(text: str) -> list[Event]:

@@ -41,11 +41,6 @@ def root(
     """Give a GPU back while the inference engine that fills it stays alive."""
 
 
-app.command()(serve.serve)
-app.command()(memory.release)
-app.command()(memory.resume)
-app.command()(memory.status)
-app.command()(live.watch)
-app.command()(live.top)
-app.command()(doctor.doctor)
+for command in (serve.serve, memory.release, memory.resume, memory.status, live.watch, live.top, doctor.doctor):
+    app.command()(command)
 app.command(context_settings={"allow_extra_args": True})(demo.demo)

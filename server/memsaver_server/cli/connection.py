@@ -1,18 +1,18 @@
-"""The options of commands that connect to a service, and how errors end a command."""
+"""The options of commands that connect to a service, and the exit codes with which errors end a command."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Annotated
 
 import typer
 
-from memsaver_server.cli.exit_codes import ExitCode, exit_code_for
 from memsaver_server.cli.tables import make_console
 from memsaver_server.cli.units import parse_size
-from memsaver_server.client import DEFAULT_URL, AnswerError, Client, ClientError, UnreachableError
+from memsaver_server.client import AnswerError, Client, ClientError, UnreachableError, errors
 
 Url = Annotated[
     str,
@@ -29,7 +29,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON ins
 Tags = Annotated[
     list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. Default: all.", show_default=False)
 ]
-URL_DEFAULT = DEFAULT_URL
+
+
+class ExitCode(IntEnum):
+    """The exit codes; 2 is also that of a wrong option or argument."""
+
+    OK = 0
+    FAILED = 1
+    INVALID = 2
+    UNREACHABLE = 3
+    UNAUTHORIZED = 4
+    CONFLICT = 5
+    OUT_OF_MEMORY = 6
+    DEADLINE = 7
+    NOT_NOW = 8
+
+
+_BY_ERROR: dict[type[ClientError], ExitCode] = {
+    errors.UnreachableError: ExitCode.UNREACHABLE,
+    errors.InvalidRequestError: ExitCode.INVALID,
+    errors.UnauthorizedError: ExitCode.UNAUTHORIZED,
+    errors.ConflictError: ExitCode.CONFLICT,
+    errors.DeviceMemoryError: ExitCode.OUT_OF_MEMORY,  # before its base, UnavailableError
+    errors.HostMemoryError: ExitCode.OUT_OF_MEMORY,
+    errors.DrainDeadlineError: ExitCode.DEADLINE,
+    errors.PhaseDeadlineError: ExitCode.DEADLINE,
+    errors.UnavailableError: ExitCode.NOT_NOW,
+}
+
+
+def exit_code_for(error: ClientError) -> ExitCode:
+    """Return the exit code of a command that ``error`` ends."""
+    return next((code for kind, code in _BY_ERROR.items() if isinstance(error, kind)), ExitCode.FAILED)
 
 
 @contextmanager

@@ -1,21 +1,39 @@
-"""``memsaver demo``."""
+"""``memsaver demo``: one engine in a process of its own, released and resumed over HTTP, its tokens compared."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 import typer
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from memsaver_server.cli.connection import escape
-from memsaver_server.cli.exit_codes import ExitCode
+from memsaver_server.cli.connection import ExitCode, escape
 from memsaver_server.cli.tables import make_console, operation_view, status_view
 from memsaver_server.cli.units import format_bytes, format_seconds
-from memsaver_server.client import OccupationAnswer, OperationAnswer
-from memsaver_server.demo import DemoError, run
+from memsaver_server.client import Client, ClientError, UnavailableError
+
+PROMPT = "Memory that nobody uses"
+NEW_TOKENS = 32
+
+_ADDRESS = re.compile(r"(https?|unix)://\S+")
+_START_S = 600.0
+_STOP_S = 30.0
+
+
+class DemoError(Exception):
+    """A step of the demonstration failed; the message says which and how."""
 
 
 def demo(context: typer.Context) -> None:
@@ -26,9 +44,13 @@ def demo(context: typer.Context) -> None:
     """
     console = make_console()
     try:
-        with console.status("") as spinner:
-            run(_Printer(console, spinner), context.args)
-    except DemoError as error:
+        with console.status("starting an engine ...") as spinner:
+            began = time.monotonic()
+            with _engine(context.args) as url, Client(url) as client:
+                ready = f"Engine ready after {format_seconds(time.monotonic() - began)} at {client.address}"
+                console.print(Text(ready, style="bold"))
+                _Demo(client, console, spinner).run()
+    except (DemoError, ClientError) as error:
         console.print(f"[bold red]✗[/] {escape(str(error))}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
     except KeyboardInterrupt:
@@ -37,40 +59,106 @@ def demo(context: typer.Context) -> None:
     console.print("[green]✓[/] tokens equal before and after")
 
 
-class _Printer:
-    """Implements ``Show``."""
-
-    def __init__(self, console: Console, spinner: Status) -> None:
+class _Demo:
+    def __init__(self, client: Client, console: Console, spinner: Status) -> None:
+        self._client = client
         self._console = console
         self._spinner = spinner
-        self._began = time.monotonic()
 
-    def doing(self, step: str) -> None:
-        self._spinner.update(f"{step} ...")
+    def run(self) -> None:
+        """Generate, release, resume, generate again and compare the tokens.
 
-    def started(self, address: str, occupation: OccupationAnswer) -> None:
+        Raises:
+            DemoError: a step failed, or the tokens differ.
+            ClientError: a call failed.
+        """
+        client, console = self._client, self._console
+        occupation = client.occupation()
         where = ", ".join(device.name for device in occupation.devices) or occupation.driver
         held = format_bytes(sum(tag.resident_bytes for tag in occupation.tags))
-        self._step(f"Engine ready after {format_seconds(time.monotonic() - self._began)} at {address}")
-        self._console.print(f"  {where}; {held} in regions\n", markup=False)
+        console.print(f"  {where}; {held} in regions\n", markup=False)
+        before = self._generate()
 
-    def generated(self, tokens: Sequence[int], text: str) -> None:
-        self._step("Generate")
+        self._spinner.update("releasing ...")
+        released = client.release()
+        self._title("Release")
+        console.print(operation_view(released))
+        if released.enabled and released.released_bytes == 0:
+            raise DemoError("the release freed no memory")
+        try:
+            client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
+        except UnavailableError as refusal:
+            self._title("Generate while released")
+            console.print(f"  503, retry later: {refusal}\n", markup=False)
+        else:
+            if released.enabled:
+                raise DemoError("the engine generated while its memory was released")
+        self._title("Status")
+        console.print(status_view(client.occupation()))
+        console.print()
+
+        self._spinner.update("resuming ...")
+        resumed = client.resume()
+        self._title("Resume")
+        console.print(operation_view(resumed))
+        after = self._generate()
+        if after != before:
+            raise DemoError(f"the tokens differ: {before} before, {after} after")
+
+    def _generate(self) -> list[int]:
+        self._spinner.update("generating ...")
+        answer = self._client.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        tokens = [int(token) for token in answer["output_ids"]]
+        if not tokens:
+            raise DemoError("the engine generated no tokens")
+        self._title("Generate")
         shown = " ".join(map(str, tokens[:12]))
         self._console.print(f"  {len(tokens)} tokens: {shown}{' ...' if len(tokens) > 12 else ''}\n", markup=False)
+        return tokens
 
-    def operation(self, answer: OperationAnswer) -> None:
-        self._step("Release" if answer.operation == "release" else "Resume")
-        self._console.print(operation_view(answer))
-
-    def refused(self, message: str) -> None:
-        self._step("Generate while released")
-        self._console.print(f"  503, retry later: {message}\n", markup=False)
-
-    def occupation(self, answer: OccupationAnswer) -> None:
-        self._step("Status")
-        self._console.print(status_view(answer))
-        self._console.print()
-
-    def _step(self, text: str) -> None:
+    def _title(self, text: str) -> None:
         self._console.print(Text(text, style="bold"))
+
+
+@contextmanager
+def _engine(serve_options: Sequence[str]) -> Iterator[str]:
+    """Run ``memsaver serve`` as a child process during the block; yields its address."""
+    environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
+    command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        try:
+            yield _address_of(child, log)
+        finally:
+            code = _stop(child)
+        if code != 0:
+            raise DemoError(f"the engine ended with exit code {code}:\n{_tail(log)}")
+
+
+def _address_of(child: subprocess.Popen[str], log: TextIO) -> str:
+    assert child.stdout is not None
+    timeout = threading.Timer(_START_S, child.kill)
+    timeout.start()
+    try:
+        line = child.stdout.readline()
+    finally:
+        timeout.cancel()
+    match = _ADDRESS.search(line)
+    if match is None:
+        child.wait()
+        raise DemoError(f"the engine did not start (exit code {child.returncode}):\n{_tail(log)}")
+    return match.group()
+
+
+def _stop(child: subprocess.Popen[str]) -> int:
+    child.send_signal(signal.SIGTERM)
+    try:
+        return child.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _tail(log: TextIO, lines: int = 20) -> str:
+    log.seek(0)
+    return "".join(log.readlines()[-lines:]).rstrip() or "(it wrote nothing)"

@@ -15,10 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Uds, Url, connected
+from memsaver_server.cli.connection import ApiKey, Json, Uds, Url, connected
 from memsaver_server.cli.tables import make_console, progress_line, state_text, status_view
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
-from memsaver_server.client import Client, OperationStatusAnswer
+from memsaver_server.client import DEFAULT_URL, Client, OperationStatusAnswer
 from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
 
 _POLL_S = 0.25
@@ -31,7 +31,7 @@ def watch(
     operation_id: Annotated[
         str | None, typer.Argument(help="One operation. Default: all new ones.", show_default=False)
     ] = None,
-    url: Url = URL_DEFAULT,
+    url: Url = DEFAULT_URL,
     uds: Uds = None,
     api_key: ApiKey = None,
     as_json: Json = False,
@@ -49,7 +49,7 @@ def watch(
             raise typer.Exit from None
 
 
-def top(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, interval: Interval = 1.0) -> None:
+def top(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, interval: Interval = 1.0) -> None:
     """Show devices, tags and the latest operations, updated each second until Ctrl-C; once if piped."""
     console = make_console()
     with connected(url, uds, api_key) as client:
@@ -118,12 +118,9 @@ def _overview(client: Client) -> RenderableType:
         Text.assemble(("memsaver ", "bold"), client.address, (f"   {datetime.now():%H:%M:%S}", "dim"))
     ]
     for device in occupation.devices:
-        bar = Table.grid(padding=(0, 1))
+        bar = ProgressBar(device.total_bytes or 1, device.used_bytes, width=40)
         share = f"{format_bytes(device.used_bytes)} of {format_bytes(device.total_bytes)}"
-        bar.add_row(
-            f"device {device.index}", ProgressBar(device.total_bytes or 1, device.used_bytes, width=40), Text(share)
-        )
-        parts.append(bar)
+        parts.append(_line(f"device {device.index}", bar, share))
     parts.append(status_view(occupation))
     running = next((one for one in operations if one.status == "running"), None)
     if running is not None:
@@ -134,13 +131,16 @@ def _overview(client: Client) -> RenderableType:
 
 
 def _running_line(operation: OperationStatusAnswer) -> RenderableType:
-    line = Table.grid(padding=(0, 1))
     progress = operation.progress
-    cells: list[RenderableType] = [state_text("releasing" if operation.operation == "release" else "resuming")]
-    cells.append(Text(operation.phase, style="bold"))
+    state = state_text("releasing" if operation.operation == "release" else "resuming")
+    cells: list[RenderableType] = [state, Text(operation.phase, style="bold")]
     if progress and progress.total_bytes:
-        cells.append(ProgressBar(progress.total_bytes, progress.done_bytes, width=40))
-        cells.append(progress_line(progress))
+        cells += [ProgressBar(progress.total_bytes, progress.done_bytes, width=40), progress_line(progress)]
+    return _line(*cells)
+
+
+def _line(*cells: RenderableType) -> Table:
+    line = Table.grid(padding=(0, 1))
     line.add_row(*cells)
     return line
 

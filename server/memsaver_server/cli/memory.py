@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli.connection import URL_DEFAULT, ApiKey, Json, Tags, Uds, Url, connected, size_of
+from memsaver_server.cli.connection import ApiKey, Json, Tags, Uds, Url, connected, size_of
 from memsaver_server.cli.progress import while_running
 from memsaver_server.cli.tables import make_console, operation_view, status_view
+from memsaver_server.client import DEFAULT_URL
 from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
 
 
@@ -36,7 +37,7 @@ def _show(answer: OperationAnswer | AcceptedAnswer, as_json: bool) -> None:
 
 def release(
     tags: Tags = None,
-    url: Url = URL_DEFAULT,
+    url: Url = DEFAULT_URL,
     uds: Uds = None,
     api_key: ApiKey = None,
     as_json: Json = False,
@@ -87,7 +88,7 @@ def release(
 
 def resume(
     tags: Tags = None,
-    url: Url = URL_DEFAULT,
+    url: Url = DEFAULT_URL,
     uds: Uds = None,
     api_key: ApiKey = None,
     as_json: Json = False,
@@ -111,7 +112,7 @@ def resume(
             _show(while_running(client, "resume", call), as_json)
 
 
-def status(url: Url = URL_DEFAULT, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:
+def status(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show what the engine holds: each tag's state and size, each device, the host backup."""
     with connected(url, uds, api_key, as_json=as_json) as client:
         occupation = client.occupation()

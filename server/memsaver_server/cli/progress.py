@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from rich.console import Console
@@ -29,7 +28,8 @@ def while_running(client: Client, verb: str, call: Callable[[], ResultT]) -> Res
     future: Future[ResultT] = Future()
     # A daemon, so that Ctrl-C ends the command at once; the operation continues in the service.
     threading.Thread(target=_settle, args=(future, call), name=f"memsaver-{verb}", daemon=True).start()
-    if not _done_within(future, _DELAY_S):
+    wait([future], _DELAY_S)
+    if not future.done():
         _draw_until_done(client, verb, future, console)
     return future.result()
 
@@ -41,19 +41,11 @@ def _settle(future: Future[ResultT], call: Callable[[], ResultT]) -> None:
         future.set_exception(error)
 
 
-def _done_within(future: Future[ResultT], seconds: float) -> bool:
-    try:
-        future.exception(timeout=seconds)
-    except FutureTimeoutError:
-        return False
-    return True
-
-
 def _draw_until_done(client: Client, verb: str, future: Future[ResultT], console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(verb, total=None, note="")
-        while not _done_within(future, _REFRESH_S):
+        while wait([future], _REFRESH_S).not_done:
             running = _running(client, verb)
             if running is None:
                 continue

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import escape, size_of
-from memsaver_server.cli.exit_codes import ExitCode
+from memsaver_server.cli.connection import ExitCode, escape, size_of
 from memsaver_server.cli.tables import make_console
 from memsaver_server.cli.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
-
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 30000
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -59,8 +55,8 @@ def serve(
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
     host: Annotated[
         str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
-    ] = DEFAULT_HOST,
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)] = 30000,
     uds: Annotated[
         Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
     ] = None,
@@ -100,7 +96,9 @@ def serve(
     except _Ended:
         raise typer.Exit from None
     audit.to_stderr()
-    _freeze_heap()
+    # torch and transformers load about 350,000 objects: a full garbage collection would block all requests for 0.2 s.
+    gc.collect()
+    gc.freeze()
     try:
         # One line on stdout, from which a caller learns the address if the port is 0.
         typer.echo(f"serving {engine.model_name} on {attachment.url}")
@@ -113,15 +111,6 @@ def serve(
     finally:
         attachment.close()
         engine.close()
-
-
-def _freeze_heap() -> None:
-    """Exclude loaded objects from garbage collection.
-
-    With torch and transformers there are about 350,000, and a full collection would block all requests for 0.2 s.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class _Ended(BaseException):

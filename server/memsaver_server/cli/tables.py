@@ -109,13 +109,11 @@ def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDev
     for device in devices:
         reading = by_index.get(device.index)
         if reading is None:
-            cells.extend([Text("")] * (3 if one else 1))
-        elif one:
-            cells.append(Text(format_bytes(reading.used_before_bytes)))
-            cells.append(Text(format_bytes(reading.used_after_bytes)))
-            cells.append(_delta_text(reading.delta_bytes))
-        else:
-            cells.append(_delta_text(reading.delta_bytes))
+            cells += [Text("")] * (3 if one else 1)
+            continue
+        if one:
+            cells += [Text(format_bytes(reading.used_before_bytes)), Text(format_bytes(reading.used_after_bytes))]
+        cells.append(_delta_text(reading.delta_bytes))
     return cells
 
 

@@ -18,8 +18,7 @@ from memsaver_server.client.errors import (
     UnavailableError,
     UnreachableError,
 )
-from memsaver_server.client.events import Event
-from memsaver_server.client.requests import DEFAULT_URL
+from memsaver_server.client.requests import DEFAULT_URL, Event
 from memsaver_server.client.sync import Client
 from memsaver_server.schemas import AcceptedAnswer, OccupationAnswer, OperationAnswer, OperationStatusAnswer
 

@@ -6,18 +6,18 @@ import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable, Sequence
 from os import PathLike, fspath
-from types import TracebackType
 from typing import Any
 
 import httpx
 from typing_extensions import Unpack
 
 from memsaver_server.client.errors import UnreachableError
-from memsaver_server.client.events import Event, EventParser
 from memsaver_server.client.requests import (
     DEFAULT_URL,
     FIRST_DELAY_S,
     Call,
+    Event,
+    EventParser,
     Target,
     generate_call,
     parse,
@@ -62,7 +62,7 @@ class AsyncClient:
         attempts: int = 3,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._target = Target.at(url, uds, api_key, timeout_s, operation_timeout_s)
+        self._target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
         self._attempts = attempts
         self._http = httpx.AsyncClient(
             base_url=self._target.base_url,
@@ -131,29 +131,25 @@ class AsyncClient:
     async def events(self, operation_id: str) -> AsyncIterator[Event]:
         """Yield the events of one operation until it has ended."""
         parser = EventParser()
-        path = f"/operations/{operation_id}/events"
         timeout = httpx.Timeout(self._target.timeout_s, read=None)
         try:
-            async with self._http.stream("GET", path, timeout=timeout) as response:
+            async with self._http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
                 if not response.is_success:
                     await response.aread()
                     parse_json(response)
                 async for line in response.aiter_lines():
-                    event = parser.feed(line)
-                    if event is not None:
+                    if event := parser.feed(line):
                         yield event
         except httpx.TransportError as error:
             raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
 
     async def ready(self) -> bool:
         """Return whether the engine accepts requests now. Raises only UnreachableError."""
-        response = await self._send(Call("GET", "/readyz"))
-        return response.is_success
+        return (await self._send(Call("GET", "/readyz"))).is_success
 
     async def alive(self) -> bool:
         """Return whether the engine's process and device context work. Raises only UnreachableError."""
-        response = await self._send(Call("GET", "/livez"))
-        return response.is_success
+        return (await self._send(Call("GET", "/livez"))).is_success
 
     async def generate(
         self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
@@ -200,13 +196,10 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     async def _send(self, call: Call) -> httpx.Response:
-        delay_s = FIRST_DELAY_S
         attempt = 1
         while True:
             try:
@@ -215,8 +208,6 @@ class AsyncClient:
                 )
             except httpx.TransportError as error:
                 if attempt >= self._attempts or not call.may_repeat(error):
-                    reason = str(error) or type(error).__name__
-                    raise UnreachableError(self.address, reason, attempt) from error
-            await asyncio.sleep(delay_s)
-            delay_s *= 2
+                    raise UnreachableError(self.address, str(error) or type(error).__name__, attempt) from error
+            await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
             attempt += 1

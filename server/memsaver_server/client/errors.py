@@ -10,11 +10,7 @@ class ClientError(Exception):
 
 
 class UnreachableError(ClientError):
-    """No answer: nothing listens there, or the connection broke on every attempt.
-
-    Attributes:
-        address: the service's address.
-    """
+    """No answer: nothing listens at ``address``, or the connection broke on every attempt."""
 
     def __init__(self, address: str, reason: str, attempts: int) -> None:
         self.address = address

@@ -1,7 +1,8 @@
-"""What both clients share: requests, retry rules and parsing, without any I/O."""
+"""What both clients share: requests, retry rules and the parsing of answers and events, without any I/O."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,51 +43,28 @@ class Call:
         return self.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
-@dataclass(frozen=True)
 class Target:
     """The service's address and the options of every request. ``uds``, a Unix socket's path, overrides ``url``."""
 
-    url: str
-    uds: str | None
-    api_key: str | None = field(repr=False)
-    timeout_s: float
-    operation_timeout_s: float | None
-
-    @classmethod
-    def at(
-        cls, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
-    ) -> Target:
-        """Return the target; ``url`` may be ``unix:///path``.
+    def __init__(
+        self, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
+    ) -> None:
+        """``url`` may be ``unix:///path``.
 
         Raises:
             ValueError: the key contains characters that a header cannot carry.
         """
-        if api_key is not None:
-            api_key = parse_api_key(api_key)
-        if uds is None and url.startswith("unix://"):
-            uds = url.removeprefix("unix://")
-        return cls(url.rstrip("/"), uds, api_key, timeout_s, operation_timeout_s)
-
-    @property
-    def address(self) -> str:
-        return f"unix://{self.uds}" if self.uds else self.url
-
-    @property
-    def base_url(self) -> str:
-        return "http://localhost" if self.uds else self.url
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
+        self.uds = url.removeprefix("unix://") if uds is None and url.startswith("unix://") else uds
+        self.address = f"unix://{self.uds}" if self.uds else url.rstrip("/")
+        self.base_url = "http://localhost" if self.uds else self.address
+        key = parse_api_key(api_key or "").encode()
         # As bytes: httpx accepts only ASCII in a str.
-        key = {b"Authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
-        return {b"User-Agent": b"memsaver-client", **key}
+        self.headers = {b"User-Agent": b"memsaver-client", **({b"Authorization": b"Bearer " + key} if key else {})}
+        self.timeout_s = timeout_s
+        self.operation_timeout_s = operation_timeout_s
 
     def timeout(self, call: Call) -> httpx.Timeout:
         return httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)
-
-
-RELEASE = "/release_memory_occupation"
-RESUME = "/resume_memory_occupation"
 
 
 def operation_call(
@@ -113,14 +91,15 @@ def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run
             f"unknown keyword argument {unknown[0]!r}; release takes {', '.join(ReleaseArguments.__annotations__)}"
         )
     restore = dict(arguments.get("restore") or {}) or None
-    return operation_call(RELEASE, tags, {**arguments, "restore": restore}, run_async=run_async)
+    return operation_call("/release_memory_occupation", tags, {**arguments, "restore": restore}, run_async=run_async)
 
 
 def resume_call(
     tags: Iterable[str] | None, wait_for_memory_s: float | None, wait: bool, *, run_async: bool = False
 ) -> Call:
     """Return the call of a resume."""
-    return operation_call(RESUME, tags, {"wait_for_memory_s": wait_for_memory_s, "wait": wait}, run_async=run_async)
+    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
+    return operation_call("/resume_memory_occupation", tags, options, run_async=run_async)
 
 
 def generate_call(text: str | None, input_ids: Sequence[int] | None, sampling_params: Mapping[str, Any]) -> Call:
@@ -162,3 +141,41 @@ def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
         raise AnswerError(
             response.status_code, f"{response.url} did not answer as a memsaver service does: {error}"
         ) from error
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event: its name and its JSON."""
+
+    name: str
+    data: Any
+
+
+class EventParser:
+    """Parses lines into events; ignores comments (keep-alives)."""
+
+    def __init__(self) -> None:
+        self._name = "message"
+        self._data: list[str] = []
+
+    def feed(self, line: str) -> Event | None:
+        """Take one line without its line break; return the event that it completes, if any."""
+        if not line:
+            return self._complete()
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "event":
+            self._name = value
+        elif field == "data":
+            self._data.append(value)
+        return None
+
+    def _complete(self) -> Event | None:
+        name, data = self._name, "\n".join(self._data)
+        self._name, self._data = "message", []
+        if not data:
+            return None
+        try:
+            return Event(name, json.loads(data))
+        except ValueError:
+            return Event(name, data)

@@ -6,18 +6,18 @@ import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike, fspath
-from types import TracebackType
 from typing import Any
 
 import httpx
 from typing_extensions import Unpack
 
 from memsaver_server.client.errors import UnreachableError
-from memsaver_server.client.events import Event, EventParser
 from memsaver_server.client.requests import (
     DEFAULT_URL,
     FIRST_DELAY_S,
     Call,
+    Event,
+    EventParser,
     Target,
     generate_call,
     parse,
@@ -62,7 +62,7 @@ class Client:
         attempts: int = 3,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._target = Target.at(url, uds, api_key, timeout_s, operation_timeout_s)
+        self._target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
         self._attempts = attempts
         self._http = httpx.Client(
             base_url=self._target.base_url,
@@ -129,29 +129,25 @@ class Client:
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended."""
         parser = EventParser()
-        path = f"/operations/{operation_id}/events"
         timeout = httpx.Timeout(self._target.timeout_s, read=None)
         try:
-            with self._http.stream("GET", path, timeout=timeout) as response:
+            with self._http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
                 if not response.is_success:
                     response.read()
                     parse_json(response)
                 for line in response.iter_lines():
-                    event = parser.feed(line)
-                    if event is not None:
+                    if event := parser.feed(line):
                         yield event
         except httpx.TransportError as error:
             raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
 
     def ready(self) -> bool:
         """Return whether the engine accepts requests now. Raises only UnreachableError."""
-        response = self._send(Call("GET", "/readyz"))
-        return response.is_success
+        return (self._send(Call("GET", "/readyz"))).is_success
 
     def alive(self) -> bool:
         """Return whether the engine's process and device context work. Raises only UnreachableError."""
-        response = self._send(Call("GET", "/livez"))
-        return response.is_success
+        return (self._send(Call("GET", "/livez"))).is_success
 
     def generate(
         self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
@@ -198,13 +194,10 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _send(self, call: Call) -> httpx.Response:
-        delay_s = FIRST_DELAY_S
         attempt = 1
         while True:
             try:
@@ -213,8 +206,6 @@ class Client:
                 )
             except httpx.TransportError as error:
                 if attempt >= self._attempts or not call.may_repeat(error):
-                    reason = str(error) or type(error).__name__
-                    raise UnreachableError(self.address, reason, attempt) from error
-            time.sleep(delay_s)
-            delay_s *= 2
+                    raise UnreachableError(self.address, str(error) or type(error).__name__, attempt) from error
+            time.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
             attempt += 1

@@ -31,11 +31,7 @@ export class Chart {
    */
   show(view) {
     this.view = view;
-    this.draw();
-  }
-
-  draw() {
-    const { from, to, points, operations, origin } = this.view;
+    const { from, to, points, operations, origin } = view;
     const width = Math.max(240, this.container.clientWidth);
     const right = width - EDGE.right;
     const bottom = HEIGHT - EDGE.bottom;
@@ -47,7 +43,7 @@ export class Chart {
     this.shown = shown;
     this.frame.setAttribute("width", width);
     this.frame.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    this.frame.setAttribute("aria-label", this.view.label);
+    this.frame.setAttribute("aria-label", view.label);
 
     const parts = [];
     for (const operation of operations) {

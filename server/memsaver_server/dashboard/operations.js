@@ -3,6 +3,7 @@
 import { clock, difference, duration, el, size, tagList } from "./format.js";
 
 const COLUMNS = 6;
+const PHASE_COLUMNS = { Phase: null, Time: "number", "In use before": "number wide", After: "number", Change: "number" };
 
 /** Rows for `operations`, newest first; `open` has the ids of open rows, `toggle(id)` changes it. */
 export function operationRows(operations, open, toggle) {
@@ -67,6 +68,8 @@ function details(operation) {
       ),
     ),
   );
+  const headings = Object.entries(PHASE_COLUMNS).map(([name, kind]) => el("th", { scope: "col", class: kind }, name));
+  headings.push(el("th", { scope: "col" }, el("span", { class: "unseen" }, "Copied")));
   return el(
     "tr",
     { class: "details", id: `phases-${operation.operation_id}` },
@@ -78,20 +81,7 @@ function details(operation) {
         ? el(
             "table",
             { class: "phases", "aria-label": `Phases of ${operation.operation} ${operation.operation_id}` },
-            el(
-              "thead",
-              {},
-              el(
-                "tr",
-                {},
-                el("th", { scope: "col" }, "Phase"),
-                el("th", { scope: "col", class: "number" }, "Time"),
-                el("th", { scope: "col", class: "number wide" }, "In use before"),
-                el("th", { scope: "col", class: "number" }, "After"),
-                el("th", { scope: "col", class: "number" }, "Change"),
-                el("th", { scope: "col" }, el("span", { class: "unseen" }, "Copied")),
-              ),
-            ),
+            el("thead", {}, el("tr", {}, ...headings)),
             el("tbody", {}, ...rows),
           )
         : null,

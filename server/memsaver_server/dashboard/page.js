@@ -23,8 +23,6 @@ let connected = false;
 let skew = 0; // the server's clock minus ours, seconds
 const charts = new Map();
 
-// -- the feed ----------------------------------------------------------------------------------------------------------
-
 follow("dashboard/feed", {
   connected(is, why) {
     connected = is;
@@ -72,7 +70,7 @@ follow("dashboard/feed", {
     if (before?.status !== data.status && occupation) {
       // Show the running one in the chart; rows that the user has opened stay open.
       if (data.status === "running") chosen = data.operation_id;
-      if (before && data.answer) announce(data.answer.message);
+      if (before && data.answer) $("said").textContent = data.answer.message;
     }
     drawProgress();
     drawOperations();
@@ -95,8 +93,6 @@ follow("dashboard/feed", {
     drawCharts();
   },
 });
-
-// -- drawing -----------------------------------------------------------------------------------------------------------
 
 const drawn = new Map();
 
@@ -193,9 +189,7 @@ function drawProgress() {
 function drawOperations() {
   const list = newestFirst();
   $("no-operations").hidden = list.length > 0;
-  const shownOpen = new Set(open);
-  if (!shownOpen.size && list.length) shownOpen.add(`latest-${list[0].operation_id}`);
-  const isOpen = new Set([...shownOpen].map((id) => id.replace(/^latest-/, "")));
+  const isOpen = new Set(open.size ? open : list.slice(0, 1).map((latest) => latest.operation_id));
   redraw($("operations"), [list, [...isOpen]], () =>
     operationRows(list, isOpen, (id) => {
       open = new Set(isOpen);
@@ -211,8 +205,6 @@ function drawOperations() {
     }),
   );
 }
-
-// -- the charts --------------------------------------------------------------------------------------------------------
 
 function drawCharts() {
   if (!occupation) return;
@@ -244,17 +236,12 @@ $("range").addEventListener("change", (event) => {
   drawCharts();
 });
 
-// -- actions --------------------------------------------------------------------------------------------------------
-
-$("release").addEventListener("click", () => {
-  if (may($("release"))) confirmRelease(null);
-});
-$("hibernate").addEventListener("click", () => {
-  if (may($("hibernate"))) confirmRelease(null, { hibernate: true });
-});
-$("resume").addEventListener("click", () => {
-  if (may($("resume"))) send("resume", {});
-});
+const actions = {
+  release: () => confirmRelease(null),
+  hibernate: () => confirmRelease(null, { hibernate: true }),
+  resume: () => send("resume", {}),
+};
+for (const [id, act] of Object.entries(actions)) $(id).addEventListener("click", () => may($(id)) && act());
 
 function confirmRelease(tags, { hibernate = false } = {}) {
   const dialog = $("confirm");
@@ -292,8 +279,4 @@ function say(text, about) {
   else notices.delete(about);
   $("notice").hidden = notices.size === 0;
   $("notice").textContent = [...notices.values()].join(" ");
-}
-
-function announce(text) {
-  $("said").textContent = text;
 }

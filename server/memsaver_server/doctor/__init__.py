@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memsaver_server.doctor import cuda, host, software
+from memsaver_server.doctor import cuda, software
 from memsaver_server.doctor.finding import Finding, Level, Machine, look
 
 __all__ = ["Finding", "Level", "examine"]
@@ -24,8 +24,8 @@ _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     cuda.check_nccl,
     software.check_hibernation,
     cuda.check_module_loading,
-    host.check_host_driver,
-    host.check_host_memory,
+    software.check_host_driver,
+    software.check_host_memory,
 )
 
 

@@ -24,30 +24,23 @@ def check_cuda_driver(machine: Machine) -> Iterator[Finding]:
         yield Finding("CUDA driver", Level.NOTE, "none (libcuda.so.1 not found): the host driver is used")
         return
     if machine.cuda_error:
-        yield Finding(
-            "CUDA driver",
-            Level.BLOCKED if Path("/dev/nvidiactl").exists() else Level.NOTE,
-            machine.cuda_error,
-            "check nvidia-smi; in a container, that it was started with the GPU",
-        )
+        level = Level.BLOCKED if Path("/dev/nvidiactl").exists() else Level.NOTE
+        remedy = "check nvidia-smi; in a container, that it was started with the GPU"
+        yield Finding("CUDA driver", level, machine.cuda_error, remedy)
         return
     number = ctypes.c_int()
     machine.cuda.cuDriverGetVersion(ctypes.byref(number))
-    release = _driver_release()
-    cuda = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
-    fine = number.value >= 11040
-    yield Finding(
-        "CUDA driver",
-        Level.OK if fine else Level.BLOCKED,
-        f"{release}, {cuda}" if release else cuda,
-        "" if fine else "update the driver: memsaver needs CUDA 11.4 or newer",
-    )
+    found = f"{_driver_release()}CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    if number.value >= 11040:
+        yield Finding("CUDA driver", Level.OK, found)
+    else:
+        yield Finding("CUDA driver", Level.BLOCKED, found, "update the driver: memsaver needs CUDA 11.4 or newer")
 
 
 def _driver_release() -> str:
     try:
         with _nvml() as nvml:
-            return str(nvml.nvmlSystemGetDriverVersion())
+            return f"{nvml.nvmlSystemGetDriverVersion()}, "
     except Exception:
         return ""
 
@@ -76,8 +69,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
         vmm = _attribute(machine.cuda, device, _CU_VMM_SUPPORTED)
         rdma = _attribute(machine.cuda, device, _CU_RDMA_WITH_VMM_SUPPORTED)
         found = f"{name.value.decode()}, {total.value / 2**30:.1f} GiB, virtual memory management "
-        found += "yes" if vmm else "no"
-        found += ", GPUDirect RDMA on it " + ("yes" if rdma else "no")
+        found += f"{'yes' if vmm else 'no'}, GPUDirect RDMA on it {'yes' if rdma else 'no'}"
         remedy = "" if vmm else "this device (or its vGPU profile) cannot unmap memory: hide it by CUDA_VISIBLE_DEVICES"
         yield Finding(f"device {index}", Level.OK if vmm else Level.BLOCKED, found, remedy)
 
@@ -94,27 +86,20 @@ def check_nvml(machine: Machine) -> Iterator[Finding]:
         with _nvml() as nvml:
             used = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
     except Exception as error:
-        yield Finding(
-            "NVML",
-            Level.WARNING,
-            f"does not work: {error}",
-            "reports then use the CUDA driver's count; in a container, request the 'utility' driver capability",
-        )
-        return
-    yield Finding("NVML", Level.OK, f"device 0 has {used / 2**20:,.0f} MiB in use")
+        remedy = "reports then use the CUDA driver's count; in a container, request the 'utility' driver capability"
+        yield Finding("NVML", Level.WARNING, f"does not work: {error}", remedy)
+    else:
+        yield Finding("NVML", Level.OK, f"device 0 has {used / 2**20:,.0f} MiB in use")
 
 
 def check_expandable_segments(machine: Machine) -> Iterator[Finding]:
     on = [name for name in _ALLOCATOR_VARIABLES if _turns_expandable_segments_on(os.environ.get(name, ""))]
-    if not on:
+    if on:
+        by = " and ".join(on)
+        found = f"on by {by}: torch 2.11 honours regions, but older versions place tensors outside them"
+        yield Finding("expandable segments", Level.WARNING, found, f"remove expandable_segments:True from {by}")
+    else:
         yield Finding("expandable segments", Level.OK, f"off ({' and '.join(_ALLOCATOR_VARIABLES)})")
-        return
-    yield Finding(
-        "expandable segments",
-        Level.WARNING,
-        f"on by {' and '.join(on)}: torch 2.11 honours regions, but older versions place tensors outside them",
-        f"remove expandable_segments:True from {' and '.join(on)}",
-    )
 
 
 def _turns_expandable_segments_on(value: str) -> bool:
@@ -125,21 +110,16 @@ def _turns_expandable_segments_on(value: str) -> bool:
 
 
 def check_nccl(machine: Machine) -> Iterator[Finding]:
+    subject = "NCCL graph registration"
     value = os.environ.get("NCCL_GRAPH_REGISTER")
     if value == "0":
-        yield Finding("NCCL graph registration", Level.OK, "off (NCCL_GRAPH_REGISTER=0)")
+        yield Finding(subject, Level.OK, "off (NCCL_GRAPH_REGISTER=0)")
     elif machine.device_count > 1:
-        yield Finding(
-            "NCCL graph registration",
-            Level.WARNING,
-            f"NCCL_GRAPH_REGISTER is {value or 'unset, which means on'}: graphs that use NCCL hang on replay after "
-            "their memory was remapped",
-            "set NCCL_GRAPH_REGISTER=0 before the engine starts",
-        )
+        found = f"NCCL_GRAPH_REGISTER is {value or 'unset, which means on'}: graphs that use NCCL hang on replay after "
+        found += "their memory was remapped"
+        yield Finding(subject, Level.WARNING, found, "set NCCL_GRAPH_REGISTER=0 before the engine starts")
     else:
-        yield Finding(
-            "NCCL graph registration", Level.NOTE, "not set; relevant only if an engine captures NCCL in CUDA graphs"
-        )
+        yield Finding(subject, Level.NOTE, "not set; relevant only if an engine captures NCCL in CUDA graphs")
 
 
 def check_module_loading(machine: Machine) -> Iterator[Finding]:
@@ -152,9 +132,6 @@ def check_module_loading(machine: Machine) -> Iterator[Finding]:
     if mode.value == _CU_MODULE_LAZY_LOADING:
         yield Finding("CUDA modules", Level.OK, "loaded at first use")
     else:
-        yield Finding(
-            "CUDA modules",
-            Level.WARNING,
-            "all modules of a library are loaded at its first use: some hundred MiB that a release does not free",
-            "unset CUDA_MODULE_LOADING, or set it to LAZY; a release that hibernates frees them as well",
-        )
+        found = "all modules of a library are loaded at its first use: some hundred MiB that a release does not free"
+        remedy = "unset CUDA_MODULE_LOADING, or set it to LAZY; a release that hibernates frees them as well"
+        yield Finding("CUDA modules", Level.WARNING, found, remedy)

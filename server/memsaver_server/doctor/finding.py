@@ -18,14 +18,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
-
-    Attributes:
-        subject: what was checked.
-        level: the result.
-        found: what was found.
-        remedy: what to do, or an empty string.
-    """
+    """The outcome of one check. ``remedy`` says what to do, if anything."""
 
     subject: str
     level: Level

@@ -1,10 +1,11 @@
-"""Checks of Python, torch, settings and the saver."""
+"""Checks of Python, torch, settings, the saver, and the host's memory, which holds backups."""
 
 from __future__ import annotations
 
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from memsaver_server.doctor.finding import Finding, Level, Machine
 
@@ -12,14 +13,11 @@ _MIN_TORCH = (2, 6)
 
 
 def check_python(machine: Machine) -> Iterator[Finding]:
-    version = platform.python_version()
-    supported = (3, 10) <= sys.version_info[:2] < (3, 15)
-    yield Finding(
-        "python",
-        Level.OK if supported else Level.BLOCKED,
-        f"{version}, {platform.system()} {platform.machine()}",
-        "" if supported else "use Python 3.10 to 3.14",
-    )
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    if (3, 10) <= sys.version_info[:2] < (3, 15):
+        yield Finding("python", Level.OK, found)
+    else:
+        yield Finding("python", Level.BLOCKED, found, "use Python 3.10 to 3.14")
 
 
 def check_torch(machine: Machine) -> Iterator[Finding]:
@@ -32,19 +30,13 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     if numbers < _MIN_TORCH:
         yield Finding("torch", Level.BLOCKED, torch.__version__, "memsaver needs torch 2.6 or newer")
     elif machine.has_gpu and torch.version.cuda is None:
-        yield Finding(
-            "torch",
-            Level.BLOCKED,
-            f"{torch.__version__}, a build without CUDA, on a machine with a GPU",
-            "install torch's CUDA build, or set MEMSAVER_DRIVER=host to run without the GPU",
-        )
+        found = f"{torch.__version__}, a build without CUDA, on a machine with a GPU"
+        remedy = "install torch's CUDA build, or set MEMSAVER_DRIVER=host to run without the GPU"
+        yield Finding("torch", Level.BLOCKED, found, remedy)
     elif machine.has_gpu and not torch.cuda.is_available():
-        yield Finding(
-            "torch",
-            Level.BLOCKED,
-            f"{torch.__version__} for CUDA {torch.version.cuda}, but torch sees no device",
-            "the driver is too old for this build, or CUDA_VISIBLE_DEVICES hides the devices",
-        )
+        found = f"{torch.__version__} for CUDA {torch.version.cuda}, but torch sees no device"
+        remedy = "the driver is too old for this build, or CUDA_VISIBLE_DEVICES hides the devices"
+        yield Finding("torch", Level.BLOCKED, found, remedy)
     else:
         build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
         yield Finding("torch", Level.OK, f"{torch.__version__}, {build}")
@@ -57,12 +49,8 @@ def check_core(machine: Machine) -> Iterator[Finding]:
         yield Finding("native module", Level.BLOCKED, f"not importable: {error}", "build it: pip install -e .")
         return
     if not memsaver_core.enabled():
-        yield Finding(
-            "saver",
-            Level.WARNING,
-            "disabled: release and resume change nothing",
-            "unset MEMSAVER_ENABLED, or set it to 1",
-        )
+        remedy = "unset MEMSAVER_ENABLED, or set it to 1"
+        yield Finding("saver", Level.WARNING, "disabled: release and resume change nothing", remedy)
         return
     from memsaver_core.process import backend
 
@@ -106,3 +94,51 @@ def _wrong_settings(error: ValueError) -> str:
         f"MEMSAVER_{'_'.join(map(str, one['loc'])).upper()}={one['input']!r}: {one['msg']}" for one in error.errors()
     )
     return "; ".join(wrong)
+
+
+def check_host_driver(machine: Machine) -> Iterator[Finding]:
+    from memsaver_core.settings import CoreSettings
+
+    settings = CoreSettings()
+    limit = _cgroup_limit_bytes()
+    size = int(settings.host_capacity) or _total_memory_bytes() // 2
+    names = [name for name in settings.host_device.split(",") if name]
+    shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
+    found = f"capacity {size / 2**30:.1f} GiB{'' if settings.host_capacity else ' (half of RAM)'}, {shared}"
+    if limit is not None and size > limit:
+        found += f", but this container is limited to {limit / 2**30:.1f} GiB"
+        yield Finding("host driver", Level.WARNING, found, "set MEMSAVER_HOST_CAPACITY below the container's limit")
+    else:
+        yield Finding("host driver", Level.OK, found)
+
+
+def check_host_memory(machine: Machine) -> Iterator[Finding]:
+    available = _meminfo_bytes("MemAvailable")
+    limit = _cgroup_limit_bytes()
+    found = f"{available / 2**30:.1f} GiB available of {_total_memory_bytes() / 2**30:.1f} GiB"
+    if limit is not None:
+        found += f", container limit {limit / 2**30:.1f} GiB"
+    yield Finding("host memory", Level.OK, f"{found}; it holds the backups of tags that keep their content")
+
+
+def _total_memory_bytes() -> int:
+    return _meminfo_bytes("MemTotal")
+
+
+def _meminfo_bytes(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise LookupError(f"/proc/meminfo has no {key}")
+
+
+def _cgroup_limit_bytes() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < _total_memory_bytes():
+            return int(text)
+    return None

@@ -42,7 +42,8 @@ def check_origin(request: Request, settings: Settings) -> None:
     # that with an address or a name without a dot.
     name = _host_of(request)
     local, _ = request.scope.get("server") or ("", None)
-    if settings.api_key is None and _is_loopback(local) and not (_is_address(name) or _is_local(name)):
+    ours = _is_address(name) or "." not in name or name.endswith(".localhost")
+    if settings.api_key is None and _is_loopback(local) and not ours:
         raise ForbiddenError(
             f"without a key this server accepts requests to its address or to localhost, not to {name!r}; "
             "to serve under that name, set MEMSAVER_API_KEY"
@@ -86,7 +87,3 @@ def _is_address(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     return _is_address(host) and ipaddress.ip_address(host).is_loopback
-
-
-def _is_local(name: str) -> bool:
-    return "." not in name or name.endswith(".localhost")

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from memsaver_server.http.auth import check_key, check_origin
 from memsaver_server.http.errors import BadRequestError, BodyTooLargeError
 from memsaver_server.http.service import Service
-from memsaver_server.schemas import ErrorAnswer
+from memsaver_server.schemas import ErrorAnswer, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -142,6 +142,10 @@ def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[...
     return read
 
 
+ReleaseOf = Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
+ResumeOf = Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
+
+
 async def guard(request: Request) -> None:
     """Require the key, and refuse requests of other sites' pages."""
     check_origin(request, service_of(request).settings)
@@ -169,8 +173,10 @@ def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
+Responses = dict[int | str, dict[str, Any]]
+
 #: The error responses of routes that change or wait for something.
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+ERROR_RESPONSES: Responses = {
     400: {"model": ErrorAnswer, "description": "The request is invalid; nothing was changed."},
     401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
     403: {"model": ErrorAnswer, "description": "A browser sent the request for another site."},
@@ -183,3 +189,5 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     504: {"model": ErrorAnswer, "description": "Requests in flight or a phase took too long."},
     507: {"model": ErrorAnswer, "description": "Host memory is too small for the backup; nothing was unmapped."},
 }
+#: The error responses of routes that only read.
+REFUSED_RESPONSES: Responses = {status: ERROR_RESPONSES[status] for status in (401, 403)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
-from memsaver_core.reports import DeviceDelta, DeviceMemory, OperationReport, PhaseReport
+from pydantic import BaseModel
+
+from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport
 from memsaver_server.device_monitor import Sample
 from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
 from memsaver_server.operation import Operation
+from memsaver_server.schemas import DeviceAnswer, HostBackupAnswer, MeteredDeviceAnswer, TagStatusAnswer
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def operation_answer(operation: Operation) -> dict[str, Any]:
         "resumed_bytes": report.resumed_bytes,
         "tags": [asdict(tag) for tag in report.tags],
         "phases": [phase_answer(phase) for phase in report.phases],
-        "devices": [_device_total(device) for device in report.devices],
+        "devices": [_fields(MeteredDeviceAnswer, device) for device in report.devices],
     }
 
 
@@ -98,6 +102,15 @@ def progress(operation: Operation) -> dict[str, Any] | None:
     }
 
 
+def message_answer(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message, "status": "ok"}
+
+
+def event(name: str, data: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n"
+
+
 def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict[str, Any]:
     """Return what the process holds now, with the devices as in ``sample``."""
     now = lifecycle.snapshot()
@@ -110,22 +123,21 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "engine": engine,
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
-        "tags": [_without(asdict(tag), "mapped_by_device", "bytes_by_device") for tag in status.tags],
+        "tags": [_fields(TagStatusAnswer, tag) for tag in status.tags],
         "devices": [_occupied(device, sample) for device in sample.devices],
-        "host_backup": _without(asdict(status.host_backup), "target_bytes"),
+        "host_backup": _fields(HostBackupAnswer, status.host_backup),
     }
 
 
 def _message(report: OperationReport) -> str:
     if not report.enabled:
         return f"memsaver is disabled in this process: nothing to {report.operation}"
-    moved = report.released_bytes if report.operation == "release" else report.resumed_bytes
-    done = "released" if report.operation == "release" else "resumed"
-    if moved:
-        names = [tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes]
-        return f"{done} {_readable(moved)} of {', '.join(names)} in {report.seconds:.3f} s"
+    release = report.operation == "release"
+    if moved := report.released_bytes if release else report.resumed_bytes:
+        names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)
+        return f"{'released' if release else 'resumed'} {_readable(moved)} of {names} in {report.seconds:.3f} s"
     if any(tag.bytes for tag in report.tags):
-        return f"{'released' if report.operation == 'release' else 'resident'} already: nothing to {report.operation}"
+        return f"{'released' if release else 'resident'} already: nothing to {report.operation}"
     return f"no memory under these tags: nothing to {report.operation}"
 
 
@@ -142,32 +154,14 @@ def phase_answer(phase: PhaseReport) -> dict[str, Any]:
     return {
         "name": phase.name,
         "seconds": phase.seconds,
-        "devices": [_delta(device) for device in phase.devices],
+        "devices": [_fields(DeviceAnswer, device) for device in phase.devices],
         "details": dict(phase.details),
     }
 
 
-def _delta(device: DeviceDelta) -> dict[str, Any]:
-    return {
-        "index": device.index,
-        "uuid": device.uuid,
-        "used_before_bytes": device.used_before_bytes,
-        "used_after_bytes": device.used_after_bytes,
-        "delta_bytes": device.delta_bytes,
-    }
-
-
-def _device_total(device: DeviceDelta) -> dict[str, Any]:
-    return {
-        **_delta(device),
-        "name": device.name,
-        "total_bytes": device.total_bytes,
-        "process_bytes": device.process_bytes,
-    }
-
-
-def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in names}
+def _fields(model: type[BaseModel], source: object) -> dict[str, Any]:
+    """Return the attributes of ``source`` that are fields of ``model``."""
+    return {name: getattr(source, name) for name in model.model_fields}
 
 
 def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_core import MemsaverError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_server import audit, tracing
 from memsaver_server.device_monitor import DeviceMonitor
-from memsaver_server.engine import Engine, memory_of
+from memsaver_server.engine import DrainMode, Engine, memory_of
 from memsaver_server.http.auth import caller
 from memsaver_server.http.errors import error_response
 from memsaver_server.http.fairness import FairQueue
@@ -30,12 +31,7 @@ STALL_CHECK_S = 1.0
 
 
 class PhaseTimeoutError(MemsaverError):
-    """A phase has made no progress for too long. The operation continues.
-
-    Attributes:
-        operation: the stalled operation.
-        phase: the phase that it is in.
-    """
+    """``operation`` has made no progress in ``phase`` for too long. It continues."""
 
     kind = "phase_timeout"
     status = 504
@@ -90,15 +86,21 @@ class Service:
             ServerEndsError: the server shuts down first.
             Also as Lifecycle.release.
         """
-        timeout_s = self.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
         options = ReleaseOptions.of(**fields.core_options())
-        asked = ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes)
+        asked = ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
         return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
 
     async def resume(self, request: Request, fields: ResumeFields) -> Operation:
         """As release, for a resume."""
         asked = ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
         return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
+
+    async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
+        """See Lifecycle.pause."""
+        await asyncio.to_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+
+    def _drain_timeout_s(self, asked_s: float | None) -> float:
+        return self.settings.drain_timeout_s if asked_s is None else asked_s
 
     async def _run(self, request: Request, asked: OperationRequest, *, wait: bool, run_async: bool) -> Operation:
         key = request.headers.get("idempotency-key")
@@ -160,3 +162,7 @@ def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:
         error = error_response(operation.error)
         return JSONResponse(operation_answer(operation), error.status, headers=error.headers)
     return JSONResponse(operation_answer(operation))
+
+
+def event_stream(events: AsyncIterator[str]) -> StreamingResponse:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

@@ -6,7 +6,6 @@ The page's files contain no data and need no key; the feed does.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -18,9 +17,8 @@ from fastapi.responses import Response, StreamingResponse
 from memsaver_server.device_monitor import Sample
 from memsaver_server.http.errors import NotFoundError
 from memsaver_server.http.requests import ServiceOf, guard
-from memsaver_server.http.serializers import occupation_answer, operation_status
-from memsaver_server.http.service import Service
-from memsaver_server.operation import Operation
+from memsaver_server.http.serializers import event, occupation_answer, operation_status
+from memsaver_server.http.service import Service, event_stream
 
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)
@@ -59,7 +57,7 @@ async def page() -> Response:
 @router.get("/dashboard/feed")
 async def feed(service: ServiceOf, _key: None = Depends(guard)) -> StreamingResponse:
     """Server-sent events: ``past`` samples once, then ``occupation`` each second and ``operation`` at each change."""
-    return StreamingResponse(_feed(service), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return event_stream(_feed(service))
 
 
 @router.get("/dashboard/{name}")
@@ -76,7 +74,7 @@ def _file(name: str) -> Response:
 
 
 async def _feed(service: Service) -> AsyncIterator[str]:
-    yield _event("past", {"readings": [_used(sample) for sample in service.monitor.history()]})
+    yield event("past", {"readings": [_used(sample) for sample in service.monitor.history()]})
     sent: dict[str, tuple[str, str, int]] = {}
     due = 0.0
     while not service.closing.is_set():
@@ -85,23 +83,15 @@ async def _feed(service: Service) -> AsyncIterator[str]:
         for operation in reversed(recent):
             # The progress of a running one always changes.
             if operation.status == "running" or sent.get(operation.id) != now[operation.id]:
-                yield _event("operation", _operation(operation))
+                yield event("operation", {**operation_status(operation), "phase_starts": list(operation.phase_starts)})
         if now != sent or time.monotonic() >= due:
             sent = now
             due = time.monotonic() + (RUNNING_INTERVAL_S if service.lifecycle.operations.running else IDLE_INTERVAL_S)
             sample = await service.monitor.fresh()
             occupation = occupation_answer(service.lifecycle, service.engine.name, sample)
-            yield _event("occupation", {"at": sample.at, **occupation})
+            yield event("occupation", {"at": sample.at, **occupation})
         await asyncio.sleep(TICK_S)
 
 
 def _used(sample: Sample) -> dict[str, Any]:
     return {"at": sample.at, "used_bytes": {device.index: device.used_bytes for device in sample.devices}}
-
-
-def _operation(operation: Operation) -> dict[str, Any]:
-    return {**operation_status(operation), "phase_starts": list(operation.phase_starts)}
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"

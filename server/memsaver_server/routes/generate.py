@@ -13,21 +13,16 @@ from memsaver_server.http.errors import BadRequestError
 from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, json_of
 
 router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
-_SAMPLING = {
-    "max_new_tokens": {"type": "integer", "minimum": 0},
-    "temperature": {"type": "number", "minimum": 0},
-}
+_SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
 _FIELDS = {
     "text": {"type": "string"},
     "input_ids": {"type": "array", "items": {"type": "integer"}},
     "sampling_params": {"type": "object", "properties": _SAMPLING},
 }
-_REQUEST_BODY = {
-    "requestBody": {"content": {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}}
-}
+_CONTENT = {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}
 
 
-@router.post("/generate", responses=ERROR_RESPONSES, openapi_extra=_REQUEST_BODY)
+@router.post("/generate", responses=ERROR_RESPONSES, openapi_extra={"requestBody": {"content": _CONTENT}})
 async def generate(request: Request, service: ServiceOf) -> JSONResponse:
     """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine accepts no requests."""
     engine = cast(GeneratingEngine, service.engine)

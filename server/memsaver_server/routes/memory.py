@@ -5,18 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard
+from memsaver_server.http.requests import REFUSED_RESPONSES, ServiceOf, guard
 from memsaver_server.http.serializers import occupation_answer
 from memsaver_server.schemas import OccupationAnswer
 
 router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 
 
-@router.get(
-    "/memory_occupation",
-    response_model=OccupationAnswer,
-    responses={401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]},
-)
+@router.get("/memory_occupation", response_model=OccupationAnswer, responses=REFUSED_RESPONSES)
 async def memory_occupation(service: ServiceOf) -> JSONResponse:
     """States, tags, devices and backups. Waits for no operation; an unresponsive device is shown as last read."""
     sample = await service.monitor.fresh()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,23 +10,22 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
 from memsaver_server.http.errors import NotFoundError
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard
-from memsaver_server.http.serializers import operation_answer, operation_status, phase_answer, progress, stalled
-from memsaver_server.http.service import Service
+from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard
+from memsaver_server.http.serializers import event, operation_answer, operation_status, phase_answer, progress, stalled
+from memsaver_server.http.service import Service, event_stream
 from memsaver_server.operation import Operation
 from memsaver_server.schemas import OperationsAnswer, OperationStatusAnswer
 
 router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
-_REFUSED: dict[int | str, dict[str, Any]] = {401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]}
-_MISSING: dict[int | str, dict[str, Any]] = {
-    **_REFUSED,
+_MISSING: Responses = {
+    **REFUSED_RESPONSES,
     404: {**ERROR_RESPONSES[400], "description": "No such operation is remembered."},
 }
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 
 
-@router.get("/operations", response_model=OperationsAnswer, responses=_REFUSED)
+@router.get("/operations", response_model=OperationsAnswer, responses=REFUSED_RESPONSES)
 async def operations(service: ServiceOf) -> dict[str, Any]:
     """All remembered operations, newest first."""
     return {"operations": [operation_status(operation) for operation in service.lifecycle.operations.recent()]}
@@ -48,10 +46,7 @@ async def operation_events(service: ServiceOf, operation_id: str) -> StreamingRe
     """Server-sent events: ``phase`` when one begins, ``phase_done`` with its report, ``progress``, ``stalled`` if a
     phase makes none, and finally ``done``.
     """
-    found = _find(service, operation_id)
-    return StreamingResponse(
-        _events(service, found), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-    )
+    return event_stream(_events(service, _find(service, operation_id)))
 
 
 def _find(service: Service, operation_id: str) -> Operation:
@@ -71,24 +66,20 @@ async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:
         done = operation.done.done()
         phases = operation.phases
         for phase in phases[sent:]:
-            yield _event("phase_done", phase_answer(phase))
+            yield event("phase_done", phase_answer(phase))
         sent = len(phases)
         if operation.phase and operation.phase != current:
             current = operation.phase
-            yield _event("phase", {"name": current})
+            yield event("phase", {"name": current})
         now = progress(operation)
         if now is not None and now != last_progress:
             last_progress = now
-            yield _event("progress", now)
+            yield event("progress", now)
         stall = stalled(operation)
         if stall is not None and stall["phase"] != stalled_in:
             stalled_in = stall["phase"]
-            yield _event("stalled", stall)
+            yield event("stalled", stall)
         if done:
-            yield _event("done", operation_answer(operation))
+            yield event("done", operation_answer(operation))
             return
         await asyncio.wait({ended}, timeout=TICK_S)
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"

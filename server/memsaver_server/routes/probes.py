@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from memsaver_server.engine import AdmissionClosedError, GeneratingEngine
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, guard_probes
+from memsaver_server.http.requests import ERROR_RESPONSES, Responses, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
 from memsaver_server.lifecycle import Snapshot
 from memsaver_server.schemas import HealthAnswer
 
 router = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
-_UNWELL: dict[int | str, dict[str, Any]] = {
+_UNWELL: Responses = {
     401: ERROR_RESPONSES[401],
     503: {"model": HealthAnswer, "description": "It is not; ``reason`` says why."},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
@@ -15,10 +15,13 @@ from memsaver_server.http.errors import UnauthorizedError
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
+    REFUSED_RESPONSES,
     Limit,
+    ReleaseOf,
+    Responses,
+    ResumeOf,
     ServiceOf,
     body_of,
-    fields_of,
     limit_of,
     service_of,
     takes,
@@ -52,32 +55,24 @@ async def guard_signed(request: Request) -> None:
 
 
 router = APIRouter(tags=["runtime memory"], dependencies=[Depends(guard_signed)])
-_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, **ERROR_RESPONSES}
+_RESPONSES: Responses = {200: {"model": OperationAnswer}, **ERROR_RESPONSES}
 
 
 @router.post("/release_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
-async def release_memory(
-    request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
-) -> JSONResponse:
+async def release_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
     """Release memory, as ``/release_memory_occupation`` does."""
     ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
     return _answer(await service.release(request, ours))
 
 
 @router.post("/resume_memory", responses=_RESPONSES, openapi_extra=takes(ResumeFields))
-async def resume_memory(
-    request: Request, service: ServiceOf, fields: Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
-) -> JSONResponse:
+async def resume_memory(request: Request, service: ServiceOf, fields: ResumeOf) -> JSONResponse:
     """Resume memory, as ``/resume_memory_occupation`` does."""
     ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
     return _answer(await service.resume(request, ours))
 
 
-@router.get(
-    "/memory_status",
-    response_model=MemoryStatusAnswer,
-    responses={401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]},
-)
+@router.get("/memory_status", response_model=MemoryStatusAnswer, responses=REFUSED_RESPONSES)
 async def memory_status(service: ServiceOf) -> dict[str, Any]:
     """The state of the memory and the released tags."""
     return {

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.requests import (
+    ERROR_RESPONSES,
+    REFUSED_RESPONSES,
+    ReleaseOf,
+    Responses,
+    ServiceOf,
+    fields_of,
+    guard,
+    takes,
+)
+from memsaver_server.http.serializers import message_answer
 from memsaver_server.http.service import answer
 from memsaver_server.schemas import (
     MessageAnswer,
@@ -22,7 +31,7 @@ from memsaver_server.schemas import (
 )
 
 router = APIRouter(tags=["sleep mode"], dependencies=[Depends(guard)])
-_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer | MessageAnswer}, **ERROR_RESPONSES}
+_RESPONSES: Responses = {200: {"model": OperationAnswer | MessageAnswer}, **ERROR_RESPONSES}
 #: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
 
@@ -32,15 +41,14 @@ async def sleep(
     request: Request, service: ServiceOf, fields: Annotated[SleepFields, Depends(fields_of(SleepFields))]
 ) -> JSONResponse:
     """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3 hibernates."""
-    timeout_s = service.settings.drain_timeout_s if fields.timeout_s is None else fields.timeout_s
     if fields.level == 0:
-        await asyncio.to_thread(service.lifecycle.pause, fields.mode, timeout_s, asleep=True)
-        return JSONResponse({"success": True, "message": "Scheduling paused; memory stays.", "status": "ok"})
+        await service.pause(fields.mode, fields.timeout_s, asleep=True)
+        return JSONResponse(message_answer("Scheduling paused; memory stays."))
     discards = fields.level == 2 and (not fields.tags or "weights" in fields.tags)
     release = ReleaseFields(
         tags=fields.tags,
         mode=fields.mode,
-        timeout_s=timeout_s,
+        timeout_s=fields.timeout_s,
         wait=fields.wait,
         restore={"weights": "discard"} if discards else {},
         hibernate=fields.level == 3,
@@ -56,7 +64,7 @@ async def wake_up(
     tags = [tag for tag in fields.tags or [] if tag != SCHEDULING]
     if fields.tags and not tags:
         service.lifecycle.continue_generation()
-        return JSONResponse({"success": True, "message": "Scheduling continues.", "status": "ok"})
+        return JSONResponse(message_answer("Scheduling continues."))
     resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
     operation = await service.resume(request, resume)
     if operation.error is None:
@@ -65,16 +73,12 @@ async def wake_up(
 
 
 @router.post("/release_kv_cache_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
-async def release_kv_cache_memory(
-    request: Request, service: ServiceOf, fields: Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
-) -> JSONResponse:
+async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
     """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
     return answer(await service.release(request, fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})))
 
 
-@router.get(
-    "/is_sleeping", response_model=SleepingAnswer, responses={401: ERROR_RESPONSES[401], 403: ERROR_RESPONSES[403]}
-)
+@router.get("/is_sleeping", response_model=SleepingAnswer, responses=REFUSED_RESPONSES)
 async def is_sleeping(service: ServiceOf) -> dict[str, bool]:
     """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
     return {"is_sleeping": service.lifecycle.is_sleeping}

@@ -10,28 +10,27 @@ from fastapi import APIRouter, Depends
 
 from memsaver_server.engine import UpdatableEngine
 from memsaver_server.http.errors import BadRequestError
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.requests import ERROR_RESPONSES, Responses, ServiceOf, fields_of, guard, takes
+from memsaver_server.http.serializers import message_answer
 from memsaver_server.http.service import Service
 from memsaver_server.schemas import MessageAnswer, UpdateFromDiskFields, UpdateFromTensorFields
 
-router = APIRouter(tags=["weights"], dependencies=[Depends(guard)])
-_RESPONSES: dict[int | str, dict[str, Any]] = {
+_RESPONSES: Responses = {
     **ERROR_RESPONSES,
     409: {**ERROR_RESPONSES[409], "description": "The weights are released; resume them first."},
 }
+router = APIRouter(tags=["weights"], dependencies=[Depends(guard)], responses=_RESPONSES)
+_DiskOf = Annotated[UpdateFromDiskFields, Depends(fields_of(UpdateFromDiskFields))]
 #: The body carries tensors.
-_LARGE = fields_of(UpdateFromTensorFields, "max_update_bytes")
+_TensorsOf = Annotated[UpdateFromTensorFields, Depends(fields_of(UpdateFromTensorFields, "max_update_bytes"))]
 
 
 @router.post(
     "/update_weights_from_disk",
     response_model=MessageAnswer,
-    responses=_RESPONSES,
     openapi_extra=takes(UpdateFromDiskFields),
 )
-async def update_weights_from_disk(
-    service: ServiceOf, fields: Annotated[UpdateFromDiskFields, Depends(fields_of(UpdateFromDiskFields))]
-) -> dict[str, Any]:
+async def update_weights_from_disk(service: ServiceOf, fields: _DiskOf) -> dict[str, Any]:
     """Overwrite the weights with those of a checkpoint folder that the server can read."""
     engine = cast(UpdatableEngine, service.engine)
     return await _update(
@@ -45,12 +44,9 @@ async def update_weights_from_disk(
 @router.post(
     "/update_weights_from_tensor",
     response_model=MessageAnswer,
-    responses=_RESPONSES,
     openapi_extra=takes(UpdateFromTensorFields),
 )
-async def update_weights_from_tensor(
-    service: ServiceOf, fields: Annotated[UpdateFromTensorFields, Depends(_LARGE)]
-) -> dict[str, Any]:
+async def update_weights_from_tensor(service: ServiceOf, fields: _TensorsOf) -> dict[str, Any]:
     """Overwrite some weights with those in the body."""
     engine = cast(UpdatableEngine, service.engine)
     return await _update(
@@ -69,4 +65,4 @@ async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
         written = await asyncio.to_thread(service.lifecycle.update_weights, write)
     except (ValueError, OSError) as error:
         raise BadRequestError(str(error)) from None
-    return {"success": True, "message": f"{written} tensors written.", "status": "ok"}
+    return message_answer(f"{written} tensors written.")
