@@ -113,7 +113,8 @@ class RankMemory:
                 for step in self._release_steps(options):
                     rounds = self._release(step)
                     if _failed(rounds[-1]) and self._several:
-                        self._undo_release(options)
+                        undo = Resume(ResumeOptions(options.tags))
+                        self._undo(undo, "a rank failed to release, and then to resume: %s")
                     self._check(rounds[-1])
                     reports += _reports(rounds[0])
                     for answers in rounds:
@@ -179,9 +180,6 @@ class RankMemory:
         if not step.hibernate or _failed(answers):
             return [answers]
         return [answers, self.ask(Release(ReleaseOptions(step.tags, hibernate=True)))]
-
-    def _undo_release(self, options: ReleaseOptions) -> None:
-        self._undo(Resume(ResumeOptions(options.tags)), "a rank failed to release, and then to resume: %s")
 
     def _undo_resume(self, answers: Sequence[Answer]) -> None:
         """Release what some ranks resumed; with its content, of which the engine may have restored parts."""

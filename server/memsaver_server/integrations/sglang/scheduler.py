@@ -34,7 +34,6 @@ class SchedulerThread:
         return running and not self._scheduler.gracefully_exit and ms.status().state != "failed"
 
     def note_current(self) -> None:
-        """Note that the event loop runs in this thread."""
         self._thread = threading.current_thread()
 
     def run_pending(self) -> None:
