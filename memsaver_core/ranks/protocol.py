@@ -84,8 +84,6 @@ class Introduction:
     Attributes:
         devices: readings of the devices that it uses.
         obstacles: what prevents its hibernation.
-        pid: its process.
-        progress: its progress record.
     """
 
     devices: tuple[DeviceMemory, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
@@ -36,6 +36,11 @@ class AdmissionClosedError(MemsaverError):
     kind = "admission_closed"
     status = 503
     retry_after_s = 1
+
+
+def check_drain_mode(mode: str) -> None:
+    if mode not in get_args(DrainMode):
+        raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
 
 
 class Memory(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar
 
 from memsaver_core import PhaseLog
 from memsaver_core.device_memory import read_again
@@ -26,10 +26,24 @@ from memsaver_core.ranks.protocol import (
     Request,
     Resume,
 )
-from memsaver_core.reports import DeviceMemory, OperationReport, Status
-from memsaver_server.rank_reports import RankDevices, merged_tags
+from memsaver_core.reports import (
+    DeviceDelta,
+    DeviceMemory,
+    HostBackupStatus,
+    OperationReport,
+    PhaseReport,
+    Progress,
+    Status,
+    TagReport,
+    TagStatus,
+)
 
 logger = logging.getLogger("memsaver")
+
+_Tag = TypeVar("_Tag", TagReport, TagStatus)
+
+#: The worst first: a group is in the state of its worst rank.
+_STATES = ("failed", "releasing", "resuming", "released", "resident")
 
 
 class Channel(Protocol):
@@ -99,7 +113,8 @@ class RankMemory:
                 for step in self._release_steps(options):
                     rounds = self._release(step)
                     if _failed(rounds[-1]) and self._several:
-                        self._undo_release(options)
+                        undo = Resume(ResumeOptions(options.tags))
+                        self._undo(undo, "a rank failed to release, and then to resume: %s")
                     self._check(rounds[-1])
                     reports += _reports(rounds[0])
                     for answers in rounds:
@@ -166,20 +181,18 @@ class RankMemory:
             return [answers]
         return [answers, self.ask(Release(ReleaseOptions(step.tags, hibernate=True)))]
 
-    def _undo_release(self, options: ReleaseOptions) -> None:
-        for answer in self.ask(Resume(ResumeOptions(options.tags))):
-            if answer.failure is not None:
-                logger.error("a rank failed to release, and then to resume: %s", answer.failure.message)
-
     def _undo_resume(self, answers: Sequence[Answer]) -> None:
         """Release what some ranks resumed; with its content, of which the engine may have restored parts."""
         reports = [answer.report for answer in answers if answer.report is not None]
         resumed = {tag.tag for report in reports for tag in report.tags if tag.resumed_bytes}
-        if not resumed:
-            return
-        for answer in self.ask(Release(ReleaseOptions(tuple(sorted(resumed))))):
+        if resumed:
+            again = Release(ReleaseOptions(tuple(sorted(resumed))))
+            self._undo(again, "a rank failed to resume, and another to release again: %s")
+
+    def _undo(self, request: Request, failed: str) -> None:
+        for answer in self.ask(request):
             if answer.failure is not None:
-                logger.error("a rank failed to resume, and another to release again: %s", answer.failure.message)
+                logger.error(failed, answer.failure.message)
 
     @contextmanager
     def _operating(self, operation: str, phase: str, log: PhaseLog) -> Iterator[None]:
@@ -197,11 +210,7 @@ class RankMemory:
             self._operation = ""
 
     def _check(self, answers: Sequence[Answer]) -> None:
-        """Raise the first rank's error, as the type that it was.
-
-        Raises:
-            MemsaverError: a rank failed.
-        """
+        """Raise the first rank's error, as the type that it was."""
         for rank, answer in enumerate(answers):
             if answer.failure is not None:
                 self._failed_phase = answer.failure.phase
@@ -217,12 +226,100 @@ def _failed(answers: Sequence[Answer]) -> bool:
 
 
 def _reports(answers: Sequence[Answer]) -> list[OperationReport]:
-    """Return each rank's report.
-
-    Raises:
-        MemsaverError: a rank sent none.
-    """
+    """Return each rank's report, of which none may be missing."""
     reports = [answer.report for answer in answers if answer.report is not None]
     if len(reports) < len(answers):
         raise MemsaverError("a rank sent no report: the engine's own call did not reach its memory; repeat the call")
     return reports
+
+
+class RankDevices:
+    """The devices of all ranks, numbered for the group: ranks may call different devices by the same index.
+
+    Attributes:
+        readings: one for each device, with the group's number as index.
+    """
+
+    def __init__(self, introductions: Iterable[Introduction]) -> None:
+        self.readings: list[DeviceMemory] = []
+        self._numbers: list[dict[int, int]] = []  # by rank: the group's number of each of its indices
+        by_uuid: dict[str, int] = {}
+        for introduction in introductions:
+            numbers = {}
+            for device in introduction.devices:
+                number = by_uuid.setdefault(device.uuid, len(by_uuid))
+                if number == len(self.readings):
+                    self.readings.append(replace(device, index=number))
+                numbers[device.index] = number
+            self._numbers.append(numbers)
+
+    def merged_status(self, statuses: Sequence[Status | None]) -> Status:
+        """Merge what each rank holds; None is a rank that does not use memsaver."""
+        told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
+        if not told:
+            return Status(False, "none", "resident", "", (), HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0))
+        tags = [self._renumbered(rank, tag) for rank, status in told for tag in status.tags]
+        backups = [status.host_backup for _, status in told]
+        sums = {each.name: sum(getattr(backup, each.name) for backup in backups) for each in fields(HostBackupStatus)}
+        return Status(
+            enabled=True,
+            driver=told[0][1].driver,
+            state=_worst(status.state for _, status in told),
+            failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in told if status.failure),
+            tags=merged_tags(tags),
+            host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
+            progress=Progress("", 0, 0, 0, 0.0),
+            hibernated=any(status.hibernated for _, status in told),
+        )
+
+    def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:
+        """Merge the phases of ranks that did the same at the same time: each takes as long as its slowest rank."""
+        merged = []
+        for phases in zip(*(report.phases for report in reports), strict=False):
+            devices: dict[int, DeviceDelta] = {}
+            details: dict[str, float] = {}
+            for rank, phase in enumerate(phases):
+                for device in phase.devices:
+                    number = self._numbers[rank].get(device.index, device.index)
+                    devices[number] = replace(device, index=number)
+                for name, value in phase.details.items():
+                    joined: Callable[..., float] = max if "second" in name else lambda one, other: one + other
+                    details[name] = joined(details[name], value) if name in details else value
+            seconds = max(phase.seconds for phase in phases)
+            merged.append(PhaseReport(phases[0].name, seconds, tuple(devices.values()), details))
+        return merged
+
+    def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:
+        def by_number(by_index: Mapping[int, int]) -> dict[int, int]:
+            return {self._numbers[rank].get(index, 0): size for index, size in by_index.items()}
+
+        return replace(
+            tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
+        )
+
+
+def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:
+    """Merge what is about the same tag: numbers are added up."""
+    merged: dict[str, _Tag] = {}
+    for tag in tags:
+        merged[tag.tag] = _added(merged[tag.tag], tag) if tag.tag in merged else tag
+    return tuple(merged.values())
+
+
+def _added(one: _Tag, other: _Tag) -> _Tag:
+    changes: dict[str, Any] = {}
+    for each in fields(one):
+        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        if isinstance(mine, bool):
+            changes[each.name] = mine and theirs
+        elif isinstance(mine, int):
+            changes[each.name] = mine + theirs
+        elif isinstance(mine, Mapping):
+            changes[each.name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
+    changes["state"] = _worst((one.state, other.state))
+    changes["restore"] = one.restore if one.restore == other.restore else "mixed"
+    return replace(one, **changes)
+
+
+def _worst(states: Iterable[str]) -> str:
+    return min(states, key=_STATES.index)

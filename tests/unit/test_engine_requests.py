@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver_server.reference.requests import Request
+from memsaver_server.reference.requests import Request, SlotTable
 from memsaver_server.reference.sampling import Sampler, Sampling
-from memsaver_server.reference.slots import SlotTable
 
 
 def test_defaults_are_greedy() -> None:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
-from memsaver_server.reference.requests import Request
+from memsaver_server.reference.requests import Request, Row
 from memsaver_server.reference.sampling import Sampler, Sampling
-from memsaver_server.reference.scheduler import Row, Scheduler
+from memsaver_server.reference.scheduler import Scheduler
 
 VOCABULARY = 1009
 

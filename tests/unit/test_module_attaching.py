@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import memsaver_core as ms
 from memsaver_core import process
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
-from memsaver_server.integrations.module import ModuleEngine, adoption
+from memsaver_server.integrations.module import ModuleEngine, module_tensors
 from memsaver_server.integrations.module.module_tensors import tensors_of
 from tests.programs import output_of
 
@@ -154,7 +154,7 @@ def test_what_is_in_a_region_already_stays_there(engine_of: Callable[..., Module
 
 
 def test_much_moves_in_batches(engine_of: Callable[..., ModuleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(module_tensors, "BATCH_BYTES", 3000)
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
     x = torch.randn(2, 16)
     expected = module(x)

@@ -35,7 +35,7 @@ from memsaver_core.ranks.protocol import (
     Resume,
     TakeOutcome,
 )
-from memsaver_server.integrations.vllm.memory import VllmMemory
+from memsaver_server.integrations.vllm.engine import VllmMemory
 from tests.native import injection
 from tests.programs import output_of
 from tests.waiting import wait_until

@@ -11,14 +11,29 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm.tags import CUDA_GRAPH, DEFERRABLE, KEPT, WORKSPACE, policy_at_sleep, policy_of
+from memsaver_core.policies import RestorePolicy, policy_for
+
+#: What the runner allocates besides weights, KV cache and scratch: input buffers, attention metadata, adapters. It is
+#: written once or step by step and read later, so it is kept. Later versions of vLLM use the same name.
+RUNTIME = "runtime"
+CUDA_GRAPH = "cuda_graph"
+WORKSPACE = "workspace"
+KV_CACHE = "kv_cache"
+WEIGHTS = "weights"
+
+#: Tags that every sleep keeps, whatever its level: vLLM cannot write their content again.
+KEPT = frozenset({RUNTIME, CUDA_GRAPH})
+
+#: The only tags that a wake-up by tags may leave asleep; all others come back with any wake-up.
+DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
 
 
 class MemsaverAllocator:
     """Stands in for vLLM's memory allocator, one in a process; made by ``CuMemAllocator.get_instance()``.
 
     Memory allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by
-    ``wake_up``. Unlike with vLLM's own, each call may be repeated, and in any order.
+    ``wake_up``; they raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, each call may be
+    repeated, and in any order.
     """
 
     default_tag = "default"
@@ -48,11 +63,7 @@ class MemsaverAllocator:
         return pool
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release every tag; content is kept of ``offload_tags``, and of tags that vLLM cannot write again.
-
-        Raises:
-            As ``memsaver_core.release``.
-        """
+        """Release every tag; content is kept of ``offload_tags``, and of tags that vLLM cannot write again."""
         if self._overridden():
             return
         given = (self.default_tag,) if offload_tags is None else offload_tags
@@ -66,11 +77,7 @@ class MemsaverAllocator:
             ms.release(names, restore={tag: policy_at_sleep(tag, frozenset()) for tag in names})
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume ``tags`` and every tag that is not deferrable; all tags if None.
-
-        Raises:
-            As ``memsaver_core.resume``.
-        """
+        """Resume ``tags`` and every tag that is not deferrable; all tags if None."""
         if self._overridden():
             return
         if tags is None:
@@ -105,6 +112,19 @@ def vllm_allocator() -> MemsaverAllocator:
 
     allocator: MemsaverAllocator = CuMemAllocator.get_instance()
     return allocator
+
+
+def policy_of(tag: str) -> RestorePolicy:
+    """Return the policy of regions of ``tag``. Tags of later versions are discarded unless a sleep keeps them."""
+    return policy_for(tag, RestorePolicy.HOST if tag in KEPT else None)
+
+
+def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
+    """Return the policy of ``tag`` in a sleep that was told to keep ``offloaded``."""
+    if tag in KEPT or tag in offloaded:
+        return RestorePolicy.HOST
+    policy = policy_of(tag)
+    return RestorePolicy.DISCARD if policy == RestorePolicy.HOST else policy
 
 
 def known_tags() -> list[str]:

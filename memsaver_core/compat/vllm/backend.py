@@ -8,8 +8,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm.allocator import vllm_allocator
-from memsaver_core.compat.vllm.tags import WEIGHTS
+from memsaver_core.compat.vllm.allocator import WEIGHTS, vllm_allocator
 from memsaver_core.errors import UnsupportedError
 
 

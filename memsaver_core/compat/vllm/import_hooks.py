@@ -1,7 +1,8 @@
-"""Patching a module right after its import, so that a plugin need not import it."""
+"""Patching functions, and modules right after their import, so that a plugin need not import them."""
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -9,13 +10,29 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 Patch = Callable[[ModuleType], None]
+Function = Callable[..., Any]
 
 _lock = threading.Lock()
 _patches: dict[str, list[Patch]] = {}
+
+
+def wrap(owner: Any, name: str, wrapper: Function) -> None:
+    """Have ``wrapper(original, ...)`` called in place of a function; do nothing if there is none, or it is wrapped."""
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, "_memsaver_wraps"):
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    call._memsaver_wraps = original  # type: ignore[attr-defined]
+    setattr(owner, name, call)
 
 
 def when_imported(name: str, patch: Patch) -> None:

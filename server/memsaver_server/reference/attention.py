@@ -49,9 +49,7 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(
-        self,
-        layers: Sequence[tuple[Tensor, Tensor]],
-        scratch: dict[tuple[int, int], tuple[Tensor, Tensor]],
+        self, layers: Sequence[tuple[Tensor, Tensor]], scratch: dict[tuple[int, int], tuple[Tensor, Tensor]]
     ) -> None:
         """``scratch`` holds, for each (heads, dim) that occurs, buffers for the keys and the values of a batch."""
         super().__init__(layers=[])

@@ -1,12 +1,15 @@
-"""Models on their way into the ``weights`` region: from a checkpoint folder, or random ones of a given shape."""
+"""Weights: from a checkpoint folder, random ones of a given shape, or an update's, written in place."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -63,13 +66,10 @@ def create_random(config_file: Path, device: torch.device, dtype: torch.dtype | 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return every parameter and buffer with its name; shared ones once."""
-    seen: set[int] = set()
-    found = []
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found.append((name, tensor))
-    return found
+        found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -112,11 +112,7 @@ def _in_torchs_own_pool(tensors: list[tuple[str, Tensor]]) -> list[str]:
 
 
 def _ready(model: Any) -> Any:
-    """Return ``model`` in evaluation mode.
-
-    Raises:
-        ValueError: its attention cannot use slots.
-    """
+    """Return ``model`` in evaluation mode; raise ValueError if its attention cannot use slots."""
     kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if not getattr(model, "_supports_attention_backend", False) or kinds:
         raise ValueError(
@@ -156,3 +152,54 @@ def fill_random(model: Any, seed: int) -> None:
                 parameter.normal_(0.0, gain / math.sqrt(parameter.shape[-1]), generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=generator)
+
+
+def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str, Tensor]:
+    """Return the tensors of an update request.
+
+    Raises:
+        ValueError: the payload is not one base64 safetensors image.
+    """
+    if load_format not in (None, "auto", "safetensors"):
+        raise ValueError(f"load_format {load_format!r} is not supported; send safetensors, with no load_format")
+    if isinstance(payloads, str) or len(payloads) != 1:
+        raise ValueError("serialized_named_tensors must be a list of one payload: this engine has one rank")
+    try:
+        image = base64.b64decode(payloads[0], validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise ValueError(f"the payload is not base64: {error}") from None
+    if image[:1] == b"\x80":
+        raise ValueError(
+            "the payload is a pickle, and reading a pickle runs code of its sender; "
+            "send base64(safetensors.torch.save({name: tensor})) instead"
+        )
+    try:
+        return safetensors.torch.load(image)
+    except (SafetensorError, KeyError) as error:  # KeyError: an unknown dtype
+        raise ValueError(f"the payload is not a safetensors image: {error}") from None
+
+
+def write_tensors(model: nn.Module, given: Mapping[str, Tensor]) -> int:
+    """Copy ``given`` over the model's tensors of the same names, all or none; return how many.
+
+    Raises:
+        ValueError: a name or shape differs from the model's; nothing was written.
+        RuntimeError: the weights are released.
+    """
+    state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
+    if state != "resident":
+        raise RuntimeError(f"the weights are {state}; resume them before updating them")
+    # Tied tensors have several names.
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    unknown = sorted(set(given) - set(own))
+    if unknown:
+        raise ValueError(f"the model has no {', '.join(unknown[:8])}; nothing was written")
+    for name, tensor in given.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {list(own[name].shape)}, not {list(tensor.shape)}; nothing was written")
+    with torch.no_grad():
+        for name, tensor in given.items():
+            own[name].copy_(tensor.to(own[name].dtype))
+    if any(tensor.device.type == "cuda" for tensor in own.values()):
+        torch.cuda.synchronize()
+    return len(given)

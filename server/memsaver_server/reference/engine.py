@@ -7,13 +7,13 @@ import atexit
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engine import DrainMode
-from memsaver_server.reference import checkpoint, tokenizer, weight_update
+from memsaver_server.engine import DrainMode, check_drain_mode
+from memsaver_server.reference import checkpoint, tokenizer
 from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
@@ -74,7 +74,7 @@ class TransformersEngine:
         if random_weights is not None:
             shape = Path(random_weights)
             self.model_name = str(shape)
-            self._tokenizer: tokenizer.Tokenizer | None = tokenizer.byte_tokenizer()
+            self._tokenizer: tokenizer.Tokenizer | None = tokenizer.Tokenizer(tokenizer.byte_level())
         else:
             folder = Path(model) if model is not None else small_checkpoint()
             self.model_name = str(model) if model is not None else folder.name
@@ -97,7 +97,7 @@ class TransformersEngine:
             )
 
         self._scheduler = Scheduler(make_runner)
-        self._runner: ModelRunner = self._scheduler.runner  # type: ignore[assignment]
+        self._runner = self._scheduler.runner
         atexit.register(self.close)
 
     # The engine port.
@@ -118,8 +118,7 @@ class TransformersEngine:
             DrainTimeoutError: it took longer; the engine continues as before.
             ValueError: the mode is unknown.
         """
-        if mode not in get_args(DrainMode):
-            raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
+        check_drain_mode(mode)
         self._scheduler.drain(timeout_s, mode)
 
     def flush_cache(self) -> None:
@@ -142,8 +141,7 @@ class TransformersEngine:
             ValueError: the request cannot be served; the message says why.
             RuntimeError: the engine is dead.
         """
-        finished = await asyncio.wrap_future(self.submit(request))
-        return self._answer(finished)
+        return self._answer(await asyncio.wrap_future(self.submit(request)))
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
@@ -178,7 +176,7 @@ class TransformersEngine:
             ValueError: the payload is not safetensors, or names tensors that the model lacks; nothing was written.
             RuntimeError: the weights are released.
         """
-        given = weight_update.parse_payload(serialized_named_tensors, load_format)
+        given = checkpoint.parse_payload(serialized_named_tensors, load_format)
         return self._write(given, flush_cache, abort_all_requests)
 
     # For programs in this process.
@@ -216,7 +214,7 @@ class TransformersEngine:
             self.abort_all()
 
         def write() -> int:
-            written = weight_update.write(self._runner.model, given)
+            written = checkpoint.write_tensors(self._runner.model, given)
             if flush_cache:
                 self._scheduler.forget_cache()
             return written

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import memsaver_core as ms
 from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
 from memsaver_server.reference.checkpoint import check_in_region
+from memsaver_server.reference.requests import Row
 from memsaver_server.reference.sampling import Sampler
-from memsaver_server.reference.scheduler import Row
 
 _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
 
@@ -27,8 +27,7 @@ class ModelRunner:
     Prompts are computed in chunks of one shape and tokens in batches of few shapes, padded with rows on a spare slot.
     On a CUDA device each shape is captured as a graph once.
 
-    Belongs to the thread that makes it: regions are per thread, and so are the cuBLAS handles whose workspaces they
-    take.
+    Belongs to the thread that makes it: regions are per thread, and so are cuBLAS handles, whose workspaces they take.
     """
 
     def __init__(
@@ -57,6 +56,7 @@ class ModelRunner:
         with torch.no_grad(), self._on_stream():
             self.model: Any = self._place(make_model)
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
+            self._kv_dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
             self.length = self._fit_length(max_len)
             self.stop_ids = _stop_ids(self.model)
             self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
@@ -75,9 +75,9 @@ class ModelRunner:
     # Steps.
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        padding = [0] * (self.chunk - len(tokens))
+        """Compute ``tokens`` (at most a chunk) from ``start``; return the next token if ``sampler`` is given."""
         with self._on_stream():
-            self._prompt.copy_(torch.tensor([[*tokens, *padding]]))
+            self._prompt.copy_(torch.tensor([[*tokens, *[0] * (self.chunk - len(tokens))]]))
             # The padding is after the prompt, and is overwritten before anything attends to it.
             self._prompt_positions.copy_(torch.arange(start, start + self.chunk)[None])
             self._prompt_slot.fill_(slot)
@@ -86,6 +86,7 @@ class ModelRunner:
             return None if sampler is None else self._pick([sampler])[0]
 
     def decode(self, rows: Sequence[Row]) -> list[int]:
+        """Compute one token for each row and return the tokens that follow."""
         batch = next(size for size in self._batch_sizes if size >= len(rows))
         spare = [Row(self.slots, 0, 0, rows[0].sampler)] * (batch - len(rows))
         inputs = torch.tensor([[row.token, row.position, row.slot] for row in (*rows, *spare)])
@@ -111,10 +112,12 @@ class ModelRunner:
             self.check()
 
     def check(self) -> None:
+        """Raise the error that the device's context is in, if any."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
+        """Free all device memory."""
         self._graphs.clear()
         for name in list(vars(self)):
             if isinstance(vars(self)[name], (Tensor, nn.Module, SlotCache)):
@@ -178,7 +181,8 @@ class ModelRunner:
         """Find out by one token what the model's layers store."""
         probe = ShapeProbe()
         position = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        with self._scratch_region():
+        # On the host no library keeps memory of a first step.
+        with ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext():
             self.model(
                 input_ids=position,
                 position_ids=position,
@@ -192,8 +196,7 @@ class ModelRunner:
 
     def _fit_slots(self, shapes: Sequence[LayerShape], kv_cache_bytes: int) -> int:
         """Return how many slots fit, besides the spare one."""
-        element = self._kv_dtype().itemsize
-        per_slot = sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * self.length * element
+        per_slot = sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * self.length * self._kv_dtype.itemsize
         slots = kv_cache_bytes // per_slot - 1
         if slots < 1:
             raise ValueError(
@@ -204,7 +207,7 @@ class ModelRunner:
 
     def _allocate(self, shapes: Sequence[LayerShape]) -> None:
         length, batch, slots = self.length, self.max_batch, self.slots + 1
-        values = functools.partial(torch.zeros, dtype=self._kv_dtype(), device=self._device)
+        values = functools.partial(torch.zeros, dtype=self._kv_dtype, device=self._device)
         ids = functools.partial(torch.zeros, dtype=torch.long, device=self._device)
         self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         with ms.region("kv_cache"):
@@ -213,10 +216,7 @@ class ModelRunner:
             ]
         kinds = {(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)}
         with ms.region("workspace"):
-            scratch = {
-                (heads, dim): (values(batch, heads, length, dim), values(batch, heads, length, dim))
-                for heads, dim in kinds
-            }
+            scratch = {(n, dim): (values(batch, n, length, dim), values(batch, n, length, dim)) for n, dim in kinds}
         self._cache = SlotCache(layers, scratch)
         with ms.region("cuda_graph"):
             self._tokens = ids(batch, 1)
@@ -233,7 +233,7 @@ class ModelRunner:
         """Run each shape once, so that what libraries allocate at first use is under ``workspace``."""
         if self._device.type != "cuda":
             return
-        with self._scratch_region():
+        with ms.region("workspace"):
             for batch, tokens in self._shapes():
                 self._step(batch, tokens)
             torch.cuda.current_stream(self._device).synchronize()
@@ -258,10 +258,6 @@ class ModelRunner:
         """Return (batch, tokens) of every step, the largest first: smaller ones reuse its memory."""
         return [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
 
-    def _kv_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
-        return dtype
-
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
@@ -270,15 +266,8 @@ class ModelRunner:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
-    def _scratch_region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the region for a first step. On the host no library keeps memory of one."""
-        return ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext()
-
 
 def _stop_ids(model: Any) -> frozenset[int]:
-    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if given is None:
-        given = getattr(model.config, "eos_token_id", None)
-    if given is None:
-        return frozenset()
+    configs = (getattr(model, "generation_config", None), model.config)
+    given = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), ())
     return frozenset(given if isinstance(given, (list, tuple)) else [given])

@@ -10,53 +10,21 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-from memsaver_server.reference.requests import Request
-from memsaver_server.reference.sampling import Sampler
-from memsaver_server.reference.slots import SlotTable
+from memsaver_server.reference.requests import Request, Row, SlotTable
+
+if TYPE_CHECKING:
+    from memsaver_server.reference.runner import ModelRunner
 
 log = logging.getLogger("memsaver.engine")
 _Result = TypeVar("_Result")
 
 #: How long closing waits for a step, seconds; a step takes milliseconds unless the device hangs.
 _LAST_STEP_S = 30.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request's row in a batch: the token at ``position`` of ``slot``."""
-
-    slot: int
-    position: int
-    token: int
-    sampler: Sampler
-
-
-class Runner(Protocol):
-    """Computes steps. Called from the scheduler's thread only."""
-
-    chunk: int
-    length: int
-    slots: int
-    max_batch: int
-    stop_ids: frozenset[int]
-
-    def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        """Compute ``tokens`` (at most a chunk) from ``start``; return the next token if ``sampler`` is given."""
-
-    def decode(self, rows: Sequence[Row]) -> list[int]:
-        """Compute one token for each row and return the tokens that follow."""
-
-    def check(self) -> None:
-        """Raise the error that the device's context is in, if any."""
-
-    def close(self) -> None:
-        """Free all device memory."""
 
 
 class Scheduler:
@@ -66,7 +34,7 @@ class Scheduler:
     until admission opens: this is checked before every step, so that no step touches released memory.
     """
 
-    def __init__(self, make_runner: Callable[[], Runner]) -> None:
+    def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
         """Start the thread and wait for its runner; raise what ``make_runner`` raises there."""
         self._make_runner = make_runner
         self._changed = threading.Condition()
@@ -81,7 +49,7 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._decode_next = False
         self._slots = SlotTable(0, 1)
-        ready: Future[Runner] = Future()
+        ready: Future[ModelRunner] = Future()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="memsaver-engine", daemon=True)
         self._thread.start()
         self.runner = ready.result()
@@ -138,7 +106,7 @@ class Scheduler:
             quiesced_before = self._quiesced
             self._quiesced = quiesced_before or mode != "wait"
             if mode == "abort":
-                self._abort("aborted: generation was stopped")
+                self.abort("aborted: generation was stopped")
             while not self._is_drained():
                 # After a timeout check again: the last change may have come with the deadline.
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and not self._is_drained():
@@ -149,8 +117,12 @@ class Scheduler:
 
     def abort(self, message: str) -> None:
         """End every request in flight with the tokens that it has."""
-        with self._changed:
-            self._abort(message)
+        with self._changed:  # reentrant: a drain aborts with the lock held
+            for request in self._in_flight():
+                request.abort(message)
+            if not self._busy:
+                self._sweep()
+            self._changed.notify_all()
 
     def forget_prefixes(self) -> None:
         with self._changed:
@@ -192,13 +164,6 @@ class Scheduler:
         if not self.alive:
             return True
         return not self._busy and not self._calls and (self._quiesced or not self._in_flight())
-
-    def _abort(self, message: str) -> None:
-        for request in self._in_flight():
-            request.abort(message)
-        if not self._busy:
-            self._sweep()
-        self._changed.notify_all()
 
     def _sweep(self) -> None:
         """Answer requests that have ended, drop cancelled ones, and free their slots."""
@@ -256,7 +221,7 @@ class Scheduler:
 
     # On the scheduler's thread.
 
-    def _main(self, ready: Future[Runner]) -> None:
+    def _main(self, ready: Future[ModelRunner]) -> None:
         try:
             self.runner = self._make_runner()
         except BaseException as error:

@@ -32,13 +32,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose ids are the bytes of the text, for models without one."""
-    return Tokenizer(byte_level())
-
-
 def byte_level() -> Any:
-    """Return transformers' form of that tokenizer."""
+    """Return transformers' form of a tokenizer whose ids are the bytes of the text, for models without one."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -16,10 +16,9 @@ from torch import nn
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError
 from memsaver_server.gate import Gate, InFlightRequest
-from memsaver_server.integrations.module import adoption, module_tensors
-from memsaver_server.integrations.module.gated_forward import GatedForward
+from memsaver_server.integrations.module import module_tensors
+from memsaver_server.integrations.module.gated_forward import GatedForward, NestedRequests
 from memsaver_server.integrations.module.module_tensors import ModuleTensor
-from memsaver_server.integrations.module.nested_requests import NestedRequests
 
 
 class ModuleEngine(Gate):
@@ -76,7 +75,7 @@ class ModuleEngine(Gate):
             _check_alone()
             if ms.enabled():
                 module_tensors.check(tensors)
-                adoption.move(_under_tags(tensors, patterns, workspace_restore))
+                module_tensors.move(_under_tags(tensors, patterns, workspace_restore))
             self._devices = sorted({each.tensor.device.index or 0 for each in tensors if each.tensor.is_cuda})
             self._gated = [GatedForward(self._requests, each) for each in modules]
             ModuleEngine._attached = weakref.ref(self)

@@ -9,15 +9,14 @@ import importlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine
-from memsaver_server.integrations.sglang import requirements
-from memsaver_server.integrations.sglang.intake import Intake
-from memsaver_server.integrations.sglang.scheduler_thread import SchedulerThread
+from memsaver_core.errors import ConfigurationError
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, check_drain_mode
+from memsaver_server.integrations.sglang.scheduler import Intake, SchedulerThread
 
 #: The longest iteration of an idle event loop, with --sleep-on-idle, and some more, seconds.
 ITERATION_S = 2.0
@@ -39,7 +38,7 @@ class SglangEngine(Engine):
         Raises:
             ConfigurationError: this scheduler cannot be served; the message says why.
         """
-        requirements.check(scheduler)
+        _check(scheduler)
         self._scheduler = scheduler
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
         self._intake = Intake(scheduler, self._messages)
@@ -72,8 +71,7 @@ class SglangEngine(Engine):
             DrainTimeoutError: it took longer; the scheduler continues as before.
             ValueError: the mode is unknown.
         """
-        if mode not in get_args(DrainMode):
-            raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
+        check_drain_mode(mode)
         begun_at = time.monotonic()
         still: Future[None] = Future()
         froze = False
@@ -200,3 +198,34 @@ class SglangEngine(Engine):
         scheduler = self._scheduler
         running = sorted(request.rid for request in scheduler.collect_inflight_reqs())
         return [*running, *(request.rid for request in list(scheduler.waiting_queue))]
+
+
+def _check(scheduler: Any) -> None:
+    """Raise ConfigurationError if ``scheduler`` cannot be served; the message says why."""
+    ranks = scheduler.ps
+    mode = getattr(scheduler.disaggregation_mode, "value", scheduler.disaggregation_mode)
+    problem = ""
+    if ms.enabled() and not scheduler.memory_saver_adapter.enabled:
+        problem = "its memory is in no region; start it with --enable-memory-saver"
+    elif ms.enabled() and not _is_ours(scheduler.memory_saver_adapter):
+        problem = (
+            "it uses another torch_memory_saver; install memsaver-torch-memory-saver in place of that, or call "
+            "memsaver_core.compat.install() before SGLang is imported"
+        )
+    elif (ranks.tp_size, ranks.pp_size, ranks.dp_size) != (1, 1, 1):
+        problem = (
+            f"it is one of several ranks (tp {ranks.tp_size}, pp {ranks.pp_size}, dp {ranks.dp_size}), which release "
+            "together by SGLang's own /release_memory_occupation; use that"
+        )
+    elif mode != "null":
+        problem = f"it is the {mode} side of a disaggregated engine"
+    elif scheduler.rust_server is not None:
+        problem = "requests reach it by SGLang's Rust server; unset SGLANG_RUST_SERVER"
+    if problem:
+        raise ConfigurationError(f"SGLang's scheduler cannot be served: {problem}")
+
+
+def _is_ours(adapter: Any) -> bool:
+    """Whether SGLang's adapter imported memsaver's module under the name ``torch_memory_saver``."""
+    module = importlib.import_module(type(adapter).__module__)
+    return getattr(getattr(module, "torch_memory_saver", None), "__name__", "").startswith("memsaver_core.")

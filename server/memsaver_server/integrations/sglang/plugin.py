@@ -1,8 +1,4 @@
-"""Serves SGLang's scheduler from its own process.
-
-``MEMSAVER_SGLANG=HOST:PORT`` (or the path of a Unix socket) attaches the service by SGLang's plugin entry point;
-``attach`` does so by hand.
-"""
+"""Serves SGLang's scheduler from its own process: attached by SGLang's plugin entry point, or by hand (``attach``)."""
 
 from __future__ import annotations
 

@@ -1,19 +1,30 @@
-"""vLLM's API server: its engine client, called from other threads, and admission to its HTTP application."""
+"""vLLM's API server: its engine client, called from other threads, admission to it, and routes in front of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Scope, Send
 
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
 
 logger = logging.getLogger("memsaver")
+
+#: Paths of vLLM's own sleep mode that our routes replace, as the service must see these calls.
+REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"})
+
+#: Paths, or beginnings of paths, that need the device.
+WORK = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank")
 
 
 class AsyncClient:
@@ -40,8 +51,7 @@ class AsyncClient:
 
     def wake_up(self, tags: list[str] | None) -> None:
         """Have vLLM resume ``tags``, all if None. Does not block."""
-        waking = self._start(self._engine.wake_up(tags))
-        waking.add_done_callback(_log_failure)
+        self._start(self._engine.wake_up(tags)).add_done_callback(_log_failure)
 
     def reset_prefix_cache(self) -> None:
         self._wait(self._engine.reset_prefix_cache())
@@ -72,7 +82,7 @@ class HttpAdmission:
         self._lock = threading.Lock()
         self._closed: str | None = None
         self._hold = 0
-        self._held: set[asyncio.Future[None]] = set()
+        self._held: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
         with self._lock:
@@ -81,9 +91,9 @@ class HttpAdmission:
     def open_admission(self) -> None:
         with self._lock:
             self._closed = None
-            held, self._held = self._held, set()
-        for waiting in held:
-            waiting.get_loop().call_soon_threadsafe(_end, waiting)
+            held, self._held = self._held, {}
+        for opened, loop in held.items():
+            loop.call_soon_threadsafe(opened.set)
 
     @property
     def is_closed(self) -> bool:
@@ -103,15 +113,54 @@ class HttpAdmission:
                 return
             if len(self._held) >= self._hold:
                 raise AdmissionClosedError(self._closed)
-            waiting = asyncio.get_running_loop().create_future()
-            self._held.add(waiting)
+            opened = asyncio.Event()
+            self._held[opened] = asyncio.get_running_loop()
         try:
-            await waiting
+            await opened.wait()
         finally:
             with self._lock:
-                self._held.discard(waiting)
+                self._held.pop(opened, None)
 
 
-def _end(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+class ClosedRoute(BaseRoute):
+    """In front of all routes while admission is closed: requests that need the device wait here, or are refused."""
+
+    def __init__(
+        self, app: FastAPI, admission: HttpAdmission, refuse: Callable[[AdmissionClosedError], Response]
+    ) -> None:
+        self._app = app
+        self._admission = admission
+        self._refuse = refuse
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        work = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK)
+        return (Match.FULL if work and self._admission.is_closed else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._admission.enter()
+        except AdmissionClosedError as closed:
+            await self._refuse(closed)(scope, receive, send)
+        else:
+            await self._app.router(scope, receive, send)
+
+
+class OverlayRoute(BaseRoute):
+    """Our application in front of another: for paths that the other lacks, and those replaced."""
+
+    def __init__(self, ours: FastAPI, theirs: FastAPI) -> None:
+        self._app = ours
+        self._theirs = list(theirs.routes)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        ours = _serves(self._app.routes, scope)
+        if ours and (scope["path"] in REPLACED or not _serves(self._theirs, scope)):
+            return Match.FULL, {}
+        return Match.NONE, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def _serves(routes: Sequence[BaseRoute], scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in routes)

@@ -47,18 +47,14 @@ class OfflineClient:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 
 
-class _Thread(threading.local):
-    inside = False
-
-
 def gate_calls(llm: Any, gate: Gate, lock: threading.Lock) -> None:
     """Make each call by which ``llm`` generates one request of ``gate``, with ``lock`` held."""
-    thread = _Thread()
+    thread = threading.local()
 
     def gated(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def enter(*args: Any, **kwargs: Any) -> Any:
-            if thread.inside:  # one of these calls another
+            if getattr(thread, "inside", False):  # one of these calls another
                 return call(*args, **kwargs)
             with gate.request(name), lock:
                 thread.inside = True

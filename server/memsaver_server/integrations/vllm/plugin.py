@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from memsaver_core.compat.vllm.config import is_wanted, switch
-from memsaver_core.compat.vllm.import_hooks import when_imported
+from memsaver_core.compat.vllm.import_hooks import when_imported, wrap
 from memsaver_core.errors import ConfigurationError, UnsupportedError
 from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.gate import Gate
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.errors import error_response
-from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
+from memsaver_server.integrations.vllm.api_server import AsyncClient, ClosedRoute, HttpAdmission, OverlayRoute
 from memsaver_server.integrations.vllm.engine import VllmEngine
 from memsaver_server.integrations.vllm.offline import OfflineClient, gate_calls
-from memsaver_server.integrations.vllm.overlay import ClosedRoute, OverlayRoute
 
 logger = logging.getLogger("memsaver")
 
@@ -32,20 +29,11 @@ logger = logging.getLogger("memsaver")
 def register() -> None:
     """The entry point that vLLM calls in each of its processes. Does nothing if ``MEMSAVER_VLLM=0``."""
     if switch() is not False:
-        when_imported("vllm.plugins", _add_endpoint_plugin)
+        when_imported("vllm.plugins", lambda module: wrap(module, "load_endpoint_plugins", _load_endpoint_plugins))
 
 
-def _add_endpoint_plugin(module: ModuleType) -> None:
-    original: Callable[..., list[Any]] | None = getattr(module, "load_endpoint_plugins", None)
-    if original is None or hasattr(original, "_memsaver_wraps"):
-        return
-
-    @functools.wraps(original)
-    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
-        return [*original(*args, **kwargs), RoutesPlugin()]
-
-    load_endpoint_plugins._memsaver_wraps = original  # type: ignore[attr-defined]
-    module.load_endpoint_plugins = load_endpoint_plugins  # type: ignore[attr-defined]
+def _load_endpoint_plugins(load: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
+    return [*load(*args, **kwargs), RoutesPlugin()]
 
 
 class RoutesPlugin:
