@@ -6,20 +6,17 @@
 
 #include "driver/cuda_api.hpp"
 #include "driver/cuda_device.hpp"
-#include "driver/digest_kernel.hpp"
 #include "support/error.hpp"
 
 namespace memsaver {
 
 namespace {
 
-using cuda::CudaDevice;
-using cuda::InContext;
-using cuda::Result;
+using namespace cuda;
 
-const cuda::Api& require_api() {
+const Api& require_api() {
   std::string why;
-  const cuda::Api* const api = cuda::api(&why);
+  const Api* const api = cuda::api(&why);
   if (api == nullptr) throw Error(ErrorKind::configuration, "the CUDA driver cannot be used: " + why);
   return *api;
 }
@@ -41,7 +38,7 @@ class CudaDriver final : public Driver {
     char name[256] = {};
     check("cuDeviceGetName", api_.device_get_name(name, sizeof name, device.ordinal()));
     info.name = name;
-    cuda::Uuid uuid{};
+    Uuid uuid{};
     check("cuDeviceGetUuid", api_.device_get_uuid(&uuid, device.ordinal()));
     info.uuid = "GPU-";
     for (int i = 0; i < 16; ++i) {
@@ -53,66 +50,57 @@ class CudaDriver final : public Driver {
     check("cuDeviceTotalMem", api_.device_total_mem(&info.total_bytes, device.ordinal()));
     const auto properties = device.properties();
     check("cuMemGetAllocationGranularity",
-          api_.mem_get_granularity(&info.granularity, &properties, cuda::kGranularityMinimum));
-    info.numa_node = device.attribute(cuda::kAttributeHostNumaId, -1);
+          api_.mem_get_granularity(&info.granularity, &properties, kGranularityMinimum));
+    info.numa_node = device.attribute(kAttributeHostNumaId, -1);
     info.rdma = properties.flags.gpu_direct_rdma_capable != 0;
     return info;
   }
 
   MemoryInfo memory_info(int index) override {
-    const InContext in(at(index));
     MemoryInfo info{};
-    check("cuMemGetInfo", api_.mem_get_info(&info.free_bytes, &info.total_bytes));
+    call(index, "cuMemGetInfo", api_.mem_get_info, &info.free_bytes, &info.total_bytes);
     return info;
   }
 
   Address reserve(int index, std::size_t bytes) override {
-    const InContext in(at(index));
-    cuda::DevicePointer address = 0;
-    check("cuMemAddressReserve", api_.mem_address_reserve(&address, bytes, 0, 0, 0));
+    DevicePointer address = 0;
+    call(index, "cuMemAddressReserve", api_.mem_address_reserve, &address, bytes, 0, 0, 0);
     return address;
   }
   void unreserve(int index, Address address, std::size_t bytes) override {
-    const InContext in(at(index));
-    check("cuMemAddressFree", api_.mem_address_free(address, bytes));
+    call(index, "cuMemAddressFree", api_.mem_address_free, address, bytes);
   }
 
   Handle create(int index, std::size_t bytes) override {
     const InContext in(at(index));
     const auto properties = at(index).properties();
-    cuda::MemHandle handle = 0;
+    MemHandle handle = 0;
     check("cuMemCreate", api_.mem_create(&handle, bytes, &properties, 0));
     return Handle{handle};
   }
   void release(int index, Handle handle, std::size_t) override {
-    const InContext in(at(index));
-    check("cuMemRelease", api_.mem_release(static_cast<cuda::MemHandle>(handle)));
+    call(index, "cuMemRelease", api_.mem_release, static_cast<MemHandle>(handle));
   }
 
   void map(int index, Address address, std::size_t bytes, Handle handle) override {
-    const InContext in(at(index));
-    check("cuMemMap", api_.mem_map(address, bytes, 0, static_cast<cuda::MemHandle>(handle), 0));
+    call(index, "cuMemMap", api_.mem_map, address, bytes, 0, static_cast<MemHandle>(handle), 0);
   }
   void allow_access(int index, Address address, std::size_t bytes, const std::vector<int>& peers) override {
     const InContext in(at(index));
-    std::vector<cuda::AccessDescriptor> access;
-    access.push_back({{cuda::kLocationDevice, at(index).ordinal()}, cuda::kAccessReadWrite});
+    std::vector<AccessDescriptor> access;
+    access.push_back({{kLocationDevice, at(index).ordinal()}, kAccessReadWrite});
     for (const int peer : peers) {
       int reachable = 0;
       check("cuDeviceCanAccessPeer", api_.device_can_access_peer(&reachable, at(peer).ordinal(), at(index).ordinal()));
-      if (reachable != 0) access.push_back({{cuda::kLocationDevice, at(peer).ordinal()}, cuda::kAccessReadWrite});
+      if (reachable != 0) access.push_back({{kLocationDevice, at(peer).ordinal()}, kAccessReadWrite});
     }
     check("cuMemSetAccess", api_.mem_set_access(address, bytes, access.data(), access.size()));
   }
   void unmap(int index, Address address, std::size_t bytes) override {
-    const InContext in(at(index));
-    check("cuMemUnmap", api_.mem_unmap(address, bytes));
+    call(index, "cuMemUnmap", api_.mem_unmap, address, bytes);
   }
 
-  void synchronize(int index) override {
-    const InContext in(at(index));
-    check("cuCtxSynchronize", api_.context_synchronize());
-  }
+  void synchronize(int index) override { call(index, "cuCtxSynchronize", api_.context_synchronize); }
 
   void trim_graph_memory(int index) override {
     check("cuDeviceGraphMemTrim", api_.device_graph_mem_trim(at(index).ordinal()));
@@ -120,32 +108,27 @@ class CudaDriver final : public Driver {
   std::size_t graph_memory(int index) override {
     std::uint64_t bytes = 0;
     check("cuDeviceGetGraphMemAttribute",
-          api_.device_get_graph_mem_attribute(at(index).ordinal(), cuda::kGraphMemReservedCurrent, &bytes));
+          api_.device_get_graph_mem_attribute(at(index).ordinal(), kGraphMemReservedCurrent, &bytes));
     return bytes;
   }
 
   Stream create_stream(int index) override {
-    const InContext in(at(index));
-    cuda::StreamHandle stream = nullptr;
-    check("cuStreamCreate", api_.stream_create(&stream, cuda::kStreamNonBlocking));
+    StreamHandle stream = nullptr;
+    call(index, "cuStreamCreate", api_.stream_create, &stream, kStreamNonBlocking);
     return Stream{reinterpret_cast<std::uint64_t>(stream)};
   }
   void destroy_stream(int index, Stream stream) override {
-    const InContext in(at(index));
-    check("cuStreamDestroy", api_.stream_destroy(native(stream)));
+    call(index, "cuStreamDestroy", api_.stream_destroy, native(stream));
   }
 
   void copy_to_host(int index, void* to, Address from, std::size_t bytes, Stream stream) override {
-    const InContext in(at(index));
-    check("cuMemcpyDtoHAsync", api_.copy_to_host_async(to, from, bytes, native(stream)));
+    call(index, "cuMemcpyDtoHAsync", api_.copy_to_host_async, to, from, bytes, native(stream));
   }
   void copy_to_device(int index, Address to, const void* from, std::size_t bytes, Stream stream) override {
-    const InContext in(at(index));
-    check("cuMemcpyHtoDAsync", api_.copy_to_device_async(to, from, bytes, native(stream)));
+    call(index, "cuMemcpyHtoDAsync", api_.copy_to_device_async, to, from, bytes, native(stream));
   }
   void fill_zero(int index, Address address, std::size_t bytes, Stream stream) override {
-    const InContext in(at(index));
-    check("cuMemsetD8Async", api_.memset_async(address, 0, bytes, native(stream)));
+    call(index, "cuMemsetD8Async", api_.memset_async, address, 0, bytes, native(stream));
   }
 
   void digest(int index, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
@@ -153,14 +136,14 @@ class CudaDriver final : public Driver {
     if (count == 0) return;
     if (!has_digest(index)) throw Error(ErrorKind::driver, "the digest kernel is not available on this device");
     const InContext in(at(index));
-    cuda::DevicePointer device_items = 0;
-    cuda::DevicePointer device_results = 0;
+    DevicePointer device_items = 0;
+    DevicePointer device_results = 0;
     check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&device_items, const_cast<DigestItem*>(items), 0));
     check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&device_results, results, 0));
     DigestKey by_value = key;
     void* arguments[] = {&by_value, &device_items, &device_results};
     check("cuLaunchKernel", api_.launch_kernel(at(index).digest_kernel(), static_cast<unsigned>(count), 1, 1,
-                                               cuda::kDigestThreads, 1, 1, 0, native(stream), arguments, nullptr));
+                                               kDigestThreads, 1, 1, 0, native(stream), arguments, nullptr));
   }
 
   void prepare_digest(int index) noexcept override { known(index).prepare_digest(); }
@@ -172,10 +155,10 @@ class CudaDriver final : public Driver {
   Event record(int index, Stream stream) override {
     CudaDevice& device = at(index);
     const InContext in(device);
-    cuda::EventHandle event = device.idle_event();
-    if (event == nullptr) check("cuEventCreate", api_.event_create(&event, cuda::kEventDisableTiming));
+    EventHandle event = device.idle_event();
+    if (event == nullptr) check("cuEventCreate", api_.event_create(&event, kEventDisableTiming));
     const Result recorded = api_.event_record(event, native(stream));
-    if (recorded != cuda::kSuccess) {
+    if (recorded != kSuccess) {
       device.recycle(event);
       check("cuEventRecord", recorded);
     }
@@ -184,25 +167,22 @@ class CudaDriver final : public Driver {
   bool done(int index, Event event) override {
     const InContext in(at(index));
     const Result result = api_.event_query(native(event));
-    if (result == cuda::kNotReady) return false;
+    if (result == kNotReady) return false;
     check("cuEventQuery", result);
     return true;
   }
   void wait(int index, Event event) override {
-    const InContext in(at(index));
-    check("cuEventSynchronize", api_.event_synchronize(native(event)));
+    call(index, "cuEventSynchronize", api_.event_synchronize, native(event));
   }
   void recycle(int index, Event event) noexcept override { known(index).recycle(native(event)); }
   void stream_wait(int index, Stream stream, Event event) override {
-    const InContext in(at(index));
-    check("cuStreamWaitEvent", api_.stream_wait_event(native(stream), native(event), 0));
+    call(index, "cuStreamWaitEvent", api_.stream_wait_event, native(stream), native(event), 0);
   }
 
   void register_host(void* address, std::size_t bytes) override {
     const InContext in(first_used());
-    const Result result =
-        api_.host_register(address, bytes, cuda::kHostRegisterPortable | cuda::kHostRegisterDeviceMap);
-    if (result == cuda::kOutOfMemory) {
+    const Result result = api_.host_register(address, bytes, kHostRegisterPortable | kHostRegisterDeviceMap);
+    if (result == kOutOfMemory) {
       throw Error::from_driver(ErrorKind::out_of_host_memory, "cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY",
                                "host memory cannot be pinned")
           .with_bytes(bytes);
@@ -216,6 +196,13 @@ class CudaDriver final : public Driver {
 
  private:
   void check(const char* symbol, Result result) const { calls_.check(symbol, result); }
+
+  // Calls `function` of the driver in the context of a device.
+  template <typename Function, typename... Arguments>
+  void call(int index, const char* symbol, Function function, Arguments... arguments) {
+    const InContext in(at(index));
+    check(symbol, function(arguments...));
+  }
 
   CudaDevice& at(int index) {
     if (index < 0 || index >= device_count()) {
@@ -235,15 +222,13 @@ class CudaDriver final : public Driver {
     return at(0);
   }
 
-  static cuda::StreamHandle native(Stream stream) {
-    return reinterpret_cast<cuda::StreamHandle>(static_cast<std::uint64_t>(stream));
+  static StreamHandle native(Stream stream) {
+    return reinterpret_cast<StreamHandle>(static_cast<std::uint64_t>(stream));
   }
-  static cuda::EventHandle native(Event event) {
-    return reinterpret_cast<cuda::EventHandle>(static_cast<std::uint64_t>(event));
-  }
+  static EventHandle native(Event event) { return reinterpret_cast<EventHandle>(static_cast<std::uint64_t>(event)); }
 
-  const cuda::Api& api_;
-  const cuda::Calls calls_;
+  const Api& api_;
+  const Calls calls_;
   std::vector<std::unique_ptr<CudaDevice>> devices_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <memory>
 #include <mutex>
 
 #include "support/error.hpp"
@@ -13,12 +14,11 @@ namespace {
 using GetProcAddress2 = Result (*)(const char*, void**, int, std::uint64_t, int*);
 using GetProcAddress1 = Result (*)(const char*, void**, int, std::uint64_t);
 
-bool load(Api& api, std::string& why) {
+// Throws Error if libcuda cannot be used.
+void load(Api& api) {
+  const auto missing = [](const std::string& why) { return Error(ErrorKind::configuration, why); };
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) {
-    why = "libcuda.so.1 cannot be opened: no NVIDIA driver is installed here";
-    return false;
-  }
+  if (library == nullptr) throw missing("libcuda.so.1 cannot be opened: no NVIDIA driver is installed here");
   const auto get2 = reinterpret_cast<GetProcAddress2>(dlsym(library, "cuGetProcAddress_v2"));
   const auto get1 = reinterpret_cast<GetProcAddress1>(dlsym(library, "cuGetProcAddress"));
   const auto find = [&](const char* symbol, int version) -> void* {
@@ -29,51 +29,20 @@ bool load(Api& api, std::string& why) {
                                             : 1;
     return result == kSuccess ? function : nullptr;
   };
-#define MEMSAVER_LOAD(name, symbol, version, arguments)                                                          \
-  api.name = reinterpret_cast<decltype(api.name)>(find(symbol, version));                                        \
-  if (api.name == nullptr) {                                                                                     \
-    why = std::string("the NVIDIA driver has no ") + (symbol) + ": it is too old, CUDA 11.4 or later is needed"; \
-    return false;                                                                                                \
-  }
+#define MEMSAVER_LOAD(name, symbol, version, arguments)                   \
+  api.name = reinterpret_cast<decltype(api.name)>(find(symbol, version)); \
+  if (api.name == nullptr)                                                \
+    throw missing("the NVIDIA driver has no " symbol ": it is too old, CUDA 11.4 or later is needed");
   MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_LOAD)
 #undef MEMSAVER_LOAD
   const Result result = api.init(0);
   if (result != kSuccess) {
     const char* name = nullptr;
     api.get_error_name(result, &name);
-    why = std::string("cuInit failed: ") + (name != nullptr ? name : "unknown error");
-    return false;
+    throw missing(std::string("cuInit failed: ") + (name != nullptr ? name : "unknown error"));
   }
   int count = 0;
-  if (api.device_get_count(&count) != kSuccess || count == 0) {
-    why = "the NVIDIA driver finds no device";
-    return false;
-  }
-  return true;
-}
-
-// After these errors the context is unusable for the rest of the process (cuda.h: "leaves the process in an
-// inconsistent state", or a hardware fault).
-bool loses_context(Result result) {
-  switch (result) {
-    case 214:  // ECC_UNCORRECTABLE
-    case 220:  // NVLINK_UNCORRECTABLE
-    case 226:  // CONTAINED
-    case 700:  // ILLEGAL_ADDRESS
-    case 702:  // LAUNCH_TIMEOUT
-    case 709:  // CONTEXT_IS_DESTROYED
-    case 710:  // ASSERT
-    case 714:  // HARDWARE_STACK_ERROR
-    case 715:  // ILLEGAL_INSTRUCTION
-    case 716:  // MISALIGNED_ADDRESS
-    case 717:  // INVALID_ADDRESS_SPACE
-    case 718:  // INVALID_PC
-    case 719:  // LAUNCH_FAILED
-    case 721:  // TENSOR_MEMORY_LEAK
-      return true;
-    default:
-      return false;
-  }
+  if (api.device_get_count(&count) != kSuccess || count == 0) throw missing("the NVIDIA driver finds no device");
 }
 
 }  // namespace
@@ -83,28 +52,16 @@ const Api* api(std::string* why) noexcept {
   static Api* loaded = nullptr;
   static auto* reason = new std::string;
   std::call_once(once, [] {
-    auto* candidate = new Api;
     try {
-      if (load(*candidate, *reason)) loaded = candidate;
+      auto candidate = std::make_unique<Api>();
+      load(*candidate);
+      loaded = candidate.release();
     } catch (const std::exception& error) {
       *reason = error.what();
     }
-    if (loaded == nullptr) delete candidate;
   });
   if (loaded == nullptr && why != nullptr) *why = *reason;
   return loaded;
-}
-
-void fail(const Api& api, const char* symbol, Result result) {
-  const char* name = nullptr;
-  const char* text = nullptr;
-  api.get_error_name(result, &name);
-  api.get_error_string(result, &text);
-  ErrorKind kind = ErrorKind::driver;
-  if (result == kOutOfMemory) kind = ErrorKind::out_of_device_memory;
-  if (loses_context(result)) kind = ErrorKind::context_lost;
-  throw Error::from_driver(kind, symbol, name != nullptr ? name : "CUDA error " + std::to_string(result),
-                           text != nullptr ? text : "");
 }
 
 }  // namespace memsaver::cuda

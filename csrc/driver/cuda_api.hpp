@@ -136,7 +136,4 @@ struct Api {
 // The API, or nullptr with the reason in `why` if libcuda, a device or a required function is missing.
 [[nodiscard]] const Api* api(std::string* why) noexcept;
 
-// Throws the Error for a failed call of `symbol`.
-[[noreturn]] void fail(const Api& api, const char* symbol, Result result);
-
 }  // namespace memsaver::cuda

@@ -1,30 +1,101 @@
 #include "driver/cuda_device.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
-#include "driver/digest_kernel.hpp"
 #include "driver/nvrtc.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
 
 namespace memsaver::cuda {
 
-void Calls::check(const char* symbol, Result result) const {
-  if (result == kSuccess) return;
-  try {
-    fail(api, symbol, result);
-  } catch (const Error& error) {
-    if (error.kind == ErrorKind::context_lost) {
-      const Lock lock(mutex_);
-      if (loss_.empty()) loss_ = error.what();
-    }
-    throw;
-  }
+namespace {
+
+// After these errors the context is unusable for the rest of the process (cuda.h: "leaves the process in an
+// inconsistent state", or a hardware fault). In order: ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE, CONTAINED;
+// ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION,
+// MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK.
+constexpr Result kLosesContext[] = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721};
+
+// support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
+// memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs: the content is read once, so it should
+// not evict the engine's lines from the cache.
+constexpr const char* kDigestKernel = R"cuda(
+typedef unsigned long long u64;
+
+struct Key { u64 lane[4]; };
+struct Item { u64 address; u64 bytes; u64 first_word; };
+struct Digest { u64 lane0; u64 lane1; u64 any; };
+
+#define WEYL 0x9E3779B97F4A7C15ull
+#define WEYL2 0xD1B54A32D192ED03ull
+#define THREADS 256
+#define UNROLL 8
+
+__device__ __forceinline__ u64 fold(u64 a, u64 b) { return (a * b) ^ __umul64hi(a, b); }
+
+__device__ __forceinline__ void add(Digest& sum, const Key& key, ulonglong2 word, u64 index) {
+  const u64 first = index * WEYL;
+  const u64 second = index * WEYL2;
+  sum.lane0 += fold(word.x ^ (key.lane[0] + first), word.y ^ (key.lane[1] + second));
+  sum.lane1 += fold(word.x ^ (key.lane[2] + first), word.y ^ (key.lane[3] + second));
+  sum.any |= word.x | word.y;
 }
 
-std::string Calls::loss() const {
-  const Lock lock(mutex_);
-  return loss_;
+extern "C" __global__ void __launch_bounds__(THREADS) memsaver_digest(const Key key, const Item* items, Digest* results) {
+  const Item item = items[blockIdx.x];
+  const ulonglong2* data = reinterpret_cast<const ulonglong2*>(item.address);
+  const u64 words = item.bytes / 16;
+  Digest sum = {0, 0, 0};
+  u64 at = threadIdx.x;
+  for (; at + (UNROLL - 1) * THREADS < words; at += UNROLL * THREADS) {
+    ulonglong2 word[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) word[i] = __ldcs(data + at + i * THREADS);
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) add(sum, key, word[i], item.first_word + at + i * THREADS);
+  }
+  for (; at < words; at += THREADS) add(sum, key, __ldcs(data + at), item.first_word + at);
+
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum.lane0 += __shfl_down_sync(0xffffffffu, sum.lane0, offset);
+    sum.lane1 += __shfl_down_sync(0xffffffffu, sum.lane1, offset);
+    sum.any |= __shfl_down_sync(0xffffffffu, sum.any, offset);
+  }
+  __shared__ Digest warps[THREADS / 32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < THREADS / 32; ++i) {
+      sum.lane0 += warps[i].lane0;
+      sum.lane1 += warps[i].lane1;
+      sum.any |= warps[i].any;
+    }
+    results[blockIdx.x] = sum;
+  }
+}
+)cuda";
+
+}  // namespace
+
+void Calls::check(const char* symbol, Result result) const {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  api.get_error_name(result, &name);
+  api.get_error_string(result, &text);
+  auto kind = result == kOutOfMemory ? ErrorKind::out_of_device_memory : ErrorKind::driver;
+  if (std::find(std::begin(kLosesContext), std::end(kLosesContext), result) != std::end(kLosesContext)) {
+    kind = ErrorKind::context_lost;
+  }
+  const Error error = Error::from_driver(kind, symbol, name != nullptr ? name : "CUDA error " + std::to_string(result),
+                                         text != nullptr ? text : "");
+  if (kind == ErrorKind::context_lost) {
+    const Lock lock(mutex_);
+    if (loss_.empty()) loss_ = error.what();
+  }
+  throw error;
 }
 
 CudaDevice::CudaDevice(const Calls& calls, int index) : calls_(calls) {
@@ -41,16 +112,6 @@ Context CudaDevice::retained() {
     calls_.check("cuDevicePrimaryCtxRetain", calls_.api.primary_context_retain(&context_, ordinal_));
   }
   return context_;
-}
-
-Context CudaDevice::context() {
-  const Lock lock(mutex_);
-  return retained();
-}
-
-bool CudaDevice::has_context() {
-  const Lock lock(mutex_);
-  return context_ != nullptr;
 }
 
 AllocationProperties CudaDevice::properties() {
@@ -72,11 +133,6 @@ EventHandle CudaDevice::idle_event() {
   const EventHandle event = idle_events_.back();
   idle_events_.pop_back();
   return event;
-}
-
-void CudaDevice::recycle(EventHandle event) {
-  const Lock lock(mutex_);
-  idle_events_.push_back(event);
 }
 
 bool CudaDevice::digest_is_known() const { return digest_state_ != DigestState::unknown || !digest_code_.empty(); }
@@ -116,18 +172,13 @@ void CudaDevice::load_digest() {
   const std::string code = digest_code_.empty() ? compile_digest() : std::move(digest_code_);
   Module module = nullptr;
   calls_.check("cuModuleLoadData", calls_.api.module_load_data(&module, code.data()));
-  calls_.check("cuModuleGetFunction", calls_.api.module_get_function(&digest_, module, kDigestKernelName));
-}
-
-Function CudaDevice::digest_kernel() {
-  const Lock lock(mutex_);
-  return digest_;
+  calls_.check("cuModuleGetFunction", calls_.api.module_get_function(&digest_, module, "memsaver_digest"));
 }
 
 std::string CudaDevice::compile_digest() const {
   const std::string architecture = "sm_" + std::to_string(attribute(kAttributeComputeMajor, 0)) +
                                    std::to_string(attribute(kAttributeComputeMinor, 0));
-  return compile(kDigestKernelSource, architecture);
+  return compile(kDigestKernel, architecture);
 }
 
 }  // namespace memsaver::cuda

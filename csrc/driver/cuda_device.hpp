@@ -15,7 +15,10 @@ class Calls {
   explicit Calls(const Api& driver_api) : api(driver_api) {}
   // Throws Error if `result`, of a call of `symbol`, is a failure.
   void check(const char* symbol, Result result) const;
-  [[nodiscard]] std::string loss() const;
+  [[nodiscard]] std::string loss() const {
+    const Lock lock(mutex_);
+    return loss_;
+  }
 
   const Api& api;
 
@@ -24,31 +27,43 @@ class Calls {
   mutable std::string loss_ GUARDED_BY(mutex_);
 };
 
+inline constexpr unsigned kDigestThreads = 256;
+
 // One device: its primary context and what this process keeps in it. Any thread may call every function.
 class CudaDevice {
  public:
   CudaDevice(const Calls& calls, int index);
-  CudaDevice(const CudaDevice&) = delete;
-  CudaDevice& operator=(const CudaDevice&) = delete;
 
   [[nodiscard]] const Calls& calls() const { return calls_; }
   [[nodiscard]] Device ordinal() const { return ordinal_; }
   [[nodiscard]] int attribute(int which, int otherwise) const;
   // The primary context, retained at the first call.
-  [[nodiscard]] Context context();
-  [[nodiscard]] bool has_context();
+  [[nodiscard]] Context context() {
+    const Lock lock(mutex_);
+    return retained();
+  }
+  [[nodiscard]] bool has_context() {
+    const Lock lock(mutex_);
+    return context_ != nullptr;
+  }
   // Of the memory to create. Throws ErrorKind::configuration if the device has no virtual memory management.
   [[nodiscard]] AllocationProperties properties();
 
   // An event that recycle() took back, or nullptr.
   [[nodiscard]] EventHandle idle_event();
-  void recycle(EventHandle event);
+  void recycle(EventHandle event) {
+    const Lock lock(mutex_);
+    idle_events_.push_back(event);
+  }
 
   // See Driver.
   void prepare_digest() noexcept;
   [[nodiscard]] bool has_digest() noexcept;
-  // Only after has_digest() returned true.
-  [[nodiscard]] Function digest_kernel();
+  // Only after has_digest() returned true. Takes kDigestThreads per block.
+  [[nodiscard]] Function digest_kernel() {
+    const Lock lock(mutex_);
+    return digest_;
+  }
 
  private:
   [[nodiscard]] Context retained() REQUIRES(mutex_);
@@ -73,7 +88,6 @@ class BesideCaptures {
  public:
   explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }
   BesideCaptures(const BesideCaptures&) = delete;
-  BesideCaptures& operator=(const BesideCaptures&) = delete;
   ~BesideCaptures() { api_.exchange_capture_mode(&mode_); }
 
  private:
@@ -88,7 +102,6 @@ class CurrentContext {
     calls.check("cuCtxPushCurrent", api_.context_push(context));
   }
   CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
   ~CurrentContext() {
     Context previous = nullptr;
     api_.context_pop(&previous);

@@ -12,7 +12,6 @@
 #include "driver/host_account.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
-#include "support/mutex.hpp"
 
 namespace memsaver {
 
@@ -25,6 +24,16 @@ Error system_failure(const char* call, int code, std::size_t bytes) {
       .with_bytes(bytes);
 }
 
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+// Maps without access; by default to no memory.
+Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t offset = 0) {
+  void* const memory = mmap(pointer(at), bytes, PROT_NONE, flags, file, offset);
+  if (memory == MAP_FAILED) throw system_failure("mmap", errno, bytes);
+  return reinterpret_cast<Address>(memory);
+}
+constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
 // Physical memory is ranges of one memfd per device: one descriptor for any number of handles. A handle is an offset,
 // never reused, plus one; create() commits its pages and release() punches them out.
 class HostDevice {
@@ -34,25 +43,14 @@ class HostDevice {
     file_ = memfd_create("memsaver-device", MFD_CLOEXEC);
     if (file_ < 0) throw system_failure("memfd_create", errno, 0);
   }
-  HostDevice(const HostDevice&) = delete;
-  HostDevice& operator=(const HostDevice&) = delete;
   ~HostDevice() { close(file_); }
 
   Handle create(std::size_t bytes) {
     account->take(bytes);
-    off_t offset;
-    {
-      const Lock lock(mutex_);
-      offset = next_;
-      next_ += static_cast<off_t>(bytes);
-    }
-    int result;
-    do {
-      result = fallocate(file_, 0, offset, static_cast<off_t>(bytes));
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) {
+    const off_t offset = next_.fetch_add(static_cast<off_t>(bytes));
+    if (!change(0, offset, bytes)) {
       const int code = errno;
-      fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
+      static_cast<void>(change(kPunch, offset, bytes));
       account->give(bytes);
       throw system_failure("fallocate", code, bytes);
     }
@@ -60,20 +58,12 @@ class HostDevice {
   }
 
   void release(Handle handle, std::size_t bytes) {
-    int result;
-    do {
-      result =
-          fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_of(handle), static_cast<off_t>(bytes));
-    } while (result != 0 && errno == EINTR);
-    if (result != 0) throw system_failure("fallocate", errno, bytes);
+    if (!change(kPunch, offset_of(handle), bytes)) throw system_failure("fallocate", errno, bytes);
     account->give(bytes);
   }
 
   void map(Address address, std::size_t bytes, Handle handle) const {
-    if (mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_, offset_of(handle)) ==
-        MAP_FAILED) {
-      throw system_failure("mmap", errno, bytes);
-    }
+    map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_, offset_of(handle));
   }
 
   std::shared_ptr<HostAccount> account;
@@ -82,9 +72,17 @@ class HostDevice {
  private:
   static off_t offset_of(Handle handle) { return static_cast<off_t>(static_cast<std::uint64_t>(handle) - 1); }
 
+  // Commits the range, or returns its pages with kPunch. Returns false, with errno, on failure.
+  [[nodiscard]] bool change(int mode, off_t offset, std::size_t bytes) const {
+    while (fallocate(file_, mode, offset, static_cast<off_t>(bytes)) != 0) {
+      if (errno != EINTR) return false;
+    }
+    return true;
+  }
+  static constexpr int kPunch = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+
   int file_ = -1;
-  Mutex mutex_;
-  off_t next_ GUARDED_BY(mutex_) = 0;
+  std::atomic<off_t> next_{0};
 };
 
 class HostDriver final : public Driver {
@@ -114,13 +112,11 @@ class HostDriver final : public Driver {
 
   Address reserve(int device, std::size_t bytes) override {
     at(device);
-    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw system_failure("mmap", errno, bytes);
-    return reinterpret_cast<Address>(memory);
+    return map_pages(0, bytes, kNoMemory);
   }
 
   void unreserve(int, Address address, std::size_t bytes) override {
-    if (munmap(reinterpret_cast<void*>(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
+    if (munmap(pointer(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
   }
 
   Handle create(int device, std::size_t bytes) override { return at(device).create(bytes); }
@@ -130,17 +126,10 @@ class HostDriver final : public Driver {
   }
 
   void allow_access(int, Address address, std::size_t bytes, const std::vector<int>&) override {
-    if (mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE) != 0) {
-      throw system_failure("mprotect", errno, bytes);
-    }
+    if (mprotect(pointer(address), bytes, PROT_READ | PROT_WRITE) != 0) throw system_failure("mprotect", errno, bytes);
   }
 
-  void unmap(int, Address address, std::size_t bytes) override {
-    if (mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
-      throw system_failure("mmap", errno, bytes);
-    }
-  }
+  void unmap(int, Address address, std::size_t bytes) override { map_pages(address, bytes, kNoMemory | MAP_FIXED); }
 
   // Calls are synchronous: there is never anything to wait for.
   void synchronize(int device) override { at(device); }
@@ -152,14 +141,12 @@ class HostDriver final : public Driver {
   void destroy_stream(int, Stream) override {}
 
   void copy_to_host(int, void* to, Address from, std::size_t bytes, Stream) override {
-    std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    std::memcpy(to, pointer(from), bytes);
   }
   void copy_to_device(int, Address to, const void* from, std::size_t bytes, Stream) override {
-    std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+    std::memcpy(pointer(to), from, bytes);
   }
-  void fill_zero(int, Address address, std::size_t bytes, Stream) override {
-    std::memset(reinterpret_cast<void*>(address), 0, bytes);
-  }
+  void fill_zero(int, Address address, std::size_t bytes, Stream) override { std::memset(pointer(address), 0, bytes); }
   void digest(int, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results, Stream) override {
     for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
   }

@@ -5,9 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <utility>
 
@@ -16,21 +14,12 @@
 
 namespace memsaver {
 
-namespace {
-
-constexpr int kSlots = HostLedger::kSlots;
+static constexpr int kSlots = HostLedger::kSlots;
 
 const char* name_of(HostAccount::State state) {
   constexpr const char* names[] = {"running", "locked", "checkpointed"};
   return names[static_cast<std::uint32_t>(state)];
 }
-
-Error open_failure(const char* what, const std::string& path) {
-  return Error(ErrorKind::configuration,
-               "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")");
-}
-
-}  // namespace
 
 // Excludes other threads and other processes.
 class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
@@ -38,8 +27,6 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
   explicit Guard(HostAccount& account) ACQUIRE(account.mutex_) : threads_(account.mutex_), ledger_(account.ledger_) {
     ledger_.lock();
   }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
   ~Guard() RELEASE() { ledger_.unlock(); }
 
  private:
@@ -78,7 +65,7 @@ struct HostAccount::Registry {
 std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::size_t capacity_bytes) {
   if (name.empty()) {
     const int file = memfd_create("memsaver-account", MFD_CLOEXEC);
-    if (file < 0) throw open_failure("cannot be created", "(private)");
+    if (file < 0) throw HostLedgerFile::failure("(private)", "cannot be created");
     std::shared_ptr<HostAccount> account(new HostAccount("", file));
     account->join(capacity_bytes);
     return account;
@@ -90,7 +77,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
   const std::string path = HostLedgerFile::path_of(name);
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (file < 0) throw open_failure("cannot be opened", path);
+    if (file < 0) throw HostLedgerFile::failure(path, "cannot be opened");
     std::shared_ptr<HostAccount> account(new HostAccount(path, file));
     account->join(capacity_bytes);
     if (account->ledger_.has_name()) {
@@ -144,8 +131,6 @@ void HostAccount::join(std::size_t capacity_bytes) {
   ledger_.take_slot(free_slot);
   slot_ = free_slot;
 }
-
-HostAccount::~HostAccount() { leave(); }
 
 // What the process holds stops counting, and the file is deleted if no other process uses it. Does nothing when
 // repeated.

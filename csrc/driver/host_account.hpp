@@ -32,9 +32,7 @@ class HostAccount {
   // Throws ErrorKind::configuration: the descriptor is not of an account, or it has no such slot.
   static std::shared_ptr<HostAccount> of_another(int file, int slot);
 
-  HostAccount(const HostAccount&) = delete;
-  HostAccount& operator=(const HostAccount&) = delete;
-  ~HostAccount();
+  ~HostAccount() { leave(); }
 
   // Waits while the process is not running. Throws ErrorKind::out_of_device_memory, with nothing taken, if `bytes` are
   // not free.
@@ -74,5 +72,7 @@ class HostAccount {
   Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other
   bool left_ GUARDED_BY(mutex_) = false;  // what other threads still take and give does not count any more
 };
+
+[[nodiscard]] const char* name_of(HostAccount::State state);
 
 }  // namespace memsaver

@@ -11,8 +11,6 @@
 #include <climits>
 #include <cstring>
 
-#include "support/error.hpp"
-
 namespace memsaver {
 
 namespace {
@@ -42,18 +40,17 @@ HostLedgerFile::~HostLedgerFile() {
   close(file_);
 }
 
-void HostLedgerFile::fail(const char* what) const {
-  throw Error(ErrorKind::configuration,
-              "host device account " + path_ + ": " + what + " (" + std::strerror(errno) + ")");
+Error HostLedgerFile::failure(const std::string& path, const char* what) {
+  return {ErrorKind::configuration, "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")"};
 }
 
 void HostLedgerFile::resize() {
-  if (ftruncate(file_, sizeof(HostLedger)) != 0) fail("cannot be sized");
+  if (ftruncate(file_, sizeof(HostLedger)) != 0) throw failure(path_, "cannot be sized");
 }
 
 void HostLedgerFile::map() {
   void* const memory = mmap(nullptr, sizeof(HostLedger), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
-  if (memory == MAP_FAILED) fail("cannot be mapped");
+  if (memory == MAP_FAILED) throw failure(path_, "cannot be mapped");
   ledger_ = static_cast<HostLedger*>(memory);
 }
 
@@ -70,7 +67,7 @@ void HostLedgerFile::remove() {
 void HostLedgerFile::lock() {
   auto lock = record_lock(0, F_WRLCK);
   while (fcntl(file_, F_SETLKW, &lock) != 0) {
-    if (errno != EINTR) fail("cannot be locked");
+    if (errno != EINTR) throw failure(path_, "cannot be locked");
   }
 }
 
@@ -86,7 +83,7 @@ bool HostLedgerFile::slot_is_taken(int slot) const {
 
 void HostLedgerFile::take_slot(int slot) {
   auto lock = record_lock(1 + slot, F_WRLCK);
-  if (fcntl(file_, F_SETLK, &lock) != 0) fail("cannot lock a slot");
+  if (fcntl(file_, F_SETLK, &lock) != 0) throw failure(path_, "cannot lock a slot");
 }
 
 // Without FUTEX_PRIVATE_FLAG: the word is shared between processes.

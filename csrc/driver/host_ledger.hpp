@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "support/error.hpp"
+
 namespace memsaver {
 
 // The content of the file behind a HostAccount. Zeros are its initial state.
@@ -39,7 +41,6 @@ class HostLedgerFile {
   // destructor and slot_is_taken() throw ErrorKind::configuration on failure.
   HostLedgerFile(std::string path, int file) : path_(std::move(path)), file_(file) {}
   HostLedgerFile(const HostLedgerFile&) = delete;
-  HostLedgerFile& operator=(const HostLedgerFile&) = delete;
   ~HostLedgerFile();
 
   void resize();
@@ -59,9 +60,10 @@ class HostLedgerFile {
   [[nodiscard]] bool slot_is_taken(int slot) const;
   void take_slot(int slot);
 
- private:
-  [[noreturn]] void fail(const char* what) const;
+  // The Error for a failed system call on the file; reads errno.
+  [[nodiscard]] static Error failure(const std::string& path, const char* what);
 
+ private:
   std::string path_;
   const int file_;
   HostLedger* ledger_ = nullptr;

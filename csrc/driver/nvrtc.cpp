@@ -74,13 +74,9 @@ std::string cache_folder() {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");
   std::string folder;
-  if (cache != nullptr && *cache == '/') {
-    folder = cache;
-  } else if (home != nullptr && *home == '/') {
-    folder = std::string(home) + "/.cache";
-  } else {
-    return "";
-  }
+  if (home != nullptr && *home == '/') folder = std::string(home) + "/.cache";
+  if (cache != nullptr && *cache == '/') folder = cache;
+  if (folder.empty()) return "";
   mkdir(folder.c_str(), 0700);
   folder += "/memsaver";
   mkdir(folder.c_str(), 0700);
@@ -136,20 +132,21 @@ std::string compile(const std::string& source, const std::string& architecture) 
   if (nvrtc.create(&program, source.c_str(), "memsaver.cu", 0, nullptr, nullptr) != 0) {
     throw Error(ErrorKind::configuration, "nvrtcCreateProgram failed");
   }
+  const auto output = [&program](auto size_of, auto read) {
+    std::size_t size = 0;
+    size_of(program, &size);
+    std::string text(size, '\0');
+    if (size > 0) read(program, text.data());
+    return text;
+  };
   const std::string target = "--gpu-architecture=" + architecture;
   const char* options[] = {target.c_str()};
   if (nvrtc.compile(program, 1, options) != 0) {
-    std::size_t size = 0;
-    nvrtc.log_size(program, &size);
-    std::string log(size, '\0');
-    if (size > 0) nvrtc.log(program, log.data());
+    const std::string log = output(nvrtc.log_size, nvrtc.log);
     nvrtc.destroy(&program);
     throw Error(ErrorKind::configuration, "NVRTC cannot compile for " + architecture + ": " + log);
   }
-  std::size_t size = 0;
-  nvrtc.cubin_size(program, &size);
-  std::string cubin(size, '\0');
-  nvrtc.cubin(program, cubin.data());
+  const std::string cubin = output(nvrtc.cubin_size, nvrtc.cubin);
   nvrtc.destroy(&program);
   if (!folder.empty()) write_atomically(folder + name, cubin);
   return cubin;

@@ -1,9 +1,9 @@
-#include "hibernate/cuda_process.hpp"
-
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <type_traits>
+
+#include "hibernate/process.hpp"
 
 namespace memsaver::hibernate {
 
@@ -61,7 +61,11 @@ class CudaProcess final : public Process {
   }
 
   ByDevice checkpoint(const ByDevice& devices) override {
-    const ByDevice before = used_of(devices);
+    ByDevice before;  // what the process holds of each device that NVML lists it on
+    for (const auto& [uuid, unused] : devices) {
+      const auto memory = nvml_.memory_of(uuid, pid_);
+      if (memory && memory->process_bytes != 0) before[uuid] = memory->process_bytes;
+    }
     OtherArguments arguments;
     check("cuCheckpointProcessCheckpoint", checkpoint_(pid_, &arguments));
     ByDevice held;
@@ -93,16 +97,6 @@ class CudaProcess final : public Process {
   }
 
  private:
-  // What the process holds of each device that NVML lists it on.
-  ByDevice used_of(const ByDevice& devices) {
-    ByDevice used;
-    for (const auto& [uuid, unused] : devices) {
-      const auto memory = nvml_.memory_of(uuid, pid_);
-      if (memory && memory->process_bytes != 0) used[uuid] = memory->process_bytes;
-    }
-    return used;
-  }
-
   void check(const char* call, Result result) {
     if (result == kSuccess) return;
     const char* name = nullptr;

@@ -10,10 +10,6 @@
 #include <sstream>
 #include <utility>
 
-#include "hibernate/cuda_process.hpp"
-#include "hibernate/host_process.hpp"
-#include "hibernate/nvml.hpp"
-
 namespace memsaver::hibernate {
 namespace {
 

@@ -1,9 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "hibernate/process.hpp"
 
@@ -15,7 +12,7 @@ using ProcessAdaptor = std::function<std::unique_ptr<Process>(std::unique_ptr<Pr
 // The program, which checkpoints its parent: the CUDA driver checkpoints a process only on behalf of another one.
 //
 // Standard input and output are one end of a socket pair. Arguments: the parent's process id; its driver, "cuda" or
-// "host"; for "host" an account per device (host_process.hpp). Each request is a line, answered by a line:
+// "host"; for "host" an account per device (open_host_process()). Each request is a line, answered by a line:
 //
 //     hibernate <timeout, ms> [<device>...]  -> ok <lock s> <checkpoint s> [<device> <bytes held>...]
 //         gives back all device memory of the process

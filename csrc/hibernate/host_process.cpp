@@ -1,9 +1,7 @@
-#include "hibernate/host_process.hpp"
-
 #include <algorithm>
-#include <functional>
 
 #include "driver/host_account.hpp"
+#include "hibernate/process.hpp"
 #include "support/error.hpp"
 #include "support/transaction.hpp"
 
@@ -26,40 +24,26 @@ class HostProcess final : public Process {
   const char* state() override {
     auto worst = HostAccount::State::running;
     for (const auto& account : accounts_) worst = std::max(worst, account->state());
-    switch (worst) {
-      case HostAccount::State::running:
-        return "running";
-      case HostAccount::State::locked:
-        return "locked";
-      case HostAccount::State::checkpointed:
-        return "checkpointed";
-    }
-    return "unknown";
+    return name_of(worst);
   }
 
   // No timeout: calls in flight are short.
-  void lock(unsigned) override {
-    all([](HostAccount& account) { account.lock(); }, [](HostAccount& account) { account.unlock(); });
-  }
+  void lock(unsigned) override { all(&HostAccount::lock, &HostAccount::unlock); }
   ByDevice checkpoint(const ByDevice&) override {
-    all([](HostAccount& account) { account.checkpoint(); }, [](HostAccount& account) { account.restore(); });
+    all(&HostAccount::checkpoint, &HostAccount::restore);
     return {};  // the accounts keep the figures
   }
-  void restore(const ByDevice&) override {
-    all([](HostAccount& account) { account.restore(); }, [](HostAccount& account) { account.checkpoint(); });
-  }
-  void unlock() override {
-    all([](HostAccount& account) { account.unlock(); }, [](HostAccount& account) { account.lock(); });
-  }
+  void restore(const ByDevice&) override { all(&HostAccount::restore, &HostAccount::checkpoint); }
+  void unlock() override { all(&HostAccount::unlock, &HostAccount::lock); }
 
  private:
-  using Step = std::function<void(HostAccount&)>;
+  using Step = void (HostAccount::*)();
 
-  void all(const Step& step, const Step& undo) {
+  void all(Step step, Step undo) {
     Transaction transaction;
     for (std::size_t i = 0; i < accounts_.size(); ++i) {
       try {
-        step(*accounts_[i]);
+        (*accounts_[i].*step)();
       } catch (const Error& error) {
         StepError failed(error.call, error.code);
         failed.device = std::to_string(i);
@@ -67,7 +51,7 @@ class HostProcess final : public Process {
         failed.free_bytes = error.free_bytes;
         throw failed;
       }
-      transaction.on_rollback([&account = *accounts_[i], &undo] { undo(account); });
+      transaction.on_rollback([&account = *accounts_[i], undo] { (account.*undo)(); });
     }
     transaction.commit();
   }

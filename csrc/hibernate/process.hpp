@@ -2,8 +2,12 @@
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "hibernate/nvml.hpp"
 
 namespace memsaver::hibernate {
 
@@ -40,5 +44,12 @@ class Process {
   virtual void restore(const ByDevice& held) = 0;
   virtual void unlock() = 0;
 };
+
+// A process on the CUDA driver. Throws StepError if this driver cannot checkpoint.
+[[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid, Nvml& nvml);
+
+// A process on the host driver. Each of `accounts` is "DESCRIPTOR:SLOT": a HostAccount inherited from the process, and
+// its slot in it. Throws memsaver::Error if one is invalid.
+[[nodiscard]] std::unique_ptr<Process> open_host_process(const std::vector<std::string>& accounts);
 
 }  // namespace memsaver::hibernate

@@ -44,17 +44,7 @@ int free(void* pointer) {
   Saver* const saver = active_saver();
   const auto address = reinterpret_cast<Address>(pointer);
   if (saver == nullptr || !saver->owns(address)) return kMemsaverNotMine;
-  try {
-    saver->free(address);
-    return kSuccess;
-  } catch (const Error& error) {
-    // A forked child owns none of the device memory: there is nothing to free.
-    if (error.kind == ErrorKind::forked) return kSuccess;
-    warn(error.what());
-  } catch (const std::exception& error) {
-    warn(error.what());
-  }
-  return kUnknown;
+  return free_or_warn(*saver, address) ? kSuccess : kUnknown;
 }
 
 constexpr memsaver_preload_core kCore{kMemsaverPreloadVersion, &allocate, &free};

@@ -75,37 +75,38 @@ int find_library(dl_phdr_info* info, size_t, void* data) {
 }
 
 // The function that this library replaces: the next one in the global scope, or else that of a CUDA runtime loaded with
-// RTLD_LOCAL. Null if no CUDA runtime is loaded as a shared library.
-template <typename Function>
-Function* real(const char* name, std::atomic<void*>& known) {
-  void* found = known.load(std::memory_order_acquire);
-  if (found == nullptr) found = dlsym(RTLD_NEXT, name);
-  if (found == nullptr) {
-    Library library{"libcudart.so", {}};
-    if (dl_iterate_phdr(find_library, &library) != 0) {
-      if (void* const handle = dlopen(library.path, RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(handle, name);
-    }
-  }
-  known.store(found, std::memory_order_release);
-  return reinterpret_cast<Function*>(found);
-}
+// RTLD_LOCAL. Warns and fails if no CUDA runtime is loaded as a shared library.
+struct RealFunction {
+  const char* name;
+  std::atomic<void*> known{nullptr};
 
-template <typename... Arguments>
-int call_real(const char* name, std::atomic<void*>& known, Arguments... arguments) {
-  auto* const function = real<int(Arguments...)>(name, known);
-  if (function != nullptr) return function(arguments...);
-  std::fprintf(stderr, "memsaver: warning: %s was called, and no shared CUDA runtime is loaded\n", name);
-  return kInitializationError;
-}
+  template <typename... Arguments>
+  int operator()(Arguments... arguments) {
+    void* found = known.load(std::memory_order_acquire);
+    if (found == nullptr) found = dlsym(RTLD_NEXT, name);
+    if (found == nullptr) {
+      Library library{"libcudart.so", {}};
+      if (dl_iterate_phdr(find_library, &library) != 0) {
+        if (void* const handle = dlopen(library.path, RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(handle, name);
+      }
+    }
+    known.store(found, std::memory_order_release);
+    if (found != nullptr) return reinterpret_cast<int (*)(Arguments...)>(found)(arguments...);
+    std::fprintf(stderr, "memsaver: warning: %s was called, and no shared CUDA runtime is loaded\n", name);
+    return kInitializationError;
+  }
+};
+RealFunction real_malloc{"cudaMalloc"}, real_free{"cudaFree"};
+RealFunction real_malloc_async{"cudaMallocAsync"}, real_free_async{"cudaFreeAsync"};
+RealFunction real_get_device{"cudaGetDevice"}, real_is_capturing{"cudaStreamIsCapturing"};
 
 int allocate(void** pointer, size_t bytes) {
   const memsaver_preload_core* const saver = core.load(std::memory_order_acquire);
   if (saver == nullptr || pointer == nullptr || bytes == 0) return kMemsaverNotMine;
   const Region& mine = region();
   if (!mine.active) return kMemsaverNotMine;
-  static std::atomic<void*> get_device{nullptr};
   int device = 0;
-  const int code = call_real<int*>("cudaGetDevice", get_device, &device);
+  const int code = real_get_device(&device);
   if (code != kSuccess) return code;
   return saver->allocate(pointer, bytes, device, mine.tag, mine.cpu_backup, mine.disk_backup);
 }
@@ -117,9 +118,8 @@ int give_back(void* pointer) {
 
 // During capture, an allocation becomes part of the graph, which only the real function can do.
 bool is_capturing(void* stream) {
-  static std::atomic<void*> known{nullptr};
   int status = 0;
-  return call_real<void*, int*>("cudaStreamIsCapturing", known, stream, &status) == kSuccess && status != 0;
+  return real_is_capturing(stream, &status) == kSuccess && status != 0;
 }
 
 }  // namespace
@@ -128,27 +128,23 @@ bool is_capturing(void* stream) {
 
 MEMSAVER_EXPORT int cudaMalloc(void** pointer, size_t bytes) {
   const int code = allocate(pointer, bytes);
-  static std::atomic<void*> known{nullptr};
-  return code != kMemsaverNotMine ? code : call_real("cudaMalloc", known, pointer, bytes);
+  return code != kMemsaverNotMine ? code : real_malloc(pointer, bytes);
 }
 
 MEMSAVER_EXPORT int cudaFree(void* pointer) {
   const int code = give_back(pointer);
-  static std::atomic<void*> known{nullptr};
-  return code != kMemsaverNotMine ? code : call_real("cudaFree", known, pointer);
+  return code != kMemsaverNotMine ? code : real_free(pointer);
 }
 
 MEMSAVER_EXPORT int cudaMallocAsync(void** pointer, size_t bytes, void* stream) {
   const int code = region().active && !is_capturing(stream) ? allocate(pointer, bytes) : kMemsaverNotMine;
-  static std::atomic<void*> known{nullptr};
-  return code != kMemsaverNotMine ? code : call_real("cudaMallocAsync", known, pointer, bytes, stream);
+  return code != kMemsaverNotMine ? code : real_malloc_async(pointer, bytes, stream);
 }
 
 // Waits for the device, as cudaFree does, if the memory is the saver's.
 MEMSAVER_EXPORT int cudaFreeAsync(void* pointer, void* stream) {
   const int code = give_back(pointer);
-  static std::atomic<void*> known{nullptr};
-  return code != kMemsaverNotMine ? code : call_real("cudaFreeAsync", known, pointer, stream);
+  return code != kMemsaverNotMine ? code : real_free_async(pointer, stream);
 }
 
 MEMSAVER_EXPORT int memsaver_preload_register(const memsaver_preload_core* given) {

@@ -54,6 +54,19 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
 Saver* active_saver() noexcept { return saver.load(); }
 void set_active_saver(Saver* active) noexcept { saver.store(active); }
 
+bool free_or_warn(Saver& saver, Address address) noexcept {
+  try {
+    saver.free(address);
+    return true;
+  } catch (const Error& error) {
+    if (error.kind == ErrorKind::forked) return true;
+    warn(error.what());
+  } catch (const std::exception& error) {
+    warn(error.what());
+  }
+  return false;
+}
+
 int allocator_for(const std::string& tag, Restore restore) {
   const Lock lock(regions_mutex);
   auto& list = regions();
@@ -77,14 +90,8 @@ std::string take_allocation_failure() { return std::exchange(allocation_failure,
 #define MEMSAVER_EXPORT extern "C" __attribute__((visibility("default")))
 
 MEMSAVER_EXPORT void memsaver_torch_free(void* pointer, ssize_t, int, void*) {
-  try {
-    if (auto* const active = memsaver::active_saver()) active->free(reinterpret_cast<memsaver::Address>(pointer));
-  } catch (const memsaver::Error& error) {
-    // A forked child owns none of the device memory: there is nothing to free.
-    if (error.kind != memsaver::ErrorKind::forked) memsaver::warn(error.what());
-  } catch (const std::exception& error) {
-    memsaver::warn(error.what());
-  }
+  auto* const active = memsaver::active_saver();
+  if (active != nullptr) memsaver::free_or_warn(*active, reinterpret_cast<memsaver::Address>(pointer));
 }
 
 #define MEMSAVER_MALLOC(number)                                                            \

@@ -22,6 +22,47 @@ void activate(const std::shared_ptr<Saver>& saver) {
   set_active_saver(saver.get());
 }
 
+// An allocation on the host driver as a Python buffer, freed with the last reference to it.
+class HostBuffer {
+ public:
+  HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
+             std::size_t bytes)
+      : saver_(std::move(saver)), bytes_(bytes) {
+    const Restore policy = parse_restore(restore);
+    const py::gil_scoped_release no_gil;
+    address_ = saver_->allocate({device, tag, policy}, bytes);
+  }
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+  ~HostBuffer() {
+    const py::gil_scoped_release no_gil;
+    try {
+      saver_->free(address_);
+    } catch (const Error& error) {
+      // A forked child drops its copies of the parent's tensors, which frees nothing.
+      if (error.kind != ErrorKind::forked) PyErr_Clear();
+    }
+  }
+  [[nodiscard]] py::buffer_info view() const {
+    return {reinterpret_cast<void*>(address_), 1, py::format_descriptor<unsigned char>::format(),
+            static_cast<py::ssize_t>(bytes_)};
+  }
+  [[nodiscard]] Address address() const { return address_; }
+
+ private:
+  std::shared_ptr<Saver> saver_;
+  std::size_t bytes_;
+  Address address_ = 0;
+};
+
+void bind_host_buffer(py::module_& module) {
+  py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
+      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t>(), "saver"_a,
+           "device"_a, "tag"_a, "restore"_a, "bytes"_a)
+      .def_property_readonly("address", &HostBuffer::address)
+      .def_buffer(&HostBuffer::view);
+}
+
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest_of(const py::buffer& data,
                                                                   const std::array<std::uint64_t, 4>& key,
                                                                   std::uint64_t first_word) {
@@ -35,20 +76,20 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest_of(const py::buff
 }
 
 void bind_hooks(py::module_& module) {
-  module.def("activate", &activate, py::arg("saver"), "Make this the saver that torch's allocations go to.");
+  module.def("activate", &activate, "saver"_a, "Make this the saver that torch's allocations go to.");
   module.def(
       "allocator_for",
       [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
-      py::arg("tag"), py::arg("restore"));
+      "tag"_a, "restore"_a);
   module.def("take_allocation_failure", &take_allocation_failure);
-  module.def("attach_preload_library", &attach_preload_library, py::arg("zeroed_tags"),
+  module.def("attach_preload_library", &attach_preload_library, "zeroed_tags"_a,
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
   module.def(
       "restore_for",
       [](const std::string& tag, bool cpu_backup, bool disk_backup) {
         return std::string(name_of(restore_for(tag, cpu_backup, disk_backup)));
       },
-      py::arg("tag"), py::arg("cpu_backup"), py::arg("disk_backup"));
+      "tag"_a, "cpu_backup"_a, "disk_backup"_a);
 }
 
 void bind_machine(py::module_& module) {
@@ -60,10 +101,10 @@ void bind_machine(py::module_& module) {
       },
       "Why CUDA cannot be used here; an empty string if it can.");
   module.def("can_checkpoint", &cuda_can_checkpoint);
-  module.def("reaches", &cuda_reaches, py::arg("device"), py::arg("address"), py::call_guard<py::gil_scoped_release>());
-  module.def("set_nvrtc_path", &cuda::set_nvrtc_path, py::arg("path"));
+  module.def("reaches", &cuda_reaches, "device"_a, "address"_a, py::call_guard<py::gil_scoped_release>());
+  module.def("set_nvrtc_path", &cuda::set_nvrtc_path, "path"_a);
   module.def("available_memory_bytes", [] { return available_memory_bytes(); });
-  module.def("digest_of", &digest_of, py::arg("data"), py::arg("key"), py::arg("first_word") = 0);
+  module.def("digest_of", &digest_of, "data"_a, "key"_a, "first_word"_a = 0);
 }
 
 }  // namespace

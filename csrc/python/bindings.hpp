@@ -16,6 +16,7 @@
 namespace memsaver::python {
 
 namespace py = pybind11;
+using namespace py::literals;
 
 using SaverClass = py::class_<Saver, std::shared_ptr<Saver>>;
 
@@ -26,9 +27,8 @@ using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driv
 // may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
 
-// Parts of bind_all().
+// A part of bind_all().
 void bind_saver(py::module_& module, const DriverAdaptor& adapt);
-void bind_host_buffer(py::module_& module);
 
 // The value named `text`. Throws ErrorKind::configuration, listing the names, if there is none.
 template <typename Enum>

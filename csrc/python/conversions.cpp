@@ -5,45 +5,23 @@ namespace memsaver::python {
 namespace {
 
 py::dict to_dict(const PipelineSeconds& seconds) {
-  py::dict dict;
-  dict["host_memory_seconds"] = seconds.host_memory;
-  dict["digest_seconds"] = seconds.digest;
-  dict["copy_seconds"] = seconds.copy;
-  dict["driver_seconds"] = seconds.driver;
-  return dict;
+  return py::dict("host_memory_seconds"_a = seconds.host_memory, "digest_seconds"_a = seconds.digest,
+                  "copy_seconds"_a = seconds.copy, "driver_seconds"_a = seconds.driver);
 }
 
 py::dict to_dict(const TagOutcome& tag) {
-  py::dict dict;
-  dict["tag"] = tag.tag;
-  dict["restore"] = tag.restore;
-  dict["state"] = tag.state;
-  dict["bytes"] = tag.bytes;
-  dict["released_bytes"] = tag.released_bytes;
-  dict["resumed_bytes"] = tag.resumed_bytes;
-  dict["backed_up_bytes"] = tag.backed_up_bytes;
-  dict["unchanged_bytes"] = tag.unchanged_bytes;
-  dict["zero_bytes"] = tag.zero_bytes;
-  dict["restored_bytes"] = tag.restored_bytes;
-  dict["already"] = tag.already;
-  return dict;
+  return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
+                  "released_bytes"_a = tag.released_bytes, "resumed_bytes"_a = tag.resumed_bytes,
+                  "backed_up_bytes"_a = tag.backed_up_bytes, "unchanged_bytes"_a = tag.unchanged_bytes,
+                  "zero_bytes"_a = tag.zero_bytes, "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
 }
 
 py::dict to_dict(const TagSnapshot& tag) {
-  py::dict dict;
-  dict["tag"] = tag.tag;
-  dict["restore"] = tag.restore;
-  dict["state"] = tag.state;
-  dict["bytes"] = tag.bytes;
-  dict["resident_bytes"] = tag.resident_bytes;
-  dict["released_bytes"] = tag.released_bytes;
-  dict["retained_bytes"] = tag.retained_bytes;
-  dict["backed_up_bytes"] = tag.backed_up_bytes;
-  dict["allocations"] = tag.allocations;
-  dict["chunks"] = tag.chunks;
-  dict["mapped_by_device"] = tag.mapped_by_device;
-  dict["bytes_by_device"] = tag.bytes_by_device;
-  return dict;
+  return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
+                  "resident_bytes"_a = tag.resident_bytes, "released_bytes"_a = tag.released_bytes,
+                  "retained_bytes"_a = tag.retained_bytes, "backed_up_bytes"_a = tag.backed_up_bytes,
+                  "allocations"_a = tag.allocations, "chunks"_a = tag.chunks,
+                  "mapped_by_device"_a = tag.mapped_by_device, "bytes_by_device"_a = tag.bytes_by_device);
 }
 
 template <typename Tag>
@@ -62,54 +40,28 @@ Restore parse_restore(const std::string& text) {
 }
 
 py::dict to_dict(const OperationResult& result) {
-  py::dict dict;
-  dict["tags"] = to_list(result.tags);
-  dict["devices"] = result.devices;
-  dict["seconds"] = result.seconds;
-  dict["work"] = to_dict(result.work);
-  dict["first_memory_seconds"] = result.first_memory_seconds;
-  return dict;
+  return py::dict("tags"_a = to_list(result.tags), "devices"_a = result.devices, "seconds"_a = result.seconds,
+                  "work"_a = to_dict(result.work), "first_memory_seconds"_a = result.first_memory_seconds);
 }
 
 py::dict to_dict(const SaverStatus& status) {
-  py::dict dict;
-  dict["state"] = status.state;
-  dict["failure"] = status.failure;
-  dict["tags"] = to_list(status.tags);
-  dict["backup_bytes"] = status.backup_bytes;
-  dict["file_bytes"] = status.file_bytes;
-  dict["pool_used_bytes"] = status.pool.used_bytes;
-  dict["pool_capacity_bytes"] = status.pool.capacity_bytes;
-  dict["pool_target_bytes"] = status.pool.target_bytes;
-  dict["pool_limit_bytes"] = status.pool.limit_bytes;
-  dict["prepared"] = status.prepared;
-  dict["operation"] = status.operation;
-  dict["done_bytes"] = status.done_bytes;
-  dict["total_bytes"] = status.total_bytes;
-  dict["copied_bytes"] = status.copied_bytes;
-  dict["operation_seconds"] = status.operation_seconds;
-  return dict;
+  return py::dict("state"_a = status.state, "failure"_a = status.failure, "tags"_a = to_list(status.tags),
+                  "backup_bytes"_a = status.backup_bytes, "file_bytes"_a = status.file_bytes,
+                  "pool_used_bytes"_a = status.pool.used_bytes, "pool_capacity_bytes"_a = status.pool.capacity_bytes,
+                  "pool_target_bytes"_a = status.pool.target_bytes, "pool_limit_bytes"_a = status.pool.limit_bytes,
+                  "prepared"_a = status.prepared, "operation"_a = status.operation, "done_bytes"_a = status.done_bytes,
+                  "total_bytes"_a = status.total_bytes, "copied_bytes"_a = status.copied_bytes,
+                  "operation_seconds"_a = status.operation_seconds);
 }
 
 py::dict to_dict(const BackupView& view) {
-  py::dict dict;
-  dict["tag"] = view.tag;
-  dict["released"] = view.released;
-  dict["in_host_memory"] = view.kept == Kept::host;
-  dict["on_disk"] = view.kept == Kept::file;
-  dict["memory"] = reinterpret_cast<Address>(view.memory);
-  return dict;
+  return py::dict("tag"_a = view.tag, "released"_a = view.released, "in_host_memory"_a = view.kept == Kept::host,
+                  "on_disk"_a = view.kept == Kept::file, "memory"_a = reinterpret_cast<Address>(view.memory));
 }
 
 py::dict to_dict(const DeviceInfo& info) {
-  py::dict dict;
-  dict["uuid"] = info.uuid;
-  dict["name"] = info.name;
-  dict["total_bytes"] = info.total_bytes;
-  dict["granularity"] = info.granularity;
-  dict["numa_node"] = info.numa_node;
-  dict["rdma"] = info.rdma;
-  return dict;
+  return py::dict("uuid"_a = info.uuid, "name"_a = info.name, "total_bytes"_a = info.total_bytes,
+                  "granularity"_a = info.granularity, "numa_node"_a = info.numa_node, "rdma"_a = info.rdma);
 }
 
 void set_python_error(const Error& error) {

@@ -23,46 +23,38 @@ py::dict dict_of(const Function& function) {
   return to_dict(result);
 }
 
-std::shared_ptr<Saver> make_saver(const DriverAdaptor& adapt, const std::string& driver,
-                                  const std::vector<std::string>& host_devices, std::size_t host_capacity,
-                                  Settings settings) {
-  auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
-  if (adapt) opened = adapt(std::move(opened));
-  return std::make_shared<Saver>(std::move(opened), std::move(settings));
-}
-
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
   saver.def(py::init([adapt](const std::string& driver, const std::vector<std::string>& host_devices,
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
                              const std::string& retention, const std::string& verify, bool peer_access) {
-              Settings settings;
-              settings.host_backup_limit = host_backup_limit;
-              settings.file_folder = file_folder;
-              settings.retention =
+              Settings settings{
+                  host_backup_limit, file_folder,
                   parse<Retention>(retention, "retention policy",
-                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}});
-              settings.verify = parse<VerifyChoice>(verify, "verification",
-                                                    {{"off", VerifyChoice::off},
-                                                     {"sampled", VerifyChoice::sampled},
-                                                     {"full", VerifyChoice::full},
-                                                     {"auto", VerifyChoice::automatic}});
-              settings.peer_access = peer_access;
-              return make_saver(adapt, driver, host_devices, host_capacity, std::move(settings));
+                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}}),
+                  parse<VerifyChoice>(verify, "verification",
+                                      {{"off", VerifyChoice::off},
+                                       {"sampled", VerifyChoice::sampled},
+                                       {"full", VerifyChoice::full},
+                                       {"auto", VerifyChoice::automatic}}),
+                  peer_access};
+              auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
+              if (adapt) opened = adapt(std::move(opened));
+              return std::make_shared<Saver>(std::move(opened), std::move(settings));
             }),
-            py::kw_only(), py::arg("driver"), py::arg("host_devices") = std::vector<std::string>{},
-            py::arg("host_capacity") = 0, py::arg("host_backup_limit") = 0, py::arg("file_folder") = "/tmp",
-            py::arg("retention") = "keep", py::arg("verify") = "auto", py::arg("peer_access") = false);
+            py::kw_only(), "driver"_a, "host_devices"_a = std::vector<std::string>{}, "host_capacity"_a = 0,
+            "host_backup_limit"_a = 0, "file_folder"_a = "/tmp", "retention"_a = "keep", "verify"_a = "auto",
+            "peer_access"_a = false);
 }
 
-OperationResult release(Saver& saver, const std::vector<std::string>& tags,
-                        const std::vector<std::pair<Address, std::size_t>>& dead,
-                        const std::map<std::string, std::string>& overrides) {
+py::dict release(Saver& saver, const std::vector<std::string>& tags,
+                 const std::vector<std::pair<Address, std::size_t>>& dead,
+                 const std::map<std::string, std::string>& overrides) {
   std::vector<RangeSet::Range> ranges;
   ranges.reserve(dead.size());
   for (const auto& [address, bytes] : dead) ranges.push_back({address, bytes});
   std::map<std::string, Restore> policies;
   for (const auto& [tag, restore] : overrides) policies.emplace(tag, parse_restore(restore));
-  return saver.release(tags, ranges, policies);
+  return dict_of([&] { return saver.release(tags, ranges, policies); });
 }
 
 void bind_operations(SaverClass& saver) {
@@ -72,41 +64,31 @@ void bind_operations(SaverClass& saver) {
           [](Saver& self, int device, const std::string& tag, const std::string& restore, std::size_t bytes) {
             return self.allocate({device, tag, parse_restore(restore)}, bytes);
           },
-          py::arg("device"), py::arg("tag"), py::arg("restore"), py::arg("bytes"), NoGil())
-      .def("free", &Saver::free, py::arg("address"), NoGil())
-      .def(
-          "release",
-          [](Saver& self, const std::vector<std::string>& tags,
-             const std::vector<std::pair<Address, std::size_t>>& dead,
-             const std::map<std::string, std::string>& overrides) {
-            return dict_of([&] { return release(self, tags, dead, overrides); });
-          },
-          py::arg("tags"), py::arg("dead"), py::arg("overrides"))
+          "device"_a, "tag"_a, "restore"_a, "bytes"_a, NoGil())
+      .def("free", &Saver::free, "address"_a, NoGil())
+      .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
       .def(
           "resume",
           [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
-          py::arg("tags"))
+          "tags"_a)
       .def("status", [](Saver& self) { return dict_of([&] { return self.status(); }); })
-      .def("synchronize", &Saver::synchronize, NoGil())
-      .def("set_memory_margin", &Saver::set_memory_margin, py::arg("bytes"))
-      .def("known_tags", &Saver::known_tags, NoGil())
-      .def("devices", &Saver::devices, NoGil())
-      .def("owns", &Saver::owns, py::arg("address"), NoGil())
-      .def("close", &Saver::close)
-      .def("audit", &Saver::audit, py::arg("others") = std::map<int, std::size_t>{}, NoGil());
-}
-
-void bind_backups(SaverClass& saver) {
-  saver.def("prepare_backup", &Saver::prepare_backup, NoGil())
+      .def("prepare_backup", &Saver::prepare_backup, NoGil())
       .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())
       .def(
           "backup_of",
           [](Saver& self, Address address, std::size_t bytes, Address to) {
             return dict_of([&] { return self.backup_of(address, bytes, reinterpret_cast<void*>(to)); });
           },
-          py::arg("address"), py::arg("bytes"), py::arg("to"))
-      .def("drop_backups", &Saver::drop_backups, py::arg("tags"), NoGil())
-      .def("set_file_folder", &Saver::set_file_folder, py::arg("folder"), NoGil());
+          "address"_a, "bytes"_a, "to"_a)
+      .def("drop_backups", &Saver::drop_backups, "tags"_a, NoGil())
+      .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
+      .def("synchronize", &Saver::synchronize, NoGil())
+      .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)
+      .def("known_tags", &Saver::known_tags, NoGil())
+      .def("devices", &Saver::devices, NoGil())
+      .def("owns", &Saver::owns, "address"_a, NoGil())
+      .def("close", &Saver::close)
+      .def("audit", &Saver::audit, py::arg("others") = std::map<int, std::size_t>{}, NoGil());
 }
 
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest(Saver& saver, int device, Address address,
@@ -128,7 +110,7 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest(Saver& saver, int
 void bind_driver(SaverClass& saver) {
   saver.def("trim_graph_memory", &Saver::trim_graph_memory, NoGil())
       .def(
-          "graph_memory", [](Saver& self, int device) { return self.driver().graph_memory(device); }, py::arg("device"),
+          "graph_memory", [](Saver& self, int device) { return self.driver().graph_memory(device); }, "device"_a,
           NoGil())
       .def("accounts",
            [](Saver& self) {
@@ -141,15 +123,15 @@ void bind_driver(SaverClass& saver) {
       .def(
           "device_info",
           [](Saver& self, int device) { return dict_of([&] { return self.driver().device_info(device); }); },
-          py::arg("device"))
+          "device"_a)
       .def(
           "memory_info",
           [](Saver& self, int device) {
             const MemoryInfo info = self.driver().memory_info(device);
             return std::make_pair(info.free_bytes, info.total_bytes);
           },
-          py::arg("device"), NoGil(), "(free, total) bytes of a device, as the driver tells them now")
-      .def("digest", &digest, py::arg("device"), py::arg("address"), py::arg("bytes"), py::arg("key"), NoGil());
+          "device"_a, NoGil(), "(free, total) bytes of a device, as the driver tells them now")
+      .def("digest", &digest, "device"_a, "address"_a, "bytes"_a, "key"_a, NoGil());
 }
 
 }  // namespace
@@ -158,7 +140,6 @@ void bind_saver(py::module_& module, const DriverAdaptor& adapt) {
   SaverClass saver(module, "Saver");
   bind_constructor(saver, adapt);
   bind_operations(saver);
-  bind_backups(saver);
   bind_driver(saver);
 }
 
