@@ -279,8 +279,8 @@ def test_readers_that_never_read_hinder_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Event streams, the dashboard's feed and metrics: only their own writers wait."""
-    monkeypatch.setattr(dashboard, "BEAT_S", 0.0)
-    monkeypatch.setattr(dashboard, "RUNNING_BEAT_S", 0.0)
+    monkeypatch.setattr(dashboard, "IDLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(dashboard, "RUNNING_INTERVAL_S", 0.0)
     monkeypatch.setattr(dashboard, "TICK_S", 0.0)
     engine.block()
     busy = connect()
