@@ -92,8 +92,7 @@ void bind_operations(SaverClass& saver) {
       .def("known_tags", &Saver::known_tags, NoGil())
       .def("devices", &Saver::devices, NoGil())
       .def("owns", &Saver::owns, py::arg("address"), NoGil())
-      .def("close", &Saver::close)
-      .def("audit", &Saver::audit, py::arg("others") = std::map<int, std::size_t>{}, NoGil());
+      .def("close", &Saver::close);
 }
 
 void bind_backups(SaverClass& saver) {
