@@ -51,18 +51,9 @@ Pipeline& BackupStore::pipeline_of(int device) {
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
 
-Verify BackupStore::verify() const {
-  switch (options_.verify) {
-    case VerifyChoice::off:
-      return Verify::off;
-    case VerifyChoice::sampled:
-      return Verify::sampled;
-    case VerifyChoice::full:
-      return Verify::full;
-    case VerifyChoice::automatic:
-      break;
-  }
-  return driver_.digest_is_cheap() ? Verify::full : Verify::sampled;
+VerifyChoice BackupStore::verify() const {
+  if (options_.verify != VerifyChoice::automatic) return options_.verify;
+  return driver_.digest_is_cheap() ? VerifyChoice::full : VerifyChoice::sampled;
 }
 
 void BackupStore::give_back(Block& block, int device) {

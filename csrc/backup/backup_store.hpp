@@ -29,10 +29,6 @@ enum class Retention {
   free,  // backups of resident memory are dropped, and their memory is unpinned
 };
 
-// How much restored content is verified; `automatic` is full if the device digests far faster than it copies, else
-// sampled.
-enum class VerifyChoice { off, sampled, full, automatic };
-
 // Keeps content, and decides until when: pinned host memory for each NUMA node, the backup file, the pipeline of each
 // device, and the thread that enforces the retention policy.
 class BackupStore {
@@ -46,8 +42,6 @@ class BackupStore {
 
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held.
   BackupStore(Driver& driver, Options options, Progress& progress, std::function<void()> drop_resident);
-  BackupStore(const BackupStore&) = delete;
-  BackupStore& operator=(const BackupStore&) = delete;
   // Waits for the retention thread and gives everything back. In a forked child, which shares its parent's device
   // memory and has none of its threads, it gives nothing back.
   ~BackupStore();
@@ -65,7 +59,8 @@ class BackupStore {
   [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
-  [[nodiscard]] Verify verify() const;
+  // Never `automatic`.
+  [[nodiscard]] VerifyChoice verify() const;
 
   // Drops what is kept of a block. Calls neither driver nor file system.
   void give_back(Block& block, int device) EXCLUDES(mutex_);

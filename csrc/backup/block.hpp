@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -38,6 +39,24 @@ template <typename Range>
   std::size_t sum = 0;
   for (const auto& range : ranges) sum += range.bytes;
   return sum;
+}
+
+// Calls `visit(offset, memory, bytes)` for each run of content that is contiguous both in its allocation, at `offset`,
+// and in `ranges`, which hold the extents one after the other, at `memory`.
+template <typename Visit>
+void for_each_piece(const std::vector<Extent>& extents, const std::vector<HostRange>& ranges, const Visit& visit) {
+  auto range = ranges.begin();
+  std::size_t used = 0;
+  for (const auto& extent : extents) {
+    for (std::size_t done = 0, bytes = 0; done < extent.bytes; done += bytes, used += bytes) {
+      if (used == range->bytes) {
+        ++range;
+        used = 0;
+      }
+      bytes = std::min(extent.bytes - done, range->bytes - used);
+      visit(extent.offset + done, range->address + used, bytes);
+    }
+  }
 }
 
 enum class Kept {

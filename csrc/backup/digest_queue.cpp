@@ -2,12 +2,8 @@
 
 #include <sys/mman.h>
 
-#include <algorithm>
-#include <cerrno>
-#include <cstring>
-
-#include "support/error.hpp"
 #include "support/log.hpp"
+#include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -15,11 +11,7 @@ namespace memsaver {
 DigestQueue::DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
     : driver_(driver), device_(device), key_(key), stream_(stream) {
   constexpr std::size_t bytes = sizeof(Slot) * kSlots;
-  void* memory = sys::map_memory(bytes, MAP_POPULATE);
-  if (memory == MAP_FAILED) {
-    throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
-        .with_bytes(bytes);
-  }
+  void* const memory = sys::map_memory(bytes, MAP_POPULATE);
   try {
     driver_.register_host(memory, bytes);
   } catch (...) {
@@ -68,13 +60,8 @@ std::vector<Digest> DigestQueue::collect() {
   const Batch batch = std::move(batches_.front());
   batches_.pop_front();
   idle_.push_back(batch.slot);
-  try {
-    driver_.wait(device_, batch.event);
-  } catch (...) {
-    driver_.recycle(device_, batch.event);
-    throw;
-  }
-  driver_.recycle(device_, batch.event);
+  const ScopeExit recycle([&] { driver_.recycle(device_, batch.event); });
+  driver_.wait(device_, batch.event);
   std::vector<Digest> digests;
   std::size_t at = 0;
   for (const std::size_t end : batch.ends) {

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -43,7 +42,11 @@ HostPool::HostPool(Driver& driver, std::size_t limit_bytes, int numa_node)
     : driver_(driver), limit_(limit_bytes), numa_node_(numa_node) {}
 
 HostPool::~HostPool() {
-  stop_growth();
+  {
+    const Lock lock(mutex_);
+    stop_ = true;
+  }
+  for (auto& thread : threads_) thread.join();
   for (const auto& slice : touched_) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
   for (const auto& [address, slice] : slices_) {
     try {
@@ -111,16 +114,6 @@ void HostPool::wait_for_growth() {
   if (growth_failure_) std::rethrow_exception(growth_failure_);
 }
 
-void HostPool::stop_growth() {
-  std::vector<std::thread> threads;
-  {
-    const Lock lock(mutex_);
-    stop_ = true;
-    threads = std::move(threads_);
-  }
-  for (auto& thread : threads) thread.join();
-}
-
 void HostPool::set_urgent(int change) {
   const Lock lock(mutex_);
   urgent_ += change;
@@ -142,7 +135,7 @@ void HostPool::grow() {
     under_way_ += bytes;
     mutex_.unlock();
     std::exception_ptr failure;
-    Touched slice{};
+    HostRange slice{};
     try {
       slice = make_slice(bytes);
     } catch (...) {
@@ -165,7 +158,7 @@ void HostPool::grow() {
 // registering.
 bool HostPool::register_one() {
   if (registering_ || touched_.empty()) return false;
-  const Touched slice = touched_.front();
+  const HostRange slice = touched_.front();
   touched_.erase(touched_.begin());
   registering_ = true;
   mutex_.unlock();
@@ -189,19 +182,15 @@ bool HostPool::register_one() {
   return true;
 }
 
-void HostPool::add_slice(const Touched& slice) {
+void HostPool::add_slice(const HostRange& slice) {
   slices_.emplace(slice.address, Slice{slice.bytes});
   free_[slice.address].add(slice.address, slice.bytes);
   capacity_ += slice.bytes;
 }
 
-HostPool::Touched HostPool::make_slice(std::size_t bytes) const {
+HostRange HostPool::make_slice(std::size_t bytes) const {
   check_available(bytes);  // it may have shrunk since the growth began
   void* const memory = sys::map_memory(bytes, 0);
-  if (memory == MAP_FAILED) {
-    throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
-        .with_bytes(bytes);
-  }
   madvise(memory, bytes, MADV_DONTFORK);  // pinned pages must not become copy-on-write
   if (bytes >= kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);
 #ifdef SYS_mbind
@@ -287,8 +276,8 @@ void HostPool::give(const std::vector<HostRange>& ranges, Use use) {
 }
 
 void HostPool::trim() {
-  std::vector<Touched> touched;
-  std::vector<Touched> pinned;
+  std::vector<HostRange> touched;
+  std::vector<HostRange> pinned;
   {
     const Lock lock(mutex_);
     if (is_growing()) return;

@@ -32,8 +32,6 @@ class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
   HostPool(Driver& driver, std::size_t limit_bytes, int numa_node);
-  HostPool(const HostPool&) = delete;
-  HostPool& operator=(const HostPool&) = delete;
   ~HostPool();
 
   // Throws ErrorKind::out_of_host_memory if `bytes` more would exceed the limit, or if the part of them that is not
@@ -80,17 +78,12 @@ class HostPool {
     std::size_t bytes;
     std::size_t used_bytes = 0;
   };
-  struct Touched {
-    std::uintptr_t address;
-    std::size_t bytes;
-  };
-  [[nodiscard]] Touched make_slice(std::size_t bytes) const;
+  [[nodiscard]] HostRange make_slice(std::size_t bytes) const;
   void grow_to(std::size_t capacity) REQUIRES(mutex_);
   void grow();
-  void stop_growth();
   void set_urgent(int change);
   bool register_one() REQUIRES(mutex_);
-  void add_slice(const Touched& slice) REQUIRES(mutex_);
+  void add_slice(const HostRange& slice) REQUIRES(mutex_);
   void wait_for_capacity(std::size_t bytes, Use use) REQUIRES(mutex_);
   [[nodiscard]] std::vector<HostRange> carve(std::size_t bytes) REQUIRES(mutex_);
   [[nodiscard]] bool is_growing() const REQUIRES(mutex_) { return growers_ > 0 || registering_; }
@@ -107,8 +100,8 @@ class HostPool {
   std::size_t passing_ GUARDED_BY(mutex_) = 0;  // the bounce memory in used_
   std::size_t capacity_ GUARDED_BY(mutex_) = 0;
   std::size_t target_ GUARDED_BY(mutex_) = 0;
-  std::vector<Touched> touched_ GUARDED_BY(mutex_);  // slices to be registered
-  std::size_t under_way_ GUARDED_BY(mutex_) = 0;     // bytes of slices that are made, touched or being registered
+  std::vector<HostRange> touched_ GUARDED_BY(mutex_);  // slices to be registered
+  std::size_t under_way_ GUARDED_BY(mutex_) = 0;       // bytes of slices that are made, touched or being registered
   bool registering_ GUARDED_BY(mutex_) = false;
   int urgent_ GUARDED_BY(mutex_) = 0;
   std::size_t growers_ GUARDED_BY(mutex_) = 0;  // running maker threads

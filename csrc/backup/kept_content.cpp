@@ -24,28 +24,14 @@ void KeptContent::add(const Block& block, std::size_t begin, std::size_t end) {
   if (block.kept == Kept::zero) return append(nullptr, end - begin);
   // The extents lie packed in the block's host memory; what is between them was dead and reads as zeros.
   std::size_t at = begin;
-  auto part = block.host.begin();
-  std::size_t used = 0;
-  for (const auto& extent : block.extents) {
-    std::size_t done = 0;
-    while (done < extent.bytes) {
-      if (used == part->bytes) {
-        ++part;
-        used = 0;
-      }
-      const std::size_t bytes = std::min(extent.bytes - done, part->bytes - used);
-      const std::size_t offset = extent.offset + done;
-      const std::size_t from = std::max(begin, offset);
-      const std::size_t to = std::min(end, offset + bytes);
-      if (from < to) {
-        append(nullptr, from - at);
-        append(reinterpret_cast<const char*>(part->address + used + (from - offset)), to - from);
-        at = to;
-      }
-      done += bytes;
-      used += bytes;
-    }
-  }
+  for_each_piece(block.extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t bytes) {
+    const std::size_t from = std::max(begin, offset);
+    const std::size_t to = std::min(end, offset + bytes);
+    if (from >= to) return;
+    append(nullptr, from - at);
+    append(reinterpret_cast<const char*>(memory + (from - offset)), to - from);
+    at = to;
+  });
   append(nullptr, end - at);
 }
 

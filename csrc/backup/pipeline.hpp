@@ -1,14 +1,60 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <string>
 #include <vector>
 
-#include "backup/content.hpp"
 #include "backup/staging.hpp"
 #include "support/progress.hpp"
 
 namespace memsaver {
+
+// How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
+// than it copies, else sampled.
+enum class VerifyChoice { off, sampled, full, automatic };
+
+// A block whose content is to be saved or restored.
+struct ContentBlock {
+  enum class Outcome { none, copied, unchanged, zero };
+
+  std::string tag;
+  Address base = 0;          // of its allocation
+  Block* block = nullptr;    // outlives the operation
+  std::vector<Extent> live;  // its content now (for a save)
+  bool to_file = false;      // save to the file store instead of host memory
+  Outcome outcome = Outcome::none;
+
+  [[nodiscard]] Address begin() const { return base + block->offset; }
+  [[nodiscard]] Address end() const { return begin() + block->bytes; }
+};
+
+// The address range of one physical handle.
+struct ChunkRange {
+  std::string tag;
+  Address address;
+  std::size_t bytes;
+  bool zero = false;  // a restore fills it with zeros
+
+  [[nodiscard]] Address end() const { return address + bytes; }
+};
+
+// Seconds of work by kind. Kinds overlap.
+struct PipelineSeconds {
+  double host_memory = 0;  // waiting for pinned memory
+  double digest = 0;       // waiting for digests
+  double copy = 0;         // waiting for copies and files
+  double driver = 0;       // mapping and unmapping
+
+  // The larger value of each kind: the time of devices that work in parallel.
+  void raise_to(const PipelineSeconds& other) {
+    host_memory = std::max(host_memory, other.host_memory);
+    digest = std::max(digest, other.digest);
+    copy = std::max(copy, other.copy);
+    driver = std::max(driver, other.driver);
+  }
+};
 
 // Moves the content of one device's chunks to its backups and back. Copies overlap driver calls: a save drops chunk i
 // while chunk i + 1 is copied, a restore maps chunk i + 1 while chunk i is copied.
@@ -17,7 +63,8 @@ namespace memsaver {
 // waits until nothing is under way.
 class Pipeline {
  public:
-  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, Progress& progress);
+  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, Progress& progress)
+      : staging_(driver, device, pool, files, key), progress_(progress) {}
 
   // Saves the content of `blocks`, and calls drop(i) for chunk i once all content in it is saved. Both are in address
   // order. A block whose content equals its backup is not copied; one of zeros needs no memory.
@@ -27,11 +74,11 @@ class Pipeline {
                        const std::function<void(std::size_t)>& drop);
 
   // Calls acquire(i) for each chunk in turn, and restores each block as soon as all chunks under it are mapped.
-  // `blocks` are in address order, and so are the chunks under them.
+  // `blocks` are in address order, and so are the chunks under them. `verify` is not `automatic`.
   // When it throws (ErrorKind::backup: content differs from its digest), every backup is as it was; nothing is under
   // way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
-                          const std::function<void(std::size_t)>& acquire, Verify verify);
+                          const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
  private:
   Staging staging_;

@@ -1,11 +1,11 @@
-#include "backup/restore.hpp"
-
 #include <algorithm>
+#include <deque>
 #include <limits>
+#include <optional>
 
+#include "backup/pipeline.hpp"
 #include "support/error.hpp"
 #include "support/scope_exit.hpp"
-#include "support/stopwatch.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -18,207 +18,236 @@ constexpr char kAdvice[] =
     "the memory stays released; repeat, or give this content up: release the tag with restore 'discard', resume it, "
     "and load the content anew";
 
+// One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks as soon as they are mapped.
+class RestoreTask {
+ public:
+  RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
+              const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
+              VerifyChoice verify)
+      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
+
+  PipelineSeconds run() {
+    verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
+    try {
+      for (std::size_t i = 0; i < chunks_.size(); ++i) acquire_chunk(i);
+      restore_below(std::numeric_limits<Address>::max());
+      finish();
+    } catch (...) {
+      staging_.settle(reads_);
+      for (const auto& landing : landings_) {
+        if (landing.event) driver_.recycle(device_, *landing.event);
+        staging_.pool().give(landing.bounce, HostPool::Use::passing);
+      }
+      throw;
+    }
+    return seconds_;
+  }
+
+ private:
+  // Bounce memory on its way to the device; free once `event` has passed.
+  struct Landing {
+    std::vector<HostRange> bounce;
+    std::optional<Event> event;
+  };
+
+  void acquire_chunk(std::size_t index) {
+    const ChunkRange& chunk = chunks_[index];
+    {
+      const Stopwatch watch(seconds_.driver);
+      acquire_(index);
+    }
+    if (chunk.zero) fill_zero(chunk);
+    // Chunks under content come first, in address order: everything below the next one of them is mapped.
+    const bool more_below =
+        index + 1 < chunks_.size() && next_block_ < blocks_.size() && chunks_[index + 1].address > chunk.address;
+    restore_below(more_below ? chunks_[index + 1].address : chunk.end());
+  }
+
+  void fill_zero(const ChunkRange& chunk) {
+    // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
+    const bool under_content = next_block_ < blocks_.size() && blocks_[next_block_].begin() < chunk.end();
+    try {
+      driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? staging_.copies() : staging_.kernels());
+    } catch (Error& error) {
+      throw error.with_tag(chunk.tag).with_address(chunk.address).with_bytes(chunk.bytes);
+    }
+  }
+
+  void restore_below(Address mapped) {
+    while (next_block_ < blocks_.size() && blocks_[next_block_].end() <= mapped) {
+      const std::size_t index = next_block_++;
+      ContentBlock& content = blocks_[index];
+      try {
+        restore_block(index);
+      } catch (Error& error) {
+        if (error.call == "pread") {
+          content.block->damaged = true;
+          error.with_advice(kAdvice);
+        }
+        throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
+      }
+    }
+  }
+
+  void restore_block(std::size_t index) {
+    ContentBlock& content = blocks_[index];
+    Block& block = *content.block;
+    const std::size_t bytes = block.content_bytes();
+    switch (block.kept) {
+      case Kept::nothing:
+        return;
+      case Kept::zero:
+        for (const auto& extent : block.extents) {
+          driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, staging_.copies());
+        }
+        break;
+      case Kept::host:
+        staging_.copy(Staging::Direction::to_device, content.base, block.extents, block.host);
+        break;
+      case Kept::file:
+        restore_from_file(content);
+        break;
+    }
+    const bool zero = block.kept == Kept::zero;
+    content.outcome = zero ? ContentBlock::Outcome::zero : ContentBlock::Outcome::copied;
+    if (!zero) progress_.copied_bytes += bytes;
+    progress_.done_bytes += bytes;
+    if (is_checked(block)) add_to_window(index);
+  }
+
+  void restore_from_file(const ContentBlock& content) {
+    if (reads_.empty()) land(0);  // all bounce memory is on its way to the device
+    read_ahead();
+    {
+      const Stopwatch watch(seconds_.copy);
+      reads_.front().done.get();
+      Landing& landing = landings_.emplace_back(Landing{reads_.front().bounce, std::nullopt});
+      reads_.pop_front();
+      staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, landing.bounce);
+      landing.event = driver_.record(device_, staging_.copies());
+    }
+    land(kFileTransfers / 2);
+    read_ahead();
+  }
+
+  // Starts reads of the next blocks that are in the file, as far as there is bounce memory; of at least one if none is
+  // under way.
+  void read_ahead() {
+    for (; next_read_ < blocks_.size() && reads_.size() + landings_.size() < kFileTransfers; ++next_read_) {
+      const Block& block = *blocks_[next_read_].block;
+      if (block.kept == Kept::file && !read_block(block)) return;
+    }
+  }
+
+  // Returns false if bounce memory is short and will be returned by transfers under way.
+  bool read_block(const Block& block) {
+    const bool alone = reads_.empty() && landings_.empty();
+    FileTransfer& read = reads_.emplace_back();
+    try {
+      read.bounce = staging_.pool().take(block.file.bytes, alone ? HostPool::Use::must_pass : HostPool::Use::passing);
+    } catch (const Error& error) {
+      reads_.pop_back();
+      if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
+      return false;
+    }
+    read.done =
+        sys::run_beside([this, range = block.file, memory = read.bounce] { staging_.files().read(range, memory); });
+    return true;
+  }
+
+  // Waits for the oldest landings until `keep` are left, and returns their bounce memory.
+  void land(std::size_t keep) {
+    while (landings_.size() > keep) {
+      const Landing& landing = landings_.front();
+      driver_.wait(device_, *landing.event);
+      driver_.recycle(device_, *landing.event);
+      staging_.pool().give(landing.bounce, HostPool::Use::passing);
+      landings_.pop_front();
+    }
+  }
+
+  // Content from the file is always checked: that costs little compared with the read.
+  bool is_checked(const Block& block) {
+    return verifying_ && block.has_digest &&
+           (verify_ == VerifyChoice::full || block.kept == Kept::file || samples_++ % kSampleEvery == 0);
+  }
+
+  void add_to_window(std::size_t index) {
+    const Block& block = *blocks_[index].block;
+    const std::size_t bytes = block.content_bytes();
+    const std::size_t items = DigestQueue::items_of(block.extents);
+    if (window_bytes_ + bytes > kLargestWindow || window_items_ + items > DigestQueue::kSlotItems) submit_window();
+    window_.push_back(index);
+    window_bytes_ += bytes;
+    window_items_ += items;
+  }
+
+  void submit_window() {
+    if (window_.empty()) return;
+    if (staging_.digests().full()) check_oldest_window();
+    const Event restored = driver_.record(device_, staging_.copies());
+    const ScopeExit recycle([&] { driver_.recycle(device_, restored); });
+    driver_.stream_wait(device_, staging_.kernels(), restored);
+    std::vector<DigestJob> jobs;
+    for (const std::size_t i : window_) jobs.push_back({blocks_[i].base, &blocks_[i].block->extents});
+    staging_.digests().submit(jobs);
+    submitted_.insert(submitted_.end(), window_.begin(), window_.end());
+    window_.clear();
+    window_bytes_ = window_items_ = 0;
+  }
+
+  void check_oldest_window() {
+    const Stopwatch watch(seconds_.digest);
+    for (const auto& digest : staging_.digests().collect()) {
+      const ContentBlock& content = blocks_[submitted_.front()];
+      submitted_.pop_front();
+      if (digest == content.block->digest) continue;
+      content.block->damaged = true;
+      throw Error(ErrorKind::backup, "restored content differs from the digest of what was kept")
+          .with_tag(content.tag)
+          .with_address(content.begin())
+          .with_bytes(content.block->bytes)
+          .with_advice(kAdvice);
+    }
+  }
+
+  void finish() {
+    submit_window();
+    while (verifying_ && !staging_.digests().empty()) check_oldest_window();
+    const Stopwatch watch(seconds_.copy);
+    land(0);
+    staging_.wait_for(staging_.copies());
+    const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
+    if (any_zero || verifying_) staging_.wait_for(staging_.kernels());
+    for (auto& content : blocks_) content.block->damaged = false;
+  }
+
+  Staging& staging_;
+  Driver& driver_ = staging_.driver();
+  const int device_ = staging_.device();
+  Progress& progress_;
+  std::vector<ContentBlock>& blocks_;
+  const std::vector<ChunkRange>& chunks_;
+  const std::function<void(std::size_t)>& acquire_;
+  const VerifyChoice verify_;
+  bool verifying_ = false;
+  std::size_t next_block_ = 0;
+  std::size_t next_read_ = 0;     // block to look at for the next read from the file
+  FileTransfers reads_;           // in the order of the blocks
+  std::deque<Landing> landings_;  // likewise
+  std::size_t samples_ = 0;       // blocks that were candidates for a sampled check
+  std::vector<std::size_t> window_;
+  std::size_t window_bytes_ = 0;
+  std::size_t window_items_ = 0;
+  std::deque<std::size_t> submitted_;  // blocks whose digests are under way
+  PipelineSeconds seconds_;
+};
+
 }  // namespace
 
-RestoreTask::RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
-                         const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
-                         Verify verify)
-    : staging_(staging),
-      driver_(staging.driver()),
-      device_(staging.device()),
-      progress_(progress),
-      blocks_(blocks),
-      chunks_(chunks),
-      acquire_(acquire),
-      verify_(verify) {}
-
-PipelineSeconds RestoreTask::run() {
-  verifying_ = verify_ != Verify::off && staging_.can_digest();
-  try {
-    for (std::size_t i = 0; i < chunks_.size(); ++i) acquire_chunk(i);
-    restore_below(std::numeric_limits<Address>::max());
-    finish();
-  } catch (...) {
-    staging_.settle(reads_);
-    for (const auto& landing : landings_) {
-      if (landing.event) driver_.recycle(device_, *landing.event);
-      staging_.pool().give(landing.bounce, HostPool::Use::passing);
-    }
-    throw;
-  }
-  return seconds_;
-}
-
-void RestoreTask::acquire_chunk(std::size_t index) {
-  const ChunkRange& chunk = chunks_[index];
-  {
-    const Stopwatch watch(seconds_.driver);
-    acquire_(index);
-  }
-  if (chunk.zero) fill_zero(chunk);
-  // Chunks under content come first, in address order: everything below the next one of them is mapped.
-  const bool more_below =
-      index + 1 < chunks_.size() && next_block_ < blocks_.size() && chunks_[index + 1].address > chunk.address;
-  restore_below(more_below ? chunks_[index + 1].address : chunk.end());
-}
-
-void RestoreTask::fill_zero(const ChunkRange& chunk) {
-  // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
-  const bool under_content = next_block_ < blocks_.size() && blocks_[next_block_].begin() < chunk.end();
-  try {
-    driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? staging_.copies() : staging_.kernels());
-  } catch (Error& error) {
-    throw error.with_tag(chunk.tag).with_address(chunk.address).with_bytes(chunk.bytes);
-  }
-}
-
-void RestoreTask::restore_below(Address mapped) {
-  while (next_block_ < blocks_.size() && blocks_[next_block_].end() <= mapped) {
-    const std::size_t index = next_block_++;
-    ContentBlock& content = blocks_[index];
-    try {
-      restore_block(index);
-    } catch (Error& error) {
-      if (error.call == "pread") {
-        content.block->damaged = true;
-        error.with_advice(kAdvice);
-      }
-      throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
-    }
-  }
-}
-
-void RestoreTask::restore_block(std::size_t index) {
-  ContentBlock& content = blocks_[index];
-  Block& block = *content.block;
-  const std::size_t bytes = block.content_bytes();
-  switch (block.kept) {
-    case Kept::nothing:
-      return;
-    case Kept::zero:
-      for (const auto& extent : block.extents) {
-        driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, staging_.copies());
-      }
-      break;
-    case Kept::host:
-      staging_.copy(Staging::Direction::to_device, content.base, block.extents, block.host);
-      break;
-    case Kept::file:
-      restore_from_file(content);
-      break;
-  }
-  const bool zero = block.kept == Kept::zero;
-  content.outcome = zero ? ContentBlock::Outcome::zero : ContentBlock::Outcome::copied;
-  if (!zero) progress_.copied_bytes += bytes;
-  progress_.done_bytes += bytes;
-  if (is_checked(block)) add_to_window(index);
-}
-
-void RestoreTask::restore_from_file(const ContentBlock& content) {
-  if (reads_.empty()) land(0);  // all bounce memory is on its way to the device
-  read_ahead();
-  {
-    const Stopwatch watch(seconds_.copy);
-    reads_.front().done.get();
-    Landing& landing = landings_.emplace_back(Landing{reads_.front().bounce, std::nullopt});
-    reads_.pop_front();
-    staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, landing.bounce);
-    landing.event = driver_.record(device_, staging_.copies());
-  }
-  land(kFileTransfers / 2);
-  read_ahead();
-}
-
-// Starts reads of the next blocks that are in the file, as far as there is bounce memory; of at least one if none is
-// under way.
-void RestoreTask::read_ahead() {
-  for (; next_read_ < blocks_.size() && reads_.size() + landings_.size() < kFileTransfers; ++next_read_) {
-    const Block& block = *blocks_[next_read_].block;
-    if (block.kept == Kept::file && !read_block(block)) return;
-  }
-}
-
-// Returns false if bounce memory is short and will be returned by transfers under way.
-bool RestoreTask::read_block(const Block& block) {
-  const bool alone = reads_.empty() && landings_.empty();
-  FileTransfer& read = reads_.emplace_back();
-  try {
-    read.bounce = staging_.pool().take(block.file.bytes, alone ? HostPool::Use::must_pass : HostPool::Use::passing);
-  } catch (const Error& error) {
-    reads_.pop_back();
-    if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
-    return false;
-  }
-  read.done =
-      sys::run_beside([this, range = block.file, memory = read.bounce] { staging_.files().read(range, memory); });
-  return true;
-}
-
-// Waits for the oldest landings until `keep` are left, and returns their bounce memory.
-void RestoreTask::land(std::size_t keep) {
-  while (landings_.size() > keep) {
-    const Landing& landing = landings_.front();
-    driver_.wait(device_, *landing.event);
-    driver_.recycle(device_, *landing.event);
-    staging_.pool().give(landing.bounce, HostPool::Use::passing);
-    landings_.pop_front();
-  }
-}
-
-// Content from the file is always checked: that costs little compared with the read.
-bool RestoreTask::is_checked(const Block& block) {
-  return verifying_ && block.has_digest &&
-         (verify_ == Verify::full || block.kept == Kept::file || samples_++ % kSampleEvery == 0);
-}
-
-void RestoreTask::add_to_window(std::size_t index) {
-  const Block& block = *blocks_[index].block;
-  const std::size_t bytes = block.content_bytes();
-  const std::size_t items = DigestQueue::items_of(block.extents);
-  if (window_bytes_ + bytes > kLargestWindow || window_items_ + items > DigestQueue::kSlotItems) submit_window();
-  window_.push_back(index);
-  window_bytes_ += bytes;
-  window_items_ += items;
-}
-
-void RestoreTask::submit_window() {
-  if (window_.empty()) return;
-  if (staging_.digests().full()) check_oldest_window();
-  const Event restored = driver_.record(device_, staging_.copies());
-  const ScopeExit recycle([&] { driver_.recycle(device_, restored); });
-  driver_.stream_wait(device_, staging_.kernels(), restored);
-  std::vector<DigestJob> jobs;
-  for (const std::size_t i : window_) jobs.push_back({blocks_[i].base, &blocks_[i].block->extents});
-  staging_.digests().submit(jobs);
-  submitted_.insert(submitted_.end(), window_.begin(), window_.end());
-  window_.clear();
-  window_bytes_ = window_items_ = 0;
-}
-
-void RestoreTask::check_oldest_window() {
-  const Stopwatch watch(seconds_.digest);
-  for (const auto& digest : staging_.digests().collect()) {
-    const ContentBlock& content = blocks_[submitted_.front()];
-    submitted_.pop_front();
-    if (digest == content.block->digest) continue;
-    content.block->damaged = true;
-    throw Error(ErrorKind::backup, "restored content differs from the digest of what was kept")
-        .with_tag(content.tag)
-        .with_address(content.begin())
-        .with_bytes(content.block->bytes)
-        .with_advice(kAdvice);
-  }
-}
-
-void RestoreTask::finish() {
-  submit_window();
-  while (verifying_ && !staging_.digests().empty()) check_oldest_window();
-  const Stopwatch watch(seconds_.copy);
-  land(0);
-  staging_.wait_for(staging_.copies());
-  const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
-  if (any_zero || verifying_) staging_.wait_for(staging_.kernels());
-  for (auto& content : blocks_) content.block->damaged = false;
+PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
+                                  const std::function<void(std::size_t)>& acquire, VerifyChoice verify) {
+  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify).run();
 }
 
 }  // namespace memsaver

@@ -43,27 +43,14 @@ bool Staging::can_digest() {
 
 void Staging::copy(Direction direction, Address base, const std::vector<Extent>& extents,
                    const std::vector<HostRange>& memory) {
-  auto part = memory.begin();
-  std::size_t used = 0;
-  for (const auto& extent : extents) {
-    std::size_t done = 0;
-    while (done < extent.bytes) {
-      if (used == part->bytes) {
-        ++part;
-        used = 0;
-      }
-      const std::size_t bytes = std::min(extent.bytes - done, part->bytes - used);
-      const Address device_address = base + extent.offset + done;
-      auto* const host_address = reinterpret_cast<void*>(part->address + used);
-      if (direction == Direction::to_host) {
-        driver_.copy_to_host(device_, host_address, device_address, bytes, copies_);
-      } else {
-        driver_.copy_to_device(device_, device_address, host_address, bytes, copies_);
-      }
-      done += bytes;
-      used += bytes;
+  for_each_piece(extents, memory, [&](std::size_t offset, std::uintptr_t address, std::size_t bytes) {
+    auto* const host_address = reinterpret_cast<void*>(address);
+    if (direction == Direction::to_host) {
+      driver_.copy_to_host(device_, host_address, base + offset, bytes, copies_);
+    } else {
+      driver_.copy_to_device(device_, base + offset, host_address, bytes, copies_);
     }
-  }
+  });
 }
 
 void Staging::wait_for(Stream stream) {

@@ -32,8 +32,6 @@ using FileTransfers = std::list<FileTransfer>;  // oldest first
 class Staging {
  public:
   Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key);
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
   // Waits until nothing is under way.
   ~Staging();
 

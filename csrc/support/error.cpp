@@ -17,34 +17,21 @@ Error Error::from_driver(ErrorKind kind, std::string call, std::string code, std
   return error;
 }
 
-Error& Error::with_tag(const std::string& name) {
-  if (tag.empty()) tag = name;
+template <typename Fact>
+Error& Error::add(Fact& fact, const Fact& unknown, const Fact& value) {
+  if (fact == unknown) fact = value;
   return compose();
 }
 
-Error& Error::with_bytes(std::size_t count) {
-  if (bytes == 0) bytes = count;
-  return compose();
-}
+Error& Error::with_tag(const std::string& name) { return add(tag, {}, name); }
+Error& Error::with_bytes(std::size_t count) { return add(bytes, {}, count); }
+Error& Error::with_device(int index) { return add(device, -1, index); }
+Error& Error::with_address(std::uintptr_t value) { return add(address, {}, value); }
+Error& Error::with_advice(const std::string& advice) { return add(advice_, {}, advice); }
 
 Error& Error::with_memory(std::size_t needed, std::size_t free) {
   needed_bytes = needed;
   free_bytes = free;
-  return compose();
-}
-
-Error& Error::with_device(int index) {
-  if (device < 0) device = index;
-  return compose();
-}
-
-Error& Error::with_address(std::uintptr_t value) {
-  if (address == 0) address = value;
-  return compose();
-}
-
-Error& Error::with_advice(const std::string& advice) {
-  if (advice_.empty()) advice_ = advice;
   return compose();
 }
 

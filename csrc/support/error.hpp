@@ -7,15 +7,7 @@
 
 namespace memsaver {
 
-enum class ErrorKind {
-  out_of_device_memory,
-  out_of_host_memory,
-  driver,
-  context_lost,
-  backup,
-  configuration,
-  forked,
-};
+enum class ErrorKind { out_of_device_memory, out_of_host_memory, driver, context_lost, backup, configuration, forked };
 
 // The one exception type of the core. Callers on the way up add what they know (tag, bytes, device); what() is always
 // complete.
@@ -47,6 +39,8 @@ class Error : public std::runtime_error {
   std::uintptr_t address = 0;
 
  private:
+  template <typename Fact>
+  Error& add(Fact& fact, const Fact& unknown, const Fact& value);
   Error& compose();
   std::string message_;
   std::string advice_;

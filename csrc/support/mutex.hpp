@@ -11,7 +11,6 @@
 #endif
 
 #define GUARDED_BY(mutex) MEMSAVER_THREAD_ANNOTATION(guarded_by(mutex))
-#define PT_GUARDED_BY(mutex) MEMSAVER_THREAD_ANNOTATION(pt_guarded_by(mutex))
 #define REQUIRES(...) MEMSAVER_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
 #define EXCLUDES(...) MEMSAVER_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
 #define ACQUIRE(...) MEMSAVER_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
@@ -19,7 +18,6 @@
 #define TRY_ACQUIRE(...) MEMSAVER_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
 #define ACQUIRED_BEFORE(...) MEMSAVER_THREAD_ANNOTATION(acquired_before(__VA_ARGS__))
 #define ACQUIRED_AFTER(...) MEMSAVER_THREAD_ANNOTATION(acquired_after(__VA_ARGS__))
-#define RETURN_CAPABILITY(mutex) MEMSAVER_THREAD_ANNOTATION(lock_returned(mutex))
 #define NO_THREAD_SAFETY_ANALYSIS MEMSAVER_THREAD_ANNOTATION(no_thread_safety_analysis)
 
 namespace memsaver {

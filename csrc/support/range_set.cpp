@@ -65,18 +65,13 @@ std::optional<RangeSet::Range> RangeSet::take_from_largest(std::size_t bytes) {
 }
 
 bool RangeSet::overlaps(std::uintptr_t begin, std::size_t bytes) const {
-  const auto after = ranges_.lower_bound(begin);
-  if (after != ranges_.end() && after->first < begin + bytes) return true;
-  if (after == ranges_.begin()) return false;
-  const auto before = std::prev(after);
-  return before->first + before->second > begin;
+  const auto after = ranges_.lower_bound(begin + bytes);
+  return after != ranges_.begin() && std::prev(after)->first + std::prev(after)->second > begin;
 }
 
 bool RangeSet::contains(std::uintptr_t begin, std::size_t bytes) const {
-  auto at = ranges_.upper_bound(begin);
-  if (at == ranges_.begin()) return false;
-  --at;
-  return at->first + at->second >= begin + bytes;
+  const auto after = ranges_.upper_bound(begin);
+  return after != ranges_.begin() && std::prev(after)->first + std::prev(after)->second >= begin + bytes;
 }
 
 }  // namespace memsaver

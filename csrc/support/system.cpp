@@ -6,8 +6,11 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <system_error>
 #include <utility>
+
+#include "support/error.hpp"
 
 namespace memsaver::sys {
 
@@ -15,28 +18,28 @@ std::atomic<Hook> hook{nullptr};
 
 namespace {
 
-int ask_hook(const char* call, std::size_t bytes = 0) {
-  const Hook ask = hook.load(std::memory_order_relaxed);
-  return ask == nullptr ? 0 : ask(call, bytes);
-}
-
-// Whether the hook lets the call fail; then sets errno.
-bool refused(const char* call, std::size_t bytes = 0) {
-  const int code = ask_hook(call, bytes);
-  if (code > 0) errno = code;
-  return code > 0;
-}
-
-std::size_t part_of(std::size_t bytes) {
+// Asks the hook whether a call may run on `bytes`. Returns false, with errno set, if not; a transfer that is to end
+// early gets fewer bytes.
+bool allowed(const char* call, std::size_t& bytes) {
   constexpr std::size_t page = 4096;
-  return bytes / 2 / page * page;
+  const Hook ask = hook.load(std::memory_order_relaxed);
+  const int code = ask == nullptr ? 0 : ask(call, bytes);
+  if (code == kShort) bytes = bytes / 2 / page * page;
+  if (code > 0) errno = code;
+  return code <= 0;
 }
+
+bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
 
 }  // namespace
 
 void* map_memory(std::size_t bytes, int flags) {
-  if (refused("mmap", bytes)) return MAP_FAILED;
-  return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+  if (!refused("mmap", bytes)) {
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+    if (memory != MAP_FAILED) return memory;
+  }
+  throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
+      .with_bytes(bytes);
 }
 
 int open_unnamed(const char* folder, int flags) {
@@ -56,17 +59,11 @@ int fallocate(int file, int mode, off_t offset, off_t bytes) {
 }
 
 ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset) {
-  const int code = ask_hook("pwrite", bytes);
-  if (code > 0) errno = code;
-  if (code > 0) return -1;
-  return ::pwrite(file, data, code == kShort ? part_of(bytes) : bytes, offset);
+  return allowed("pwrite", bytes) ? ::pwrite(file, data, bytes, offset) : -1;
 }
 
 ssize_t pread(int file, void* data, std::size_t bytes, off_t offset) {
-  const int code = ask_hook("pread", bytes);
-  if (code > 0) errno = code;
-  if (code > 0) return -1;
-  return ::pread(file, data, code == kShort ? part_of(bytes) : bytes, offset);
+  return allowed("pread", bytes) ? ::pread(file, data, bytes, offset) : -1;
 }
 
 std::optional<std::thread> start_thread(std::function<void()> task) {

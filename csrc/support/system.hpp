@@ -23,6 +23,7 @@ using Hook = int (*)(const char* call, std::size_t bytes);
 extern std::atomic<Hook> hook;
 
 // mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS.
+// Throws ErrorKind::out_of_host_memory.
 [[nodiscard]] void* map_memory(std::size_t bytes, int flags);
 // open(2) and mkostemp(3), for the owner only.
 [[nodiscard]] int open_unnamed(const char* folder, int flags);

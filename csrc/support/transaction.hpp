@@ -13,10 +13,8 @@ namespace memsaver {
 class Transaction {
  public:
   Transaction() = default;
-  Transaction(Transaction&& other) noexcept : undo_(std::exchange(other.undo_, {})) {}
   Transaction(const Transaction&) = delete;
   Transaction& operator=(const Transaction&) = delete;
-  Transaction& operator=(Transaction&&) = delete;
   ~Transaction() { rollback(); }
 
   void on_rollback(std::function<void()> step) { undo_.push_back(std::move(step)); }

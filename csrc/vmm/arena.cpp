@@ -2,17 +2,14 @@
 
 #include <algorithm>
 #include <iterator>
-#include <utility>
 
 #include "support/sizes.hpp"
 
 namespace memsaver {
 
 bool Arena::owns(Address address) const {
-  auto span = spans_.upper_bound(address);
-  if (span == spans_.begin()) return false;
-  --span;
-  return address < span->first + span->second;
+  const auto after = spans_.upper_bound(address);
+  return after != spans_.begin() && address < std::prev(after)->first + std::prev(after)->second;
 }
 
 void Arena::add_span(Address address, std::size_t bytes) {
@@ -58,10 +55,8 @@ void Arena::add_allocation(Address address, std::size_t bytes) {
 }
 
 bool Arena::needed(const Chunk& chunk) const {
-  auto last = allocations_.lower_bound(chunk.address + chunk.bytes);
-  if (last == allocations_.begin()) return false;
-  --last;
-  return last->first + last->second.bytes > chunk.address;
+  const auto after = allocations_.lower_bound(chunk.address + chunk.bytes);
+  return after != allocations_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > chunk.address;
 }
 
 const Allocation* Arena::allocation_around(Address address, std::size_t bytes) const {

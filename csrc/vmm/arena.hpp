@@ -8,10 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "backup/block.hpp"
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"
-#include "vmm/restore.hpp"
+#include "vmm/settings.hpp"
 
 namespace memsaver {
 
@@ -120,7 +119,7 @@ class Arena {
   [[nodiscard]] bool defer_free(Address address);
 
  private:
-  friend struct ArenaAudit;
+  friend struct ArenaAudit;  // of the tests
   [[nodiscard]] bool needed(const Chunk& chunk) const;
   void settle_debts(Address address, std::size_t bytes);
   [[nodiscard]] Address block_boundary(Address address) const;

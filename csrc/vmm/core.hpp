@@ -20,8 +20,6 @@ namespace memsaver {
 // the retries of orphans, map.mutex, then the mutex of any other part.
 struct Core {
   Core(std::unique_ptr<Driver> its_driver, Settings settings);
-  Core(const Core&) = delete;
-  Core& operator=(const Core&) = delete;
   ~Core();
 
   // Throws ErrorKind::forked in a child of the process that made the saver. Called before any lock is taken: the parent

@@ -11,7 +11,7 @@
 #include "support/mutex.hpp"
 #include "support/progress.hpp"
 #include "vmm/arena.hpp"
-#include "vmm/status.hpp"
+#include "vmm/reports.hpp"
 
 namespace memsaver {
 

@@ -159,19 +159,10 @@ OperationResult Operation::result() const {
     for (const auto& content : device.blocks) {
       TagOutcome& outcome = tags[content.tag];
       const std::size_t bytes = content.block->content_bytes();
-      switch (content.outcome) {
-        case ContentBlock::Outcome::none:
-          break;
-        case ContentBlock::Outcome::copied:
-          (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
-          break;
-        case ContentBlock::Outcome::unchanged:
-          outcome.unchanged_bytes += bytes;
-          break;
-        case ContentBlock::Outcome::zero:
-          outcome.zero_bytes += bytes;
-          break;
-      }
+      using Outcome = ContentBlock::Outcome;
+      if (content.outcome == Outcome::copied) (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
+      if (content.outcome == Outcome::unchanged) outcome.unchanged_bytes += bytes;
+      if (content.outcome == Outcome::zero) outcome.zero_bytes += bytes;
     }
   }
   for (auto& [tag, outcome] : tags) {

@@ -10,7 +10,7 @@
 #include "support/error.hpp"
 #include "support/transaction.hpp"
 #include "vmm/core.hpp"
-#include "vmm/result.hpp"
+#include "vmm/reports.hpp"
 
 namespace memsaver {
 
@@ -78,5 +78,10 @@ class Operation {
 
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
+
+// Saver::release() and Saver::resume() have the contracts.
+OperationResult release(Core& core, const MemoryMap::Tags& tags, const std::vector<RangeSet::Range>& dead,
+                        const std::map<std::string, Restore>& overrides);
+OperationResult resume(Core& core, const MemoryMap::Tags& tags);
 
 }  // namespace memsaver

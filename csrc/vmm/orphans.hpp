@@ -26,8 +26,6 @@ class Orphans {
   };
 
   explicit Orphans(Driver& driver) : driver_(driver) {}
-  Orphans(const Orphans&) = delete;
-  Orphans& operator=(const Orphans&) = delete;
 
   // Unmaps a handle if it is mapped, and releases it; keeps it as an orphan if the driver refuses.
   void give_back(MemoryMap& map, Orphan orphan) noexcept EXCLUDES(map.mutex, mutex_);

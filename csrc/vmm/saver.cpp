@@ -8,9 +8,7 @@
 #include "support/error.hpp"
 #include "support/sizes.hpp"
 #include "support/transaction.hpp"
-#include "vmm/core.hpp"
-#include "vmm/release.hpp"
-#include "vmm/resume.hpp"
+#include "vmm/operation.hpp"
 
 namespace memsaver {
 
@@ -119,10 +117,10 @@ void Saver::free(Address address) {
 
 OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                                const std::map<std::string, Restore>& overrides) {
-  return Release(*core_, dead, overrides).perform(tags);
+  return memsaver::release(*core_, tags, dead, overrides);
 }
 
-OperationResult Saver::resume(const Tags& tags) { return Resume(*core_).perform(tags); }
+OperationResult Saver::resume(const Tags& tags) { return memsaver::resume(*core_, tags); }
 
 void Saver::prepare_backup() {
   Core& core = *core_;

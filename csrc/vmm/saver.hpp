@@ -9,9 +9,8 @@
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"
 #include "vmm/arena.hpp"
-#include "vmm/result.hpp"
+#include "vmm/reports.hpp"
 #include "vmm/settings.hpp"
-#include "vmm/status.hpp"
 
 namespace memsaver {
 
@@ -70,14 +69,12 @@ class Saver {
   [[nodiscard]] std::vector<std::string> known_tags() const;
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
-  // For tests, while no other call is under way: each broken invariant of the account, in words. Compares it with what
-  // the pools, the file and the devices have handed out (`others`: by device, bytes of other processes).
-  [[nodiscard]] std::vector<std::string> audit(const std::map<int, std::size_t>& others);
   [[nodiscard]] Driver& driver();
   // The process is ending: from now on free() does nothing.
   void close() noexcept;
 
  private:
+  friend struct SaverAudit;  // of the tests
   const std::unique_ptr<struct Core> core_;
 };
 

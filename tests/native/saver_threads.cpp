@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "audit.hpp"
 #include "check.hpp"
 #include "driver/host.hpp"
 #include "support/range_set.hpp"
@@ -76,7 +77,7 @@ void threads_do_not_disturb_each_other() {
   }
   stop = true;
   for (auto& thread : threads) thread.join();
-  CHECK(saver.audit({}).empty());
+  CHECK(audit(saver).empty());
   saver.free(kept);
   const MemoryInfo memory = saver.driver().memory_info(0);
   CHECK(memory.free_bytes == memory.total_bytes);
@@ -107,7 +108,7 @@ void backups_have_one_user_at_a_time() {
   stop = true;
   reader.join();
   saver.free(kept);
-  CHECK(saver.audit({}).empty());
+  CHECK(audit(saver).empty());
 }
 
 }  // namespace

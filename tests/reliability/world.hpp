@@ -13,8 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "faults/faulty_driver.hpp"
+#include "audit.hpp"
 #include "driver/host.hpp"
+#include "faults/faulty_driver.hpp"
 #include "ledger_driver.hpp"
 #include "vmm/saver.hpp"
 
@@ -204,7 +205,7 @@ class World {
     for (const auto& misuse : ledger->misuses()) problems.push_back("misuse of the driver: " + misuse);
     if (ledger->pending() != 0) problems.push_back("work is still under way on the device");
     if (ledger->events() != 0) problems.push_back("events were not recycled");
-    for (auto& problem : saver->audit({})) problems.push_back(std::move(problem));
+    for (auto& problem : audit(*saver)) problems.push_back(std::move(problem));
     const SaverStatus status = saver->status();
     if (status.pool.capacity_bytes > settings_.host_backup_limit + static_cast<std::size_t>(devices_) * kBlockBytes) {
       problems.push_back("more host memory is pinned than the limit and one block for each device: " +

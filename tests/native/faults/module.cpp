@@ -1,5 +1,7 @@
-// memsaver_core._native with a FaultyDriver around the driver of each saver, and functions of Saver that control it.
+// memsaver_core._native with a FaultyDriver around the driver of each saver, and functions of Saver that control it and
+// check its account.
 
+#include "audit.hpp"
 #include "faults/faulty_driver.hpp"
 #include "python/bindings.hpp"
 
@@ -35,5 +37,6 @@ PYBIND11_MODULE(_native, module) {
           "delay", [](Saver& self, const std::string& call, double seconds) { faulty(self).delay(call, seconds); },
           py::arg("call"), py::arg("seconds"))
       .def("heal", [](Saver& self) { faulty(self).heal(); })
-      .def("counts", [](Saver& self) { return faulty(self).counts(); });
+      .def("counts", [](Saver& self) { return faulty(self).counts(); })
+      .def("audit", &audit, py::arg("others") = std::map<int, std::size_t>{}, py::call_guard<py::gil_scoped_release>());
 }

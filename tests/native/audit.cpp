@@ -1,13 +1,16 @@
-// Saver::audit(): checks the saver's account of its memory, for tests.
+#include "audit.hpp"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 
 #include "vmm/core.hpp"
-#include "vmm/saver.hpp"
 
 namespace memsaver {
+
+struct SaverAudit {
+  static Core& core_of(Saver& saver) { return *saver.core_; }
+};
 
 struct ArenaAudit {
   static constexpr std::size_t kPage = 4096;  // no driver maps less at once
@@ -115,8 +118,8 @@ struct ArenaAudit {
   }
 };
 
-std::vector<std::string> Saver::audit(const std::map<int, std::size_t>& others) {
-  Core& core = *core_;
+std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& others) {
+  Core& core = SaverAudit::core_of(saver);
   std::vector<std::string> problems;
   std::map<int, std::size_t> device_bytes;
   std::size_t host_bytes = 0;
