@@ -87,8 +87,7 @@ void bind_operations(SaverClass& saver) {
       .def("known_tags", &Saver::known_tags, NoGil())
       .def("devices", &Saver::devices, NoGil())
       .def("owns", &Saver::owns, "address"_a, NoGil())
-      .def("close", &Saver::close)
-      .def("audit", &Saver::audit, py::arg("others") = std::map<int, std::size_t>{}, NoGil());
+      .def("close", &Saver::close);
 }
 
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest(Saver& saver, int device, Address address,
