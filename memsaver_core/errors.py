@@ -6,7 +6,8 @@ is either mapped with its content or released with what its policy owes.
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 #: Seconds after which a caller may retry what failed for lack of memory, or because another operation was running.
@@ -21,14 +22,14 @@ class MemsaverError(RuntimeError):
     status: ClassVar[int] = 500  # HTTP status of an answer that reports it
     retry_after_s: ClassVar[int | None] = None  # seconds after which a retry may succeed; None if waiting does not help
 
-    message: InitVar[str]
+    message: dataclasses.InitVar[str]
 
     def __post_init__(self, message: str) -> None:
         super().__init__(message)
 
     def details(self) -> dict[str, Any]:
         """Return the figures and names that a program may want beside the message."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "device"}
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "device"}
 
 
 class ConfigurationError(MemsaverError, ValueError):
