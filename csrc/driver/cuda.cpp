@@ -158,10 +158,8 @@ class CudaDriver final : public Driver {
     EventHandle event = device.idle_event();
     if (event == nullptr) check("cuEventCreate", api_.event_create(&event, kEventDisableTiming));
     const Result recorded = api_.event_record(event, native(stream));
-    if (recorded != kSuccess) {
-      device.recycle(event);
-      check("cuEventRecord", recorded);
-    }
+    if (recorded != kSuccess) device.recycle(event);
+    check("cuEventRecord", recorded);
     return Event{reinterpret_cast<std::uint64_t>(event)};
   }
   bool done(int index, Event event) override {

@@ -54,9 +54,9 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
 Saver* active_saver() noexcept { return saver.load(); }
 void set_active_saver(Saver* active) noexcept { saver.store(active); }
 
-bool free_or_warn(Saver& saver, Address address) noexcept {
+bool free_or_warn(Saver& owner, Address address) noexcept {
   try {
-    saver.free(address);
+    owner.free(address);
     return true;
   } catch (const Error& error) {
     if (error.kind == ErrorKind::forked) return true;

@@ -11,9 +11,9 @@ namespace memsaver {
 [[nodiscard]] Saver* active_saver() noexcept;
 void set_active_saver(Saver* saver) noexcept;
 
-// Frees memory of `saver`. On failure warns and returns false. In a forked child, which owns none of the device memory,
+// Frees memory of `owner`. On failure warns and returns false. In a forked child, which owns none of the device memory,
 // there is nothing to free.
-bool free_or_warn(Saver& saver, Address address) noexcept;
+bool free_or_warn(Saver& owner, Address address) noexcept;
 
 // torch's pluggable allocator takes C functions without a user argument, so each pair of tag and restore policy has an
 // allocation function of its own. Returns the number of that for `tag` and `restore`, memsaver_torch_malloc_<number>;
