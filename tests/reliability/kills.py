@@ -1,5 +1,5 @@
 """Kills an engine (SIGKILL) before and after each of its system calls: ``python -m tests.reliability.kills``, with
-standstill preloaded.
+standstill preloaded and the tests' native module, which has the account's audit.
 
 Each engine is a fork of this process. It is held and killed at the nth system call of one operation, where the host
 driver's account may disagree with the system, or the saver's data with the driver's. A co-tenant works meanwhile; if

@@ -257,7 +257,7 @@ def test_killed_before_and_after_each_system_call() -> None:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills"],
         cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(built() / "libstandstill.so")},
+        env={**os.environ, **injection.in_child(), "LD_PRELOAD": str(built() / "libstandstill.so")},
         capture_output=True,
         text=True,
         timeout=280,
