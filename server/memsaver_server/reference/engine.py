@@ -100,7 +100,7 @@ class TransformersEngine:
         self._runner = self._scheduler.runner
         atexit.register(self.close)
 
-    # The engine port.
+    # The methods of ``Engine``.
 
     def is_alive(self) -> bool:
         return self._scheduler.alive and ms.status().state != "failed"
@@ -112,7 +112,7 @@ class TransformersEngine:
         self._scheduler.open_admission()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
-        """As the port says. Frozen requests continue from the KV cache if it was kept, else by computing it again.
+        """See ``Engine``. Frozen requests continue from the KV cache if it was kept, else by computing it again.
 
         Raises:
             DrainTimeoutError: it took longer; the engine continues as before.
@@ -125,7 +125,7 @@ class TransformersEngine:
         self._scheduler.forget_prefixes()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """As the port says. Lost graphs are captured anew.
+        """See ``Engine``. Lost graphs are captured anew.
 
         Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
         computes at load besides them is restored here.
@@ -134,7 +134,7 @@ class TransformersEngine:
             self._scheduler.call(lambda: self._repair(lost))
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As the port says; ``rid`` names the request.
+        """See ``Engine``; ``rid`` names the request.
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
@@ -146,7 +146,7 @@ class TransformersEngine:
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """As the port says.
+        """See ``Engine``.
 
         Raises:
             ValueError: the folder's model has other tensors; nothing was written.
@@ -167,7 +167,7 @@ class TransformersEngine:
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """As the port says. The request has SGLang's shape: one payload per rank, hence one.
+        """See ``Engine``. The request has SGLang's shape: one payload per rank, hence one.
 
         The payload is base64 of a **safetensors** image. SGLang's clients send pickles, whose reading runs code of the
         sender; those are refused.

@@ -1,4 +1,4 @@
-"""SGLang behind the engine port.
+"""SGLang as an ``Engine``.
 
 The names of SGLang used in this folder are those of the commit that docs/sglang.md gives.
 """
@@ -50,7 +50,7 @@ class SglangEngine(Engine):
         self._process_input_requests = scheduler.process_input_requests
         scheduler.process_input_requests = self._process
 
-    # The engine port.
+    # The methods of ``Engine``.
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()

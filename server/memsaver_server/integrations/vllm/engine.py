@@ -1,4 +1,4 @@
-"""vLLM behind the engine port.
+"""vLLM as an ``Engine``.
 
 The memory is in vLLM's workers, where the plugin ``memsaver_core.compat.vllm`` manages it. Requests are drained, frozen
 and continued by vLLM's own pause and sleep.
@@ -67,7 +67,7 @@ class VllmEngine(Engine):
         self._asleep = True
         self._client.sleep(level)
 
-    # The engine port.
+    # The methods of ``Engine``.
 
     def is_alive(self) -> bool:
         return self._client.is_alive()
