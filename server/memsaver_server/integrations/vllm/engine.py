@@ -6,7 +6,7 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from memsaver_core.errors import MemsaverError
@@ -26,8 +26,8 @@ SCHEDULING = "scheduling"
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(self, ranks: VllmEngine) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int]) -> None:
+        super().__init__(ranks, processes)
         self._ranks = ranks
 
     def release_awake(self, options: ReleaseOptions) -> list[Answer]:
@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         self._admission = admission
         self._asleep = False
         self._paused = False
-        self.memory = VllmMemory(self)
+        self.memory = VllmMemory(self, client.processes)
 
     # The ranks, for ``memory``.
 

@@ -12,6 +12,7 @@ from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DrainMode
 from memsaver_server.gate import Gate
+from memsaver_server.integrations.vllm.engine_cores import processes
 
 _T = TypeVar("_T")
 
@@ -25,6 +26,10 @@ class OfflineClient:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.lock = threading.Lock()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        return processes(self._llm.llm_engine.engine_core)
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._started(lambda: self._llm.collective_rpc("memsaver", args=(message,)))
