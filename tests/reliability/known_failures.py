@@ -132,6 +132,18 @@ KNOWN_FAILURES = {
             "a process was killed in the middle of an operation",
             "Its memory is free at once, no lock or file stays, and the next process works.",
         ),
+        KnownFailure(
+            "idle NCCL communicators held gigabytes while the engine slept",
+            "They are suspended with the release if NCCL can; if not, it is told what stays and what to do.",
+        ),
+        KnownFailure(
+            "checkpointing one rank of several hung the next one",
+            "All are locked before any is checkpointed, all restored before any is unlocked; each step can be undone.",
+        ),
+        KnownFailure(
+            "a process with imported device memory was checkpointed and could never be restored",
+            "It is refused before the checkpoint, with what imports the memory and what to change.",
+        ),
     ),
 }
 
