@@ -79,7 +79,12 @@ class PeerSockets:
 
 
 class PeerBuffers:
-    """A buffer of this rank, and the buffers of the other ranks of its group."""
+    """A buffer of this rank, and the buffers of the other ranks of its group.
+
+    Attributes:
+        device_index: torch's index of the device.
+        suspended: whether the memory is given back.
+    """
 
     def __init__(self, nbytes: int, device_index: int, sockets: PeerSockets) -> None:
         """Make a buffer of zeros and map those of the others. All ranks do so at the same time, in the same order.
@@ -88,6 +93,8 @@ class PeerBuffers:
             MemsaverError: as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do.
         """
         self._sockets = sockets
+        self.device_index = device_index
+        self.suspended = False
         self._own = SharedBuffer(device_index, nbytes)
         self._others: dict[int, ImportedBuffer] = {}
 
@@ -95,6 +102,14 @@ class PeerBuffers:
             self._others[rank] = ImportedBuffer(descriptor, self._own.nbytes, device_index)
 
         self._exchange(map_new)
+
+    @property
+    def rank(self) -> int:
+        return self._sockets.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._sockets.ranks
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +124,7 @@ class PeerBuffers:
 
     def suspend(self) -> None:
         """Give the memory back; nothing on any rank may use it. Does nothing while suspended."""
+        self.suspended = True
         for other in self._others.values():
             other.drop()
         self._own.release()
@@ -122,6 +138,7 @@ class PeerBuffers:
             self._others[rank].map_again(descriptor)
 
         self._exchange(map_again)
+        self.suspended = False
 
     def _exchange(self, use: Callable[[int, int], None]) -> None:
         """Call ``use`` with each other rank and a descriptor of its buffer."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memsaver_core import communicators
 from memsaver_core.compat.vllm.allocator import RUNTIME, vllm_allocator
 from memsaver_core.compat.vllm.config import worker_config
 from memsaver_core.compat.vllm.import_hooks import Function, wrap
@@ -81,7 +82,8 @@ def _virtual(
     sockets = PeerSockets(torch.distributed.get_rank(group), gather)
     buffers = PeerBuffers(size_in_bytes, torch.cuda.current_device(), sockets)
     ranks = torch.distributed.get_process_group_ranks(group)
-    communicators.add(buffers, f"vllm:custom_all_reduce_{len(_buffers)}:{','.join(map(str, ranks))}", sockets)
+    name = f"vllm:custom_all_reduce_{len(_buffers)}:{','.join(map(str, ranks))}"
+    communicators.register_buffers(name, buffers)
     _buffers.append(buffers)
     return buffers.addresses
 
