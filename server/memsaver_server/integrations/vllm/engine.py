@@ -26,7 +26,7 @@ SCHEDULING = "scheduling"
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int]) -> None:
+    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int] | None = None) -> None:
         super().__init__(ranks, processes)
         self._ranks = ranks
 
