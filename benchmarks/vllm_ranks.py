@@ -4,7 +4,7 @@ Starts one engine after the other on the same checkpoint of seeded random weight
 memsaver without vLLM's custom all-reduce. memsaver is called over HTTP, as an orchestrator would.
 
     python benchmarks/vllm_ranks.py                    # Qwen2-1.5B's shape on two GPUs; needs vLLM and NCCL 2.29.7
-    python benchmarks/vllm_ranks.py --ranks 4 --cycles 5 --out /tmp
+    python benchmarks/vllm_ranks.py --ranks 4 --deep 5 --out /tmp
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,6 @@ MODES = {
     "memsaver": {},
     "memsaver, --disable-custom-all-reduce": {"disable_custom_all_reduce": True},
 }
-#: Cycles of vLLM's own sleep, which cannot hibernate.
-STOCK_CYCLES = 5
 
 
 def used_mib(ranks: int) -> list[float]:
@@ -120,54 +119,51 @@ class Measured:
         return (time.perf_counter() - start) / made
 
 
-def measure(model: str, mode: str, ranks: int, cycles: int, utilization: float) -> dict[str, Any]:
-    engine = Measured(model, mode, ranks, utilization)
+def measure(options: argparse.Namespace) -> None:
+    """Measure one mode. What is measured is written at once, whatever becomes of the next cycle."""
+    engine = Measured(options.model, options.child, options.ranks, options.utilization)
     result: dict[str, Any] = {
         "loaded_mib": engine.left(),
         "seconds_per_token": engine.seconds_per_token(),
         "asleep": [],
         "hibernated": [],
         "obstacles": "",
+        "captures": 0,
     }
     time.sleep(IDLE_S)
-    if mode == "stock":
-        result["asleep"] = [engine.cycle(lambda: engine.llm.sleep(1), engine.llm.wake_up) for _ in range(STOCK_CYCLES)]
-    else:
-        from memsaver_server.integrations.vllm.plugin import attach_to
 
-        with attach_to(engine.llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    def note(state: str, row: dict[str, Any]) -> None:
+        result[state].append(row)
+        result["captures"] = max(engine.llm.collective_rpc(captures))
+        options.answer.write_text(json.dumps(result))
+        print(state, row, flush=True)
 
-            def post(path: str, **body: Any) -> dict[str, Any]:
-                response = client.post(path, json=body)
-                if response.is_error:
-                    raise RuntimeError(response.text)
-                answer: dict[str, Any] = response.json()
-                return answer
+    if options.child == "stock":
+        for _ in range(options.cycles):
+            note("asleep", engine.cycle(lambda: engine.llm.sleep(1), engine.llm.wake_up))
+        return
+    from memsaver_server.integrations.vllm.plugin import attach_to
 
-            for name, body in (("asleep", {}), ("hibernated", {"hibernate": True})):
-                try:
-                    for _ in range(cycles):
-                        phases: dict[str, Any] = {}
+    with attach_to(engine.llm) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        phases: dict[str, dict[str, float]] = {}
 
-                        def sleep(body: dict[str, Any] = body, phases: dict[str, Any] = phases) -> None:
-                            phases["release"] = post("/release_memory_occupation", **body)["phases"]
+        def post(operation: str, **body: Any) -> None:
+            response = client.post(f"/{operation}_memory_occupation", json=body)
+            if response.is_error:
+                raise RuntimeError(response.text)
+            phases[operation] = {phase["name"]: phase["seconds"] for phase in response.json()["phases"]}
 
-                        def wake(phases: dict[str, Any] = phases) -> None:
-                            phases["resume"] = post("/resume_memory_occupation")["phases"]
-
-                        row = engine.cycle(sleep, wake)
-                        seconds = {
-                            operation: {phase["phase"]: phase["seconds"] for phase in told}
-                            for operation, told in phases.items()
-                        }
-                        result[name].append({**row, "phases": seconds})
-                except RuntimeError as error:
-                    result["obstacles"] = str(error)
-    result["captures"] = max(engine.llm.collective_rpc(captures))
-    return result
+        for state, body, cycles in (("asleep", {}, options.cycles), ("hibernated", {"hibernate": True}, options.deep)):
+            try:
+                for _ in range(cycles):
+                    row = engine.cycle(partial(post, "release", **body), partial(post, "resume"))
+                    note(state, {**row, "phases": dict(phases)})
+            except RuntimeError as error:
+                result["obstacles"] = str(error)
+                options.answer.write_text(json.dumps(result))
 
 
-def run(mode: str, model: str, options: argparse.Namespace, cycles: int) -> dict[str, Any]:
+def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one mode in a process of its own."""
     environment = {
         **os.environ,
@@ -179,9 +175,11 @@ def run(mode: str, model: str, options: argparse.Namespace, cycles: int) -> dict
     }
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "result.json"
-        arguments = ["--child", mode, "--model", model, "--cycles", str(cycles), "--ranks", str(options.ranks)]
-        arguments += ["--utilization", str(options.utilization), "--answer", str(answer)]
-        subprocess.run([sys.executable, __file__, *arguments], check=True, env=environment, timeout=900)
+        arguments = ["--child", mode, "--model", model, "--answer", str(answer)]
+        for name in ("ranks", "cycles", "deep", "utilization"):
+            arguments += [f"--{name}", str(getattr(options, name))]
+        # What it measured counts even if it failed later.
+        subprocess.run([sys.executable, __file__, *arguments], check=False, env=environment, timeout=900)
         result: dict[str, Any] = json.loads(answer.read_text())
         return result
 
@@ -245,7 +243,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, vLLM's tensor_parallel_size")
-    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--cycles", type=int, default=5, help="of sleep")
+    parser.add_argument("--deep", type=int, default=20, help="cycles of hibernation")
     parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -255,8 +254,7 @@ def main() -> None:
     options = parser.parse_args()
     pynvml.nvmlInit()
     if options.child:
-        result = measure(options.model, options.child, options.ranks, options.cycles, options.utilization)
-        options.answer.write_text(json.dumps(result))
+        measure(options)
         return
     touch_host_memory()
     record: dict[str, Any] = {
@@ -274,7 +272,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
         for mode in options.modes:
-            record["engines"][mode] = run(mode, folder, options, options.cycles)
+            record["engines"][mode] = run(mode, folder, options)
             # What is measured is measured, whatever becomes of the next.
             (options.out / "vllm-ranks.json").write_text(json.dumps(record, indent=1) + "\n")
             (options.out / "vllm-ranks.md").write_text(to_markdown(record))
