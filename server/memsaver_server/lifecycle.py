@@ -218,6 +218,11 @@ class Lifecycle:
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
+    def raise_if_rank_lost(self) -> None:
+        """Raise EngineFailedError if the engine's ranks have failed."""
+        if isinstance(self.memory, WatchedMemory):
+            self._check_usable()
+
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
