@@ -1,7 +1,8 @@
 """What NCCL holds between ranks of plain torch, and what is left when it is suspended and every rank is hibernated.
 
-One process for each GPU, in one NCCL group, with a CUDA graph that has captured an all-reduce. Each step is taken on all
-ranks side by side before the next; its time is that of the slowest rank. After each cycle the old graph is replayed.
+One process for each GPU, in one NCCL group, with a CUDA graph that has captured an all-reduce. Each step is taken on
+all ranks side by side before the next; its time is that of the slowest rank. After each cycle the old graph is
+replayed.
 
     python benchmarks/communicators.py                     # two GPUs, 20 cycles
     python benchmarks/communicators.py --ranks 4 --cycles 3 --out /tmp
@@ -40,9 +41,7 @@ STEPS = {
     "resume communicators": "communicators.resume()",
     "resume": "ms.resume()",
 }
-COUNTED = (
-    "[(each.name, each.suspendable_bytes, each.persistent_bytes, each.obstacle) for each in communicators.found()]"
-)
+COUNTED = "[(each.suspendable_bytes, each.persistent_bytes, each.obstacle) for each in communicators.found()]"
 
 
 def used_mib(ranks: int) -> list[float]:
@@ -52,7 +51,7 @@ def used_mib(ranks: int) -> list[float]:
 
 
 def cycle(pair: Ranks, ranks: int, number: int, empty: list[float]) -> dict[str, Any]:
-    """Take every step on all ranks: milliseconds, and MiB on the fullest GPU after it, by step; whether sums are right."""
+    """Take every step on all ranks: its milliseconds, and MiB on the fullest GPU after it; at last check the sums."""
     row: dict[str, Any] = {"milliseconds": {}, "mib": {}}
     for name, call in STEPS.items():
         answers = pair.ask(f"seconds(lambda: {call})")
@@ -70,7 +69,7 @@ def measure(ranks: int, cycles: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, plain_ranks.started(ranks, Path(folder)) as pair:
         pair.ask("replayed(0)")
         counted = [ast.literal_eval(answer) for answer in pair.ask(COUNTED)]
-        if obstacles := [told for _, _, _, told in counted[0] if told]:
+        if obstacles := [told for _, _, told in counted[0] if told]:
             raise SystemExit(obstacles[0])
         awake = max(now - before for now, before in zip(used_mib(ranks), empty, strict=True))
         [version, *_] = pair.ask("loaded().version_text")
@@ -84,8 +83,8 @@ def measure(ranks: int, cycles: int) -> dict[str, Any]:
         "nccl": ast.literal_eval(version),
         "ranks": ranks,
         "communicators": len(counted[0]),
-        "suspendable_mib": sum(size for _, size, _, _ in counted[0]) / MIB,
-        "persistent_mib": sum(size for _, _, size, _ in counted[0]) / MIB,
+        "suspendable_mib": sum(size for size, _, _ in counted[0]) / MIB,
+        "persistent_mib": sum(size for _, size, _ in counted[0]) / MIB,
         "awake_mib": awake,
         "cycles": rows,
     }
