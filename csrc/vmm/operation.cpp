@@ -66,6 +66,7 @@ void Operation::begin(const MemoryMap::Tags& tags) {
   core_.map.set_operation(kind_);
   for (Arena* const arena : selected) {
     arenas_.push_back(arena);
+    owed_before_.push_back(arena->owed());
     arena->begin_operation();
     plan(*arena);
   }
@@ -140,11 +141,16 @@ OperationResult Operation::result() const {
   const bool releasing = kind_ == Progress::Operation::release;
   OperationResult result;
   std::map<std::string, TagOutcome> tags;
-  for (const Arena* arena : arenas_) {
+  for (std::size_t i = 0; i < arenas_.size(); ++i) {
+    const Arena* const arena = arenas_[i];
     TagOutcome& outcome = tags[arena->key().tag];
     outcome.tag = arena->key().tag;
-    const std::string restore = name_of(arena->key().restore);
-    outcome.restore = outcome.restore.empty() || outcome.restore == restore ? restore : "mixed";
+    std::set<Restore> policies = releasing ? arena->owed() : owed_before_[i];
+    if (policies.empty()) policies.insert(arena->key().restore);  // nothing of it is, or was, released
+    for (const Restore restore : policies) {
+      const std::string name = name_of(restore);
+      outcome.restore = outcome.restore.empty() || outcome.restore == name ? name : "mixed";
+    }
     outcome.bytes += arena->live_bytes();
     if (!arena->released_runs().empty()) outcome.state = "released";
   }
