@@ -145,12 +145,10 @@ OperationResult Operation::result() const {
     const Arena* const arena = arenas_[i];
     TagOutcome& outcome = tags[arena->key().tag];
     outcome.tag = arena->key().tag;
-    std::set<Restore> policies = releasing ? arena->owed() : owed_before_[i];
-    if (policies.empty()) policies.insert(arena->key().restore);  // nothing of it is, or was, released
-    for (const Restore restore : policies) {
-      const std::string name = name_of(restore);
-      outcome.restore = outcome.restore.empty() || outcome.restore == name ? name : "mixed";
-    }
+    const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
+    const std::string restore = owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
+    if (outcome.bytes == 0) outcome.restore = restore;
+    if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
     outcome.bytes += arena->live_bytes();
     if (!arena->released_runs().empty()) outcome.state = "released";
   }

@@ -87,6 +87,12 @@ class PauseFields(Fields):
     timeout_s: Seconds | None = None
 
 
+class ContentWrittenFields(Fields):
+    """The tags whose content was written again after a release had discarded it."""
+
+    tags: Tags | None = Field(default=None, description="Absent or empty means all whose content is lost.")
+
+
 class NoFields(Fields):
     """A body whose fields are ignored. If present it must be JSON."""
 
@@ -281,6 +287,9 @@ class TagStatusAnswer(BaseModel):
     tag: str
     restore: str
     state: str
+    content: Literal["ok", "lost"] = Field(
+        default="ok", description="lost: discarded by a release, and not written since."
+    )
     bytes: int
     resident_bytes: int
     released_bytes: int
@@ -313,6 +322,7 @@ class OccupationAnswer(BaseModel):
     state: str
     hibernated: bool
     engine: str
+    model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]

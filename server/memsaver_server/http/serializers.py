@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport
+from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport, TagStatus
 from memsaver_server.device_monitor import Sample
+from memsaver_server.engine import Engine, model_name_of
 from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
@@ -111,7 +112,7 @@ def event(name: str, data: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
-def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict[str, Any]:
+def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> dict[str, Any]:
     """Return what the process holds now, with the devices as in ``sample``."""
     now = lifecycle.snapshot()
     status = now.status
@@ -120,10 +121,11 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "driver": status.driver,
         "state": now.state,
         "hibernated": status.hibernated,
-        "engine": engine,
+        "engine": engine.name,
+        "model": model_name_of(engine),
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
-        "tags": [_fields(TagStatusAnswer, tag) for tag in status.tags],
+        "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
     }
@@ -162,6 +164,11 @@ def phase_answer(phase: PhaseReport) -> dict[str, Any]:
 def _fields(model: type[BaseModel], source: object) -> dict[str, Any]:
     """Return the attributes of ``source`` that are fields of ``model``."""
     return {name: getattr(source, name) for name in model.model_fields}
+
+
+def _tag_status(tag: TagStatus, *, lost: bool) -> dict[str, Any]:
+    names = [name for name in TagStatusAnswer.model_fields if name != "content"]
+    return {**{name: getattr(tag, name) for name in names}, "content": "lost" if lost else "ok"}
 
 
 def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:

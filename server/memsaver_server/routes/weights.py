@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends
 
-from memsaver_server.engine import UpdatableEngine
+from memsaver_server.engine import UpdatableEngine, unwritten_weights
 from memsaver_server.http.errors import BadRequestError
 from memsaver_server.http.requests import ERROR_RESPONSES, Responses, ServiceOf, fields_of, guard, takes
 from memsaver_server.http.serializers import message_answer
@@ -61,8 +61,14 @@ async def update_weights_from_tensor(service: ServiceOf, fields: _TensorsOf) -> 
 
 
 async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
+    def update() -> int:
+        with service.lifecycle.writing():
+            return write()
+
     try:
-        written = await asyncio.to_thread(service.lifecycle.update_weights, write)
+        written = await asyncio.to_thread(update)
     except (ValueError, OSError) as error:
         raise BadRequestError(str(error)) from None
-    return message_answer(f"{written} tensors written.")
+    missing = sorted(unwritten_weights(service.engine))
+    more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""
+    return message_answer(f"{written} tensors written.{more}")

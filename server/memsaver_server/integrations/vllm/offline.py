@@ -43,6 +43,9 @@ class OfflineClient:
         with self.lock:
             self._llm.reset_prefix_cache()
 
+    def model_name(self) -> str:
+        return str(getattr(getattr(self._llm.llm_engine, "model_config", None), "model", ""))
+
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 
