@@ -138,7 +138,7 @@ class Lifecycle:
         self._check_usable()
         status = self.memory.status()
         released = released_tags(status)
-        options = replace(request.options, tags=self._implicit.complete(request.tags, released))
+        options = replace(request.options, tags=self.tags_to_resume(request.tags))
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
@@ -153,6 +153,10 @@ class Lifecycle:
             self._admission.reopen()
             raise
         return replace(report, phases=log.phases)
+
+    def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released."""
+        return self._implicit.complete(requested, released_tags(self.memory.status()))
 
     def _restore(self, options: ResumeOptions, wait_for_memory_s: float, log: PhaseLog) -> OperationReport:
         deadline = time.monotonic() + wait_for_memory_s

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver

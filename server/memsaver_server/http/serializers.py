@@ -6,10 +6,12 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport, TagStatus
 from memsaver_server.device_monitor import Sample
+from memsaver_server.dry_run import Plan
 from memsaver_server.engine import Engine, model_name_of
 from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
@@ -61,6 +63,24 @@ def accepted_answer(operation: Operation) -> dict[str, Any]:
     }
 
 
+def plan_answer(plan: Plan) -> dict[str, Any]:
+    """Return the answer to a dry run."""
+    moved = _readable(sum(tag.bytes for tag in plan.tags))
+    names = ", ".join(tag.tag for tag in plan.tags if tag.bytes)
+    would = f"would {plan.operation} {moved} of {names}" if names else f"nothing to {plan.operation}"
+    return {
+        "success": True,
+        "message": f"dry run: {would}" if not plan.blockers else f"dry run: would fail: {'; '.join(plan.blockers)}",
+        "dry_run": True,
+        "operation": plan.operation,
+        "tags": [asdict(tag) for tag in plan.tags],
+        "host": asdict(plan.host),
+        "file": asdict(plan.file),
+        "devices": [{"index": index, **asdict(room)} for index, room in plan.devices.items()],
+        "blockers": list(plan.blockers),
+    }
+
+
 def operation_status(operation: Operation) -> dict[str, Any]:
     """Return an operation in any status."""
     done = operation.status in ("succeeded", "failed")
@@ -103,8 +123,8 @@ def progress(operation: Operation) -> dict[str, Any] | None:
     }
 
 
-def message_answer(message: str) -> dict[str, Any]:
-    return {"success": True, "message": message, "status": "ok"}
+def message_answer(message: str) -> JSONResponse:
+    return JSONResponse({"success": True, "message": message, "status": "ok"})
 
 
 def event(name: str, data: dict[str, Any]) -> str:

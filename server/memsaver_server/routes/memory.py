@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
@@ -16,9 +17,17 @@ from memsaver_server.http.requests import (
     takes,
 )
 from memsaver_server.http.serializers import message_answer, occupation_answer
-from memsaver_server.schemas import ContentWrittenFields, MessageAnswer, OccupationAnswer
+from memsaver_server.http.unknown_fields import NamesIgnored
+from memsaver_server.schemas import Fields, MessageAnswer, OccupationAnswer, Tags
 
-router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
+
+class ContentWrittenFields(Fields):
+    """The tags whose content was written again after a release had discarded it."""
+
+    tags: Tags | None = Field(default=None, description="Absent or empty means all whose content is lost.")
+
+
+router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
 
 
 @router.get("/memory_occupation", response_model=OccupationAnswer, responses=REFUSED_RESPONSES)
@@ -29,11 +38,14 @@ async def memory_occupation(service: ServiceOf) -> JSONResponse:
 
 
 @router.post(
-    "/content_written", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(ContentWrittenFields)
+    "/content_written",
+    response_model=MessageAnswer,
+    responses=ERROR_RESPONSES,
+    openapi_extra=takes(ContentWrittenFields),
 )
 async def content_written(
     service: ServiceOf, fields: Annotated[ContentWrittenFields, Depends(fields_of(ContentWrittenFields))]
-) -> dict[str, Any]:
+) -> JSONResponse:
     """Say that content which a release had discarded was written, in a way that the service cannot see."""
     closed_reason = service.lifecycle.content_written(fields.tags or [])
     return message_answer(f"Content counts as written{f'; {closed_reason}' if closed_reason else ''}.")
