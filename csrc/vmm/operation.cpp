@@ -146,7 +146,8 @@ OperationResult Operation::result() const {
     TagOutcome& outcome = tags[arena->key().tag];
     outcome.tag = arena->key().tag;
     const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
-    const std::string restore = owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
+    const std::string restore =
+        owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
     if (outcome.bytes == 0) outcome.restore = restore;
     if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
     outcome.bytes += arena->live_bytes();

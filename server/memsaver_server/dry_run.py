@@ -39,7 +39,7 @@ class PlannedTag:
     Attributes:
         restore: the policy that the release would use, or the region's own.
         bytes: device memory that the operation would give back or take.
-        backup_bytes: that its backup would take beyond what it holds.
+        backup_bytes: the most that its backup would take more than it holds.
         loses_content: it would have to be written before it is used again.
     """
 

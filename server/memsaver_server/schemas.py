@@ -153,7 +153,7 @@ class PlannedDeviceAnswer(RoomAnswer):
 
 
 class PlannedTagAnswer(BaseModel):
-    """A tag in a dry run. ``bytes`` is device memory, ``backup_bytes`` the most that its backup would take beyond what it holds."""
+    """A tag in a dry run: ``bytes`` of device memory, and the most ``backup_bytes`` that its backup would take more."""
 
     tag: str
     restore: str

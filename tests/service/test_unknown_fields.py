@@ -1,4 +1,4 @@
-"""Fields that the service does not have: misspelt ones are refused, those of known clients passed over, others named."""
+"""Unknown fields: misspelt ones are refused, those of known clients passed over, others named in the answer."""
 
 from __future__ import annotations
 

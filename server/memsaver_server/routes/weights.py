@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
 from pydantic import ConfigDict
 
 from memsaver_server.engine import UpdatableEngine, unwritten_weights
