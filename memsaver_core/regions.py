@@ -33,6 +33,10 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the tag {tag!r} has an unpaired surrogate, which no answer can carry") from None
     policy = policy_for(tag, restore).value
     if not process.enabled():
         return nullcontext()

@@ -152,5 +152,8 @@ def _free_host_bytes(backup: HostBackupStatus) -> int:
 
 
 def _free_file_bytes() -> int:
-    disk = os.statvfs(ms.core_settings().file_dir)
+    try:
+        disk = os.statvfs(ms.core_settings().file_dir)
+    except OSError:  # no backup can be made there
+        return 0
     return disk.f_bavail * disk.f_frsize

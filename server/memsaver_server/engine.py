@@ -90,7 +90,7 @@ def memory_of(engine: object) -> Memory:
 
 def model_name_of(engine: object) -> str:
     """Return the name of the model that ``engine`` serves; an empty string if it has no attribute ``model_name``."""
-    return str(getattr(engine, "model_name", ""))
+    return str(getattr(engine, "model_name", None) or "")
 
 
 def unwritten_weights(engine: object) -> Collection[str]:
