@@ -33,7 +33,7 @@ def test_a_release_is_told_before_it_happens(http: httpx.Client) -> None:
     restore = {"kv_cache": "host"}
     plan = ask(http, "/release_memory_occupation", restore=restore)
     assert plan["blockers"] == []
-    assert sorted(tags_of(plan)) == ALL_TAGS
+    assert set(ALL_TAGS) <= tags_of(plan).keys()
     done = http.post("/release_memory_occupation", json={"restore": restore}).json()
     for tag, row in tags_of(done).items():
         assert (tags_of(plan)[tag]["bytes"], tags_of(plan)[tag]["restore"]) == (row["released_bytes"], row["restore"])

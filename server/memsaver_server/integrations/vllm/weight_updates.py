@@ -1,9 +1,9 @@
 """Sees weights being written in vLLM's workers.
 
-vLLM's own reload, its weight transfer and the worker extensions of trainers all reach the workers by ``collective_rpc``,
-from vLLM's routes or from this process. So what counts as an update is a call of that whose method names weights, once
-it has returned. An update in several calls counts with its first one, as nothing marks the last: callers keep the KV
-cache asleep, or generation paused, until all are done.
+vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``, from
+vLLM's routes or from this process. So what counts as an update is a call of that whose method names weights, once it
+has returned. An update in several calls counts with its first one, as nothing marks the last: callers keep the KV cache
+asleep, or generation paused, until all are done.
 """
 
 from __future__ import annotations
