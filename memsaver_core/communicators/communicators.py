@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
 from memsaver_core import process
-from memsaver_core.communicators import discovery
+from memsaver_core.communicators import discovery, engines, fabric
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, loaded
 from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
@@ -38,7 +38,7 @@ class Communicators:
         self._lock = threading.Lock()  # one operation at a time
         self._registered: dict[str, Communicator] = {}
         self._statuses: tuple[CommunicatorStatus, ...] = ()
-        self._devices: dict[str, int | None] = {}
+        self._counted: list[Communicator] = []  # of which the statuses are
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
@@ -71,9 +71,8 @@ class Communicators:
 
         Must not be called while the process is hibernated, when device calls block.
         """
-        present = self._present()
-        self._statuses = tuple(self._status(each) for each in present)
-        self._devices = {each.name: each.device for each in present}
+        self._counted = self._present()
+        self._statuses = tuple(self._status(each) for each in self._counted)
         return self._statuses
 
     def statuses(self) -> tuple[CommunicatorStatus, ...]:
@@ -86,9 +85,9 @@ class Communicators:
         if not counted:
             return None
         mapped: dict[int, int] = {}
-        for each in counted:
-            if (device := self._devices.get(each.name)) is not None:
-                mapped[device] = mapped.get(device, 0) + each.suspendable_bytes
+        for status, each in zip(counted, self._counted, strict=False):
+            if each.device is not None:
+                mapped[each.device] = mapped.get(each.device, 0) + status.suspendable_bytes
         resident = sum(each.suspendable_bytes for each in counted)
         released = sum(each.suspended_bytes for each in counted)
         return TagStatus(
@@ -104,6 +103,15 @@ class Communicators:
             chunks=0,
             mapped_by_device=mapped,
         )
+
+    def checkpoint_obstacles(self) -> list[str]:
+        """Return what ranks share of device memory, besides what can be suspended, that prevents a hibernation.
+
+        Each with what to change. Of the communicators that were counted last.
+        """
+        devices = [(each.name, each.device) for each in self._counted if each.nccl and each.device is not None]
+        told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        return [*filter(None, told), *engines.shared_memory()]
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Give back the device memory of communicators, which cannot be used until ``resume``.
@@ -163,7 +171,8 @@ class Communicators:
         self, names: Sequence[str] | None, resuming: bool = False
     ) -> list[tuple[Communicator, CommunicatorStatus]]:
         """Return the communicators ``names`` in the order of their creation, which is the same on all ranks."""
-        pairs = list(zip(self._present(), self.found(), strict=True))
+        statuses = self.found()
+        pairs = list(zip(self._counted, statuses, strict=True))
         if names is None:
             return [(each, status) for each, status in pairs if resuming or not status.obstacle]
         if missing := set(names) - {each.name for each, _ in pairs}:
