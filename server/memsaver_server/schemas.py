@@ -290,6 +290,19 @@ class TagStatusAnswer(BaseModel):
     chunks: int
 
 
+class CommunicatorAnswer(BaseModel):
+    """One NCCL communicator of a rank; ``obstacle`` says why it cannot be suspended, and what to do."""
+
+    name: str
+    ranks: int
+    rank: int
+    suspendable_bytes: int
+    suspended_bytes: int
+    persistent_bytes: int
+    suspended: bool
+    obstacle: str
+
+
 class HostBackupAnswer(BaseModel):
     bytes: int
     capacity_bytes: int
@@ -316,6 +329,7 @@ class OccupationAnswer(BaseModel):
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
+    communicators: list[CommunicatorAnswer]
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
 
