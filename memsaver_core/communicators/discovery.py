@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,9 +69,11 @@ def _of_torch() -> Iterator[Communicator]:
     library = loaded()
     for group_name, group in _torch_groups():
         backend = group._get_backend(torch.device("cuda"))
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         name = _name("torch", group_name, torch.distributed.get_process_group_ranks(group))
         for device in _devices():
-            with _on(device):
+            comm = 0
+            with _on(device), suppress(RuntimeError):  # an aborted one holds nothing
                 comm = backend._comm_ptr()  # of the current device; 0 if there is none, and none is made
             if not comm:
                 continue

@@ -290,19 +290,6 @@ class TagStatusAnswer(BaseModel):
     chunks: int
 
 
-class CommunicatorAnswer(BaseModel):
-    """One NCCL communicator of a rank; ``obstacle`` says why it cannot be suspended, and what to do."""
-
-    name: str
-    ranks: int
-    rank: int
-    suspendable_bytes: int
-    suspended_bytes: int
-    persistent_bytes: int
-    suspended: bool
-    obstacle: str
-
-
 class HostBackupAnswer(BaseModel):
     bytes: int
     capacity_bytes: int
@@ -329,7 +316,7 @@ class OccupationAnswer(BaseModel):
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
-    communicators: list[CommunicatorAnswer]
+    communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
 

@@ -14,13 +14,7 @@ from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import (
-    CommunicatorAnswer,
-    DeviceAnswer,
-    HostBackupAnswer,
-    MeteredDeviceAnswer,
-    TagStatusAnswer,
-)
+from memsaver_server.schemas import DeviceAnswer, HostBackupAnswer, MeteredDeviceAnswer, TagStatusAnswer
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
@@ -130,7 +124,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
         "tags": [_fields(TagStatusAnswer, tag) for tag in status.tags],
-        "communicators": [_fields(CommunicatorAnswer, each) for each in status.communicators],
+        "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
     }
