@@ -48,6 +48,7 @@ class HostDevice {
   ~HostDevice() { close(file_); }
 
   Handle create(std::size_t bytes) {
+    check_room(bytes);
     account->take(bytes);
     const off_t offset = next_.fetch_add(static_cast<off_t>(bytes));
     if (!change(file_, 0, offset, bytes)) {
@@ -60,6 +61,7 @@ class HostDevice {
   }
 
   Handle create_exportable(std::size_t bytes) {
+    check_room(bytes);
     account->take(bytes);
     const int file = memfd_create("memsaver-shared", MFD_CLOEXEC);
     if (file < 0 || !change(file, 0, 0, bytes)) {
@@ -118,6 +120,24 @@ class HostDevice {
     return copy;
   }
 
+  // Memory that a control group or the machine lacks ends in the OOM killer, so this refuses it. A look reads several
+  // files, so there is one for every kSpareMemory bytes.
+  void check_room(std::size_t bytes) {
+    if (unlooked_.fetch_add(bytes) + bytes < kSpareMemory) return;
+    unlooked_ = 0;
+    std::size_t available = 0;
+    try {
+      available = available_memory_bytes();
+    } catch (const Error&) {
+      return;  // without descriptors nothing can be read, and a resume must work all the same
+    }
+    if (bytes + kSpareMemory <= available) return;
+    throw Error(ErrorKind::out_of_device_memory,
+                "the memory of the host device is that of this machine or of its control group, which lacks it")
+        .with_memory(bytes + kSpareMemory, available)
+        .with_advice("let other processes free memory or raise the group's limit, and repeat");
+  }
+
   // Commits the range, or returns its pages with kPunch. Returns false, with errno, on failure.
   [[nodiscard]] static bool change(int file, int mode, off_t offset, std::size_t bytes) {
     while (fallocate(file, mode, offset, static_cast<off_t>(bytes)) != 0) {
@@ -129,6 +149,7 @@ class HostDevice {
 
   int file_ = -1;
   std::atomic<off_t> next_{0};
+  std::atomic<std::size_t> unlooked_{0};  // created since the last look
 };
 
 class HostDriver final : public Driver {
@@ -142,6 +163,7 @@ class HostDriver final : public Driver {
   }
 
   const char* name() const noexcept override { return "host"; }
+  bool in_host_memory() const noexcept override { return true; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 
   DeviceInfo device_info(int device) override {

@@ -27,7 +27,7 @@ bool attempt(const char* what, const std::function<void()>& call) {
 }  // namespace
 
 void add_free_memory(Error& error, Driver& driver, int device, std::size_t bytes) {
-  if (error.kind != ErrorKind::out_of_device_memory) return;
+  if (error.kind != ErrorKind::out_of_device_memory || error.needed_bytes != 0) return;
   try {
     error.with_memory(bytes, driver.memory_info(device).free_bytes);
   } catch (const Error&) {

@@ -14,7 +14,7 @@
 
 namespace memsaver {
 
-// Adds what is free now to an error that says that `bytes` of device memory were not; other errors stay as they are.
+// Adds what was needed and is free to an error that says that device memory is short, unless it tells that already.
 void add_free_memory(Error& error, Driver& driver, int device, std::size_t bytes);
 
 // Puts physical memory behind ranges of the map and takes it away. What the driver refuses becomes an orphan.

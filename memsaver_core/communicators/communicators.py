@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from memsaver_core import process
 from memsaver_core.communicators import discovery, engines, fabric
 from memsaver_core.communicators.discovery import Communicator
-from memsaver_core.communicators.nccl import SUSPENDS, loaded
+from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
 from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
+from memsaver_core.peer_buffers import PeerBuffers
 from memsaver_core.policies import COMMUNICATORS, RestorePolicy
 from memsaver_core.reports import CommunicatorStatus, TagStatus
 
@@ -60,6 +61,19 @@ class Communicators:
         if ranks > 1:
             made = Communicator.of(name, comm, ranks=ranks, rank=rank, device=device, nccl=loaded())
             self._registered[name] = made
+
+    def register_buffers(self, name: str, buffers: PeerBuffers) -> None:
+        """Have the buffers of an engine's own all-reduce suspended; ``name`` and errors as of ``register``."""
+        if name in self._registered:
+            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
+
+        def held() -> Held:
+            return Held(suspendable=buffers.nbytes, persistent=0, suspended=buffers.suspended)
+
+        calls = (held, buffers.suspend, buffers.resume)
+        self._registered[name] = Communicator(
+            name, buffers.ranks, buffers.rank, buffers.device_index, None, *calls, is_nccl=False
+        )
 
     def unregister(self, name: str) -> None:
         """Forget a communicator that was registered; call it before ncclCommDestroy."""
@@ -237,7 +251,9 @@ class Communicators:
 
 
 def _unable(each: Communicator) -> str:
-    """Return why NCCL cannot suspend ``each`` and what to do, or an empty string."""
+    """Return why ``each`` cannot be suspended and what to do, or an empty string."""
+    if not each.is_nccl:
+        return ""
     if each.nccl is None:
         return "its libnccl cannot be found among the loaded libraries; use a torch with a shared libnccl"
     if each.nccl.version < SUSPENDS:

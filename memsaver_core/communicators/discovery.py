@@ -30,6 +30,7 @@ class Communicator:
     held: Callable[[], Held]
     suspend: Callable[[], None]
     resume: Callable[[], None]
+    is_nccl: bool = True
 
     @classmethod
     def of(cls, name: str, comm: int, *, ranks: int, rank: int, device: int | None, nccl: Nccl | None) -> Communicator:
@@ -40,8 +41,8 @@ class Communicator:
             with _on(device):
                 return function(nccl, comm)
 
-        calls = (partial(call, each) for each in (Nccl.held, Nccl.suspend, Nccl.resume))
-        return cls(name, ranks, rank, device, nccl, *calls)
+        held, suspend, resume = (partial(call, each) for each in (Nccl.held, Nccl.suspend, Nccl.resume))
+        return cls(name, ranks, rank, device, nccl, held, suspend, resume)
 
 
 def nccl_groups() -> tuple[str, ...]:

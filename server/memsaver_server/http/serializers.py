@@ -127,6 +127,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
+        "ranks": [asdict(rank) for rank in status.ranks],
     }
 
 

@@ -67,6 +67,7 @@ void FaultyDriver::enter(const std::string& call) {
 }
 
 const char* FaultyDriver::name() const noexcept { return driver_->name(); }
+bool FaultyDriver::in_host_memory() const noexcept { return driver_->in_host_memory(); }
 int FaultyDriver::device_count() { return driver_->device_count(); }
 
 DeviceInfo FaultyDriver::device_info(int device) {

@@ -32,6 +32,7 @@ class FaultyDriver final : public Driver {
   [[nodiscard]] std::map<std::string, std::size_t> counts() const;
 
   const char* name() const noexcept override;
+  bool in_host_memory() const noexcept override;
   int device_count() override;
   DeviceInfo device_info(int device) override;
   MemoryInfo memory_info(int device) override;
