@@ -13,7 +13,6 @@ DrainMode = Literal["wait", "abort", "keep"]
 
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
-
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 DryRun = Annotated[bool, Field(description="Only say what would happen and what it would take.")]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
@@ -319,6 +318,7 @@ class OccupationAnswer(BaseModel):
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
+    communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
     ranks: list[RankAnswer]
