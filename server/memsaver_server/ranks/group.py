@@ -90,9 +90,8 @@ class Group:
         self.devices = RankDevices(self.ranks)
         self.progress = GroupProgress([rank.progress for rank in self.ranks])
         self._ended: set[int | None] = set()
-        seen = {self.ranks[rank].pid: self.name(rank) for rank in self.progress.seen}
-        self._names = {pid: name for pid, name in seen.items() if pid is not None}
-        self._names |= {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._names = {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._names |= {self.ranks[rank].pid or 0: self.name(rank) for rank in self.progress.seen}
         self._watch = ProcessWatch(self._names, self._note_end)
 
     def name(self, rank: int) -> str:
