@@ -43,9 +43,8 @@ class EngineClient:
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.resets = 0
         self.errored = False
-        self.core = subprocess.Popen(["sleep", "3600"])
-        manager = SimpleNamespace(processes=[SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)])
-        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+        self.resources = SimpleNamespace()
+        self.engine_core = SimpleNamespace(resources=self.resources)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return await asyncio.to_thread(self.executor.call, *args)
@@ -83,6 +82,9 @@ class World:
 
     async def _serve(self, ranks: list[Rank]) -> None:
         self.client = EngineClient(ranks)
+        self.core = subprocess.Popen(["sleep", "3600"])
+        core = SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)
+        self.client.resources.engine_manager = SimpleNamespace(processes=[core])
         app = FastAPI()
 
         @app.post("/v1/completions")
@@ -109,8 +111,8 @@ class World:
 
     def close(self) -> None:
         self.http.close()
-        self.client.core.kill()
-        self.client.core.wait()
+        self.core.kill()
+        self.core.wait()
         self._server.should_exit = True
         self._thread.join(30)
 
@@ -158,9 +160,9 @@ def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
 def test_the_death_of_the_engine_core_is_told_by_vllms_own_probe(world: World) -> None:
     """And requests are refused, which vLLM would let in."""
     world.post("/release_memory_occupation").raise_for_status()
-    world.client.core.kill()
+    world.core.kill()
     wait_until(lambda: world.http.get("/health").status_code == 503)
-    assert f"EngineCore_DP0 (process {world.client.core.pid}) has ended" in world.http.get("/health").json()["reason"]
+    assert f"EngineCore_DP0 (process {world.core.pid}) has ended" in world.http.get("/health").json()["reason"]
     refused = world.post("/v1/completions")
     assert refused.status_code == 503
     assert "EngineCore_DP0" in refused.json()["message"]

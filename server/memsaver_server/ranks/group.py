@@ -135,10 +135,11 @@ class Group:
     def fail(self, cause: str) -> GroupFailedError:
         """Refuse all operations from now on, those that are waited for included. The first cause is the one told."""
         with self._failing:
-            if not self.failure:
-                self.failure = f"{cause}; restart the engine"
-                logger.error("the engine's ranks have failed: %s", self.failure)
-                self._failed.set_result(None)
+            first = not self.failure
+            self.failure = self.failure or f"{cause}; restart the engine"
+        if first:
+            logger.error("the engine's ranks have failed: %s", self.failure)
+            self._failed.set_result(None)
         return GroupFailedError(self.failure)
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
