@@ -58,6 +58,15 @@ class Driver {
   // Returns memory to the device. It must be unmapped.
   virtual void release(int device, Handle handle, std::size_t bytes) = 0;
 
+  // As create(), of memory that other processes can map, too.
+  [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
+  // A descriptor of such memory, for another process to import. The caller closes it; until then it may keep the
+  // memory from the device, as every process does that imported it.
+  [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
+  // A handle of memory that another process exported, to be mapped for `device` and released as any other; the memory
+  // itself stays that process's. The descriptor remains the caller's.
+  [[nodiscard]] virtual Handle import_handle(int device, int file, std::size_t bytes) = 0;
+
   // Maps a whole handle to a reserved range. Accessible only after allow_access.
   virtual void map(int device, Address address, std::size_t bytes, Handle handle) = 0;
   // Gives `device`, and those of `peers` that can access its memory, read and write access to a mapped range.

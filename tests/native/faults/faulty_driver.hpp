@@ -39,6 +39,9 @@ class FaultyDriver final : public Driver {
   void unreserve(int device, Address address, std::size_t bytes) override;
   Handle create(int device, std::size_t bytes) override;
   void release(int device, Handle handle, std::size_t bytes) override;
+  Handle create_exportable(int device, std::size_t bytes) override;
+  int export_handle(int device, Handle handle) override;
+  Handle import_handle(int device, int file, std::size_t bytes) override;
   void map(int device, Address address, std::size_t bytes, Handle handle) override;
   void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) override;
   void unmap(int device, Address address, std::size_t bytes) override;
