@@ -274,6 +274,13 @@ class Lifecycle:
         unwritten = [tag.tag for tag in released if tag.tag in lost and needs_writing(tag, request.options)]
         self._admission.content_lost(lost, unwritten)
         self._implicit.released(request.tags, [tag.tag for tag in released])
+        if isinstance(self.memory, WatchedMemory) and (lost := self.memory.take_lost()):
+            self._admission.content_lost(lost)
+            self._admission.resumed(lost)
+            try:
+                self._admission.repair()
+            except Exception:
+                logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
 
     def _note_resumed(self, released: set[str]) -> None:
         resumed = released - released_tags(self.memory.status())

@@ -299,13 +299,6 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
-class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
-    rank: int
-    pid: int | None
-    alive: bool | None
-    state: str
-
-
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -321,7 +314,7 @@ class OccupationAnswer(BaseModel):
     communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
-    ranks: list[RankAnswer]
+    ranks: list[dict[str, int | str | bool | None]]  # fields of memsaver_core.RankStatus
 
 
 class MessageAnswer(BaseModel):
