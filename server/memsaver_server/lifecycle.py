@@ -274,9 +274,10 @@ class Lifecycle:
         unwritten = [tag.tag for tag in released if tag.tag in lost and needs_writing(tag, request.options)]
         self._admission.content_lost(lost, unwritten)
         self._implicit.released(request.tags, [tag.tag for tag in released])
-        if isinstance(self.memory, WatchedMemory) and (lost := self.memory.take_lost()):
-            self._admission.content_lost(lost)
-            self._admission.resumed(lost)
+        if isinstance(self.memory, WatchedMemory) and (undone := self.memory.take_lost()):
+            to_write = [tag.tag for tag in tags if tag.tag in undone and needs_writing(tag, request.options)]
+            self._admission.content_lost(undone, to_write)
+            self._admission.resumed(undone)
             try:
                 self._admission.repair()
             except Exception:
