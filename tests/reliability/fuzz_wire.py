@@ -45,7 +45,7 @@ SEEDS = [
     *(f"BPOST /sleep\n{line}\n\n".encode() for line in LINES),
     b"a\x04POST /sleep HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     b"A\x02POST /sleep HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nx\r\n\r\n",
-    b"a\x01GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.0\r\n\r\n",
+    b"a\x01GET /livez HTTP/1.1\r\nHost: a\r\n\r\nGET /readyz HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.0\r\n\r\n",
     b"bGET /operations/%C3%A9%00\n\n",
     b"bGET /dashboard/%2e%2e%2fapp.py\n\n",
     b"c7",
