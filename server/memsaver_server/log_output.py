@@ -147,7 +147,8 @@ class _Relay:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         # As text, because what waits must hold neither the frames of an error nor objects that change.
-        record.msg, record.args = record.getMessage(), None
+        with suppress(TypeError, ValueError):  # arguments that do not fit are reported by the handlers
+            record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
             record.exc_info = None

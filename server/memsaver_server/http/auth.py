@@ -77,7 +77,7 @@ def check_browser(request: Request, settings: Settings) -> None:
 def _check_host(request: Request, settings: Settings) -> None:
     """Refuse names and addresses that are not ours: a site can let its own name lead to this machine.
 
-    Others that lead here, such as ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, are in no browser's list of local addresses.
+    Browsers let such pages call this machine by ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, without ``Sec-Fetch-Site``.
     """
     name, (_, port) = _host_of(request), _server(request.scope)
     ours = {"localhost", *(each.strip().lower() for each in settings.hosts.split(","))}
@@ -153,7 +153,7 @@ def _host_of(request: Request) -> str:
 
 
 def _host_and_port(page: str) -> str:
-    """Return host and port of a page's address, or its origin; they are none of a page that hides them."""
+    """Return host and port of a page's address or origin; something that is no host if the page hides its origin."""
     try:
         return urlsplit(page).netloc.lower()
     except ValueError:
