@@ -111,6 +111,30 @@ class TagStatus:
 
 
 @dataclass(frozen=True)
+class CommunicatorStatus:
+    """One communicator of this process: what lets its ranks exchange device memory."""
+
+    name: str  # the same on all of its ranks, and of no other communicator that a rank of the engine has
+    ranks: int  # how many ranks it has
+    rank: int  # this process's number among them
+    suspendable_bytes: int = 0  # device memory that suspending it gives back; 0 while suspended
+    suspended_bytes: int = 0  # device memory that it gave back and takes again; 0 unless suspended
+    persistent_bytes: int = 0  # device memory that stays
+    suspended: bool = False
+    obstacle: str = ""  # why it cannot be suspended and what to do, or an empty string
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process of an engine that has several."""
+
+    rank: int  # its number
+    pid: int | None  # None if it does not use memsaver
+    alive: bool | None  # None if it cannot be watched from here: it is in another container or on another host
+    state: str  # as ``Status.state``, as of the last operation
+
+
+@dataclass(frozen=True)
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
@@ -145,3 +169,5 @@ class Status:
     host_backup: HostBackupStatus
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
+    communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import uvicorn
 
 import memsaver_core as ms
+from memsaver_core import communicators
 from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
@@ -100,7 +101,7 @@ def attach(
             be used.
     """
     settings = settings or Settings()
-    _warn_of_nccl()
+    communicators.warn_of_registered_graphs()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
     if uds is None:
@@ -221,26 +222,3 @@ def _remove_stale(path: str) -> None:
 
 def _url(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _warn_of_nccl() -> None:
-    """Warn if NCCL registers the buffers of CUDA graphs: their replay may hang after memory was remapped."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    if nccl_registers_graphs(dist.get_backend_config(), os.environ.get("NCCL_GRAPH_REGISTER")):
-        logger.warning(
-            "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
-            "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
-        )
-
-
-def nccl_registers_graphs(backends: str, setting: str | None) -> bool:
-    """Whether NCCL registers the buffers of captured graphs, its default.
-
-    Args:
-        backends: torch's backend per kind of device, as in ``cpu:gloo,cuda:nccl``.
-        setting: NCCL_GRAPH_REGISTER, or None if it is not set.
-    """
-    return "nccl" in backends and setting != "0"
