@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from memsaver_server.api_key import parse_api_key
@@ -13,11 +13,23 @@ from memsaver_server.api_key import parse_api_key
 class Settings(BaseSettings):
     """Settings of the service. All sizes are bytes, all times seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore", hide_input_in_errors=True)
 
     api_key: SecretStr | None = Field(
         default=None,
         description="Required of every caller as 'Authorization: Bearer', and to bind any address but loopback.",
+    )
+    read_key: SecretStr | None = Field(
+        default=None,
+        description="A second key, for callers that may only read: status, operations, metrics and the dashboard.",
+    )
+    hosts: str = Field(
+        default="",
+        description="Host names, separated by commas, under which callers without a key may call, beside "
+        "localhost and loopback addresses.",
+    )
+    audit_file: str = Field(
+        default="", description="File that each operation's audit line is appended to; opened anew once it was moved."
     )
     protect_probes: bool = Field(default=False, description="Require the key for health probes and metrics as well.")
     drain_timeout_s: float = Field(default=25.0, ge=0, le=86400, description="Default deadline of the drain.")
@@ -39,9 +51,17 @@ class Settings(BaseSettings):
         default=4 << 30, ge=1024, description="Size limit of request bodies that carry weights."
     )
 
-    @field_validator("api_key")
+    @field_validator("api_key", "read_key")
     @classmethod
     def _validate_api_key(cls, key: SecretStr | None) -> SecretStr | None:
         """Treat an empty key as no key."""
         text = parse_api_key(key.get_secret_value()) if key is not None else ""
         return SecretStr(text) if text else None
+
+    @model_validator(mode="after")
+    def _validate_read_key(self) -> Settings:
+        if self.read_key is not None and (self.api_key is None or self.read_key == self.api_key):
+            raise ValueError(
+                "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY, for the callers that may do more"
+            )
+        return self

@@ -13,7 +13,7 @@ import pytest
 
 from memsaver_server.client import Client
 
-from .serving import memsaver, serving
+from .serving import MEMSAVER, memsaver, serving
 
 PROMPT = {"text": "Memory that nobody uses", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
 
@@ -102,6 +102,39 @@ def test_beyond_loopback_it_needs_a_key() -> None:
         assert memsaver("status", "--url", url).returncode == 4
         assert memsaver("status", "--url", url, changes={"MEMSAVER_API_KEY": "a key"}).returncode == 0
         assert httpx.get(f"{url}/livez").status_code == 200
+
+
+#: Runs a program whose stderr is a pipe that is full and never read, a pipe whose reader is gone, or closed.
+WITHOUT_READER = """
+import os, sys
+kind, *program = sys.argv[1:]
+reader, writer = os.pipe()
+os.set_inheritable(reader, True)
+os.set_blocking(writer, False)
+try:
+    while kind == "full":
+        os.write(writer, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(writer, True)
+if kind == "broken":
+    os.close(reader)
+os.dup2(writer, 2)
+if kind == "closed":
+    os.close(2)
+os.execv(program[0], program)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "broken", "closed"])
+def test_it_serves_without_a_reader_of_stderr(kind: str) -> None:
+    """It starts, answers and ends as ever. Each operation writes an audit line there."""
+    program = (sys.executable, "-c", WITHOUT_READER, kind, *MEMSAVER)
+    with serving(program=program) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        for _ in range(20):
+            assert http.post("/release_memory_occupation").json()["state"] == "released"
+            assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+        assert http.get("/livez").status_code == 200
+        assert server.end() == 0
 
 
 @pytest.mark.parametrize(

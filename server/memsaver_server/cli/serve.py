@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -14,9 +16,13 @@ import typer
 from memsaver_server.cli.connection import ExitCode, escape, size_of
 from memsaver_server.cli.tables import make_console
 from memsaver_server.cli.units import format_seconds
+from memsaver_server.log_output import LogStream, hold_standard_files
 
 if TYPE_CHECKING:
     import torch
+
+#: Time for what is left for stderr to be written at the end, seconds.
+END_S = 1.0
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -60,6 +66,12 @@ def serve(
     uds: Annotated[
         Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
     ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)
+    ] = None,
     while_released: Annotated[
         str | None,
         typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
@@ -69,6 +81,10 @@ def serve(
 
     MEMSAVER_* variables set the other settings of the service. SIGTERM and SIGINT end it with exit code 0.
     """
+    hold_standard_files()
+    # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
+    sys.stderr = stream = LogStream("stderr", 2)
+    atexit.register(stream.settle, END_S)
     console = make_console(stderr=True)
     _end_on_signals()
     sizes = _numbers(batch_sizes)
@@ -89,7 +105,15 @@ def serve(
             enforce_eager=enforce_eager,
             seed=seed,
         )
-        attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
+        attachment = attach(
+            engine,
+            host=host,
+            port=port,
+            uds=uds,
+            settings=settings,
+            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=ssl_certfile,
+        )
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         console.print(f"[bold red]memsaver:[/] cannot start: {escape(str(error))}")
         raise typer.Exit(int(ExitCode.FAILED)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable, Sequence
 from os import PathLike, fspath
@@ -40,12 +41,15 @@ class AsyncClient:
     """Client of one service. Use it in one event loop.
 
     Args:
-        url: the service's address, ``http://host:port`` or ``unix:///path``. Ignored if ``uds`` is given.
+        url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``. Ignored if ``uds``
+            is given.
         uds: path of the service's Unix socket.
         api_key: sent as ``Authorization: Bearer``.
         timeout_s: limit of connecting, and of one attempt of a call that answers at once, in seconds.
         operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
         attempts: how often a call is sent in total, if repeating it is safe.
+        verify: checks the certificate of an ``https`` address; False accepts any. The default trusts the system's
+            authorities, or those of the file that SSL_CERT_FILE names.
         transport: another httpx transport, e.g. to reach an ASGI app.
 
     Every method raises UnreachableError if no answer came, and an AnswerError if the answer is not a success.
@@ -60,6 +64,7 @@ class AsyncClient:
         timeout_s: float = 10.0,
         operation_timeout_s: float | None = 600.0,
         attempts: int = 3,
+        verify: ssl.SSLContext | bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
@@ -67,7 +72,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(
             base_url=self._target.base_url,
             headers=self._target.headers,
-            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds),
+            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds, verify=verify),
         )
 
     @property

@@ -90,9 +90,12 @@ def _wrong_settings(error: ValueError) -> str:
 
     if not isinstance(error, ValidationError):
         return str(error)
-    wrong = (
-        f"MEMSAVER_{'_'.join(map(str, one['loc'])).upper()}={one['input']!r}: {one['msg']}" for one in error.errors()
-    )
+    wrong = []
+    for one in error.errors():
+        name = "_".join(["MEMSAVER", *map(str, one["loc"])]).upper()
+        # No secret is shown; the input of an error without a name, which is of several settings, has all of them.
+        is_public = one["loc"] and not name.endswith("_KEY")
+        wrong.append(f"{name}={one['input']!r}: {one['msg']}" if is_public else f"{name}: {one['msg']}")
     return "; ".join(wrong)
 
 
