@@ -270,13 +270,12 @@ class Lifecycle:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
         tags = self.memory.status().tags
         released = [tag for tag in tags if tag.released_bytes and (not options.tags or tag.tag in options.tags)]
-        lost = lost_tags(before, released, request.options)
-        unwritten = [tag.tag for tag in released if tag.tag in lost and needs_writing(tag, request.options)]
+        undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
+        lost = lost_tags(before, released, request.options) | undone
+        unwritten = [tag.tag for tag in tags if tag.tag in lost and needs_writing(tag, request.options)]
         self._admission.content_lost(lost, unwritten)
         self._implicit.released(request.tags, [tag.tag for tag in released])
-        if isinstance(self.memory, WatchedMemory) and (undone := self.memory.take_lost()):
-            to_write = [tag.tag for tag in tags if tag.tag in undone and needs_writing(tag, request.options)]
-            self._admission.content_lost(undone, to_write)
+        if undone:
             self._admission.resumed(undone)
             try:
                 self._admission.repair()
