@@ -29,6 +29,7 @@ class Admission:
         self._paused: Literal["", "paused", "asleep"] = ""
         self._lost: set[str] = set()
         self._to_repair: set[str] = set()
+        self._unverified = ""
 
     @property
     def asleep(self) -> bool:
@@ -76,6 +77,12 @@ class Admission:
             self._paused = ""
             return self._update()
 
+    def unverified(self, why: str) -> None:
+        """Note why the engine may compute wrong tokens; an empty string: it computes the right ones."""
+        with self._lock:
+            self._unverified = why
+            self._update()
+
     def content_lost(self, tags: Iterable[str]) -> None:
         """Note that a release has discarded the content of ``tags``."""
         with self._lock:
@@ -116,6 +123,8 @@ class Admission:
             return f"memory of {', '.join(sorted(released))} is released"
         if self._to_repair:
             return f"{', '.join(sorted(self._to_repair))} came back but could not be repaired; resume again"
+        if self._unverified:
+            return self._unverified
         return "generation is paused" if self._paused else ""
 
     def _hold(self) -> int:

@@ -2,7 +2,8 @@
 
 Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
 settle; optionally hibernate) -> report.
-Resume: check tags -> resume the memory (wake, restore) -> repair -> reopen admission if nothing is released -> report.
+Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
+released -> report.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import ImplicitTags, keeps_content, options_for, released_tags
+from memsaver_server.verification import Verification, VerificationError
 
 logger = logging.getLogger("memsaver")
 
@@ -80,6 +82,7 @@ class Lifecycle:
         self._admission = Admission(engine, self.memory, settings)
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
+        self._verification = Verification(engine, always=settings.verify == "token")
 
     def release(
         self, request: ReleaseRequest, *, wait: bool = False, key: str | None = None, client: str = ""
@@ -91,12 +94,14 @@ class Lifecycle:
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
+            VerificationUnavailableError: it cannot be verified. Nothing was started.
             ConflictError, IdempotencyKeyError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))
         if request.options.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+        self._verification.check_release(asked=request.verify)
         return self.operations.submit(request, partial(self._release, request), wait=wait, key=key, client=client)
 
     def _release(self, request: ReleaseRequest, log: PhaseLog) -> OperationReport:
@@ -111,6 +116,7 @@ class Lifecycle:
                     deadline = time.monotonic() + request.timeout_s
                     self._engine.drain(request.timeout_s, request.mode)
                     exclusive.enter_context(self._lock.for_release(request.timeout_s, deadline))
+                self._verification.before_release(log, asked=request.verify, resident=self._is_resident())
                 return self.memory.release(options, log=log)
         finally:
             self._note_released(request, options)
@@ -133,6 +139,7 @@ class Lifecycle:
         if not self.memory.enabled():
             return self.memory.resume(request.options, log=log)
         self._check_usable()
+        self._verification.check_resume(asked=request.verify)
         status = self.memory.status()
         released = released_tags(status)
         options = replace(request.options, tags=self._implicit.complete(request.tags, released))
@@ -143,12 +150,15 @@ class Lifecycle:
             self._note_resumed(released)
             with log.phase("repair"):
                 self._admission.repair()
-            with log.phase("reopen"):
-                self._admission.reopen()
         except BaseException:
             self._note_resumed(released)
             self._admission.reopen()
             raise
+        try:
+            self._verify(request, log, resumed=bool(released) or status.hibernated)
+        finally:
+            with log.phase("reopen"):
+                self._admission.reopen()
         return replace(report, phases=log.phases)
 
     def _restore(self, options: ResumeOptions, wait_for_memory_s: float, log: PhaseLog) -> OperationReport:
@@ -194,7 +204,10 @@ class Lifecycle:
             status = self.memory.status()
             if "weights" in released_tags(status) or status.hibernated:
                 raise NotResidentError("weights")
-            return write()
+            written = write()
+            self._verification.weights_changed()
+            self._admission.unverified("")
+            return written
 
     def snapshot(self) -> Snapshot:
         """Return the state now. Reads the core once, because each read may have to wait for the interpreter's lock."""
@@ -216,6 +229,20 @@ class Lifecycle:
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
+    def _verify(self, request: ResumeRequest, log: PhaseLog, *, resumed: bool) -> None:
+        """Raise VerificationError, and keep admission closed, if the model computes other tokens than before."""
+        try:
+            self._verification.after_resume(log, asked=request.verify, resumed=resumed, resident=self._is_resident())
+        except VerificationError as error:
+            self._admission.unverified(str(error))
+            raise
+        if self._is_resident():
+            self._admission.unverified("")
+
+    def _is_resident(self) -> bool:
+        status = self.memory.status()
+        return not released_tags(status) and not status.hibernated
+
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
@@ -225,7 +252,10 @@ class Lifecycle:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
         tags = self.memory.status().tags
         released = [tag for tag in tags if tag.released_bytes and (not options.tags or tag.tag in options.tags)]
-        self._admission.content_lost(tag.tag for tag in released if not keeps_content(tag, request.options))
+        lost = [tag.tag for tag in released if not keeps_content(tag, request.options)]
+        self._admission.content_lost(lost)
+        if "weights" in lost:
+            self._verification.weights_changed()
         self._implicit.released(request.tags, [tag.tag for tag in released])
 
     def _note_resumed(self, released: set[str]) -> None:

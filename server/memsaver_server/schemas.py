@@ -14,6 +14,8 @@ DrainMode = Literal["wait", "abort", "keep"]
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
+#: What is compared before a release and after the resume; None: what MEMSAVER_VERIFY says.
+Verify = Literal["token"] | None
 
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
@@ -41,6 +43,9 @@ class ReleaseFields(Fields):
         default=None, description="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
+    verify: Verify = Field(
+        default=None, description="Note the tokens of a fixed prompt before, for a resume to compare."
+    )
     wait: Wait = False
     run_async: Async = False
 
@@ -55,6 +60,9 @@ class ResumeFields(Fields):
     tags: Tags | None = Field(default=None, description="Tags to resume; absent or empty means all that are released.")
     wait_for_memory_s: Seconds = Field(
         default=0.0, description="How long to wait until other processes free device memory."
+    )
+    verify: Verify = Field(
+        default=None, description="Fail if the tokens of a fixed prompt differ from those before the release."
     )
     wait: Wait = False
     run_async: Async = False
@@ -77,6 +85,7 @@ class ReleaseArguments(TypedDict, total=False):
     at_least_bytes: int | None
     trim: bool | None
     hibernate: bool
+    verify: str | None
     wait: bool
 
 

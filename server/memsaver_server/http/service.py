@@ -87,12 +87,14 @@ class Service:
             Also as Lifecycle.release.
         """
         options = ReleaseOptions.of(**fields.core_options())
-        asked = ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
+        timeout_s, verify = self._drain_timeout_s(fields.timeout_s), fields.verify is not None
+        asked = ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes, verify)
         return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
 
     async def resume(self, request: Request, fields: ResumeFields) -> Operation:
         """As release, for a resume."""
-        asked = ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
+        options = ResumeOptions(**fields.core_options())
+        asked = ResumeRequest(options, fields.wait_for_memory_s, fields.verify is not None)
         return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
