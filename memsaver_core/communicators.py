@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from memsaver_core.errors import UnsupportedError
+from memsaver_core.reports import CommunicatorStatus
 
 
 def nccl_groups() -> tuple[str, ...]:
@@ -22,3 +26,20 @@ def nccl_groups() -> tuple[str, ...]:
         for group in world.pg_map
         if "nccl" in str(world.pg_backend_config.get(group, "")) and group.size() > 1
     )
+
+
+def found() -> tuple[CommunicatorStatus, ...]:
+    """Return the communicators of this process: none can be suspended yet, so none is listed."""
+    return ()
+
+
+statuses = found
+
+
+def suspend(names: Sequence[str], timeout_s: float) -> None:
+    """Suspend communicators; every rank of each must call this."""
+    if names:
+        raise UnsupportedError(f"this process has no communicator {names[0]!r}; nothing was done")
+
+
+resume = suspend

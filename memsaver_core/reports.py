@@ -124,6 +124,16 @@ class CommunicatorStatus:
 
 
 @dataclass(frozen=True)
+class RankStatus:
+    """One process of an engine that has several."""
+
+    rank: int  # its number
+    pid: int | None  # None if it does not use memsaver
+    alive: bool | None  # None if it cannot be watched from here: it is in another container or on another host
+    state: str  # as ``Status.state``, as of the last operation
+
+
+@dataclass(frozen=True)
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
@@ -159,3 +169,4 @@ class Status:
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
     communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one

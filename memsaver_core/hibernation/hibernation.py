@@ -38,7 +38,7 @@ class Hibernation:
         #: Held during NVML calls of this process: none may be in flight when the process is checkpointed.
         self.device_lock = threading.Lock()
 
-    def obstacles(self) -> list[str]:
+    def obstacles(self, suspending: bool = False) -> list[str]:
         """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to.
 
         Checks the helper, the driver, MPS, torch's NCCL groups, tensors shared by CUDA IPC, peer access and managed
@@ -150,6 +150,17 @@ class Hibernation:
             self._wake_failed = False
             self._state = _State.RUNNING
             return {"restore_seconds": float(woken), "unlock_seconds": float(unlocked)}
+
+    # The steps that several processes take together. The helper takes two of them at once.
+
+    def lock(self) -> dict[str, float]:
+        return {}
+
+    checkpoint = hibernate
+    restore = wake
+
+    def unlock(self) -> dict[str, float]:
+        return {}
 
     def _undone(self, error: MemsaverError | StepFailedError) -> MemsaverError:
         """Settle the state after a failed step: undo a half-done one, and return the error to raise."""

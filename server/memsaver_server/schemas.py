@@ -314,6 +314,13 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
+class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
+    rank: int
+    pid: int | None
+    alive: bool | None
+    state: str
+
+
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -327,6 +334,7 @@ class OccupationAnswer(BaseModel):
     tags: list[TagStatusAnswer]
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
+    ranks: list[RankAnswer]
 
 
 class MessageAnswer(BaseModel):
