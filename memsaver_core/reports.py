@@ -118,6 +118,7 @@ class CommunicatorStatus:
     ranks: int  # how many ranks it has
     rank: int  # this process's number among them
     suspendable_bytes: int = 0  # device memory that suspending it gives back; 0 while suspended
+    suspended_bytes: int = 0  # device memory that it gave back and takes again; 0 unless suspended
     persistent_bytes: int = 0  # device memory that stays
     suspended: bool = False
     obstacle: str = ""  # why it cannot be suspended and what to do, or an empty string

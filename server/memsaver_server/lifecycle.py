@@ -26,7 +26,7 @@ from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import ImplicitTags, keeps_content, options_for, released_tags
-from memsaver_server.verification import Verification, VerificationError
+from memsaver_server.verification import Verification
 
 logger = logging.getLogger("memsaver")
 
@@ -84,7 +84,7 @@ class Lifecycle:
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
-        self._verification = Verification(engine, always=settings.verify == "token")
+        self._verification = Verification(engine, self._admission, self.memory, settings)
 
     def release(
         self, request: ReleaseRequest, *, wait: bool = False, key: str | None = None, client: str = ""
@@ -118,7 +118,7 @@ class Lifecycle:
                     deadline = time.monotonic() + request.timeout_s
                     self._engine.drain(request.timeout_s, request.mode)
                     exclusive.enter_context(self._lock.for_release(request.timeout_s, deadline))
-                self._verification.before_release(log, asked=request.verify, resident=self._is_resident())
+                self._verification.before_release(log, asked=request.verify)
                 return self.memory.release(options, log=log)
         finally:
             self._note_released(request, options)
@@ -157,7 +157,7 @@ class Lifecycle:
             self._admission.reopen()
             raise
         try:
-            self._verify(request, log, resumed=bool(released) or status.hibernated)
+            self._verification.after_resume(log, asked=request.verify, resumed=bool(released) or status.hibernated)
         finally:
             with log.phase("reopen"):
                 self._admission.reopen()
@@ -208,7 +208,6 @@ class Lifecycle:
                 raise NotResidentError("weights")
             written = write()
             self._verification.weights_changed()
-            self._admission.unverified("")
             return written
 
     def snapshot(self) -> Snapshot:
@@ -231,19 +230,10 @@ class Lifecycle:
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
-    def _verify(self, request: ResumeRequest, log: PhaseLog, *, resumed: bool) -> None:
-        """Raise VerificationError, and keep admission closed, if the model computes other tokens than before."""
-        try:
-            self._verification.after_resume(log, asked=request.verify, resumed=resumed, resident=self._is_resident())
-        except VerificationError as error:
-            self._admission.unverified(str(error))
-            raise
-        if self._is_resident():
-            self._admission.unverified("")
-
-    def _is_resident(self) -> bool:
-        status = self.memory.status()
-        return not released_tags(status) and not status.hibernated
+    def raise_if_rank_lost(self) -> None:
+        """Raise EngineFailedError if the engine's ranks have failed."""
+        if isinstance(self.memory, WatchedMemory):
+            self._check_usable()
 
     def _check_usable(self) -> None:
         status = self.memory.status()

@@ -6,7 +6,10 @@ from typing import Any
 
 from memsaver_core import PhaseLog
 from memsaver_core.errors import ConfigurationError, MemsaverError
-from memsaver_server.engine import Engine, VerifiableEngine
+from memsaver_server.admission import Admission
+from memsaver_server.engine import Engine, Memory, VerifiableEngine
+from memsaver_server.settings import Settings
+from memsaver_server.tag_selection import released_tags
 
 
 class VerificationError(MemsaverError):
@@ -38,18 +41,16 @@ class VerificationUnavailableError(MemsaverError):
 class Verification:
     """Compares the tokens of the engine's verification prompt. Operations call it one at a time."""
 
-    def __init__(self, engine: Engine, *, always: bool) -> None:
-        """``always``: for every release and resume, not only for those that ask for it.
-
-        Raises:
-            ConfigurationError: always, with an engine that cannot be verified.
-        """
+    def __init__(self, engine: Engine, admission: Admission, memory: Memory, settings: Settings) -> None:
+        """Raises ConfigurationError if every resume shall be verified, but the engine cannot be."""
         self._engine = engine if isinstance(engine, VerifiableEngine) else None
-        self._always = always
         self._name = engine.name
+        self._admission = admission
+        self._memory = memory
+        self._always = settings.verify == "token"
         self._expected: list[int] | None = None
         self._due = False
-        if always and self._engine is None:
+        if self._always and self._engine is None:
             raise ConfigurationError(f"MEMSAVER_VERIFY=token is set, but engine {engine.name!r} cannot be verified")
 
     def check_release(self, *, asked: bool) -> None:
@@ -66,34 +67,43 @@ class Verification:
                 'or updated since. Release with {"verify": "token"}, or set MEMSAVER_VERIFY=token'
             )
 
-    def before_release(self, log: PhaseLog, *, asked: bool, resident: bool) -> None:
-        """Compute the expected tokens, if they are wanted and not known. The engine is drained; if that fails, so does
-        the release."""
-        if self._engine is not None and self._expected is None and resident and (asked or self._always):
+    def before_release(self, log: PhaseLog, *, asked: bool) -> None:
+        """Compute the expected tokens, if they are wanted and not known. If that fails, so does the release."""
+        if self._engine is not None and self._expected is None and self._resident and (asked or self._always):
             with log.phase("verify"):
                 self._expected = self._engine.verify_tokens()
 
-    def after_resume(self, log: PhaseLog, *, asked: bool, resumed: bool, resident: bool) -> None:
-        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is ``resident`` yet.
+    def after_resume(self, log: PhaseLog, *, asked: bool, resumed: bool) -> None:
+        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet.
 
         Raises:
-            VerificationError: they differ, or cannot be computed. The next resume compares again.
+            VerificationError: they differ, or cannot be computed. Admission stays closed, and the next resume compares
+                again.
         """
         expected = self._expected
-        self._due = self._due or (resumed and expected is not None and (asked or self._always))
-        if self._engine is None or expected is None or not (self._due and resident):
+        self._due = self._due or (resumed and (asked or self._always))
+        if not self._due or not self._resident or self._engine is None or expected is None:
             return
+        got, cause = [], ""
         with log.phase("verify"):
             try:
                 got = self._engine.verify_tokens()
             except Exception as error:
-                raise VerificationError(expected, [], str(error)) from error
-            # Weights that were updated meanwhile are not those before the release.
-            if got != expected and expected is self._expected:
-                raise VerificationError(expected, got)
+                cause = str(error)
+            if got != expected and expected is self._expected:  # else the weights were updated meanwhile
+                failed = VerificationError(expected, got, cause)
+                self._admission.unverified(str(failed))
+                raise failed
         self._due = False
+        self._admission.unverified("")
 
     def weights_changed(self) -> None:
         """The weights were discarded or updated: other tokens are right from now on."""
         self._expected = None
         self._due = False
+        self._admission.unverified("")
+
+    @property
+    def _resident(self) -> bool:
+        status = self._memory.status()
+        return not released_tags(status) and not status.hibernated
