@@ -81,7 +81,7 @@ class Verification:
                 again.
         """
         expected = self._expected
-        self._due = self._due or (resumed and (asked or self._always))
+        self._due = self._due or (resumed and expected is not None and (asked or self._always))
         if not self._due or not self._resident or self._engine is None or expected is None:
             return
         got, cause = [], ""

@@ -66,6 +66,10 @@ class RankMemory:
         """Why no operation is possible any more, or an empty string."""
         return self._group.failure
 
+    def close(self) -> None:
+        """Call before the engine ends its processes, which is then no failure."""
+        self._group.close()
+
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once the ranks have failed, from any thread."""
         self._group.on_failure(call)

@@ -24,7 +24,7 @@ from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
 from memsaver_server.reference.sampling import Sampling
 from memsaver_server.reference.scheduler import Scheduler
-from memsaver_server.reference.tensor_parallel import Place, check_divisible
+from memsaver_server.reference.tensor_parallel import Place, check_alone, check_divisible
 from memsaver_server.reference.updates import WeightUpdate
 
 _GIB = 2**30
@@ -105,6 +105,7 @@ class TransformersEngine:
         self._group: RankGroup | None = None
         if tensor_parallel > 1:
             check_divisible(config, tensor_parallel)
+            check_alone()
             self._start_ranks(tensor_parallel)
         else:
             self._scheduler = Scheduler(lambda: self._options.make_runner(Place()))
@@ -130,6 +131,8 @@ class TransformersEngine:
         try:
             self._scheduler = Scheduler(make_runner)
             group.await_ready()
+            if ms.core_settings().prepare_backup:
+                ms.prepare_backup()  # as the other ranks do
             #: The memory of all ranks.
             self.memory = RankMemory(group.channel)
         except BaseException as error:
@@ -253,6 +256,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Stop the scheduler, end the other ranks and free all device memory. Requests in flight fail. Idempotent."""
+        if hasattr(self, "memory"):
+            self.memory.close()
         if hasattr(self, "_scheduler"):
             self._scheduler.close()
         if self._group is not None:

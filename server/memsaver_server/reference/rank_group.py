@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memsaver_core.errors import MemsaverError
-from memsaver_core.ranks.connection import Listener, SocketChannel
+from memsaver_core.ranks.connection import Listener, SocketChannel, started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
 from memsaver_server.reference import tensor_parallel
@@ -34,6 +34,8 @@ log = logging.getLogger("memsaver.engine")
 #: How long a rank's process may take to start, and to end by itself, seconds.
 _START_S = 300.0
 _END_S = 10.0
+#: How long a step that failed may wait for the end of the process that explains it, seconds.
+_EXPLAIN_S = 0.5
 
 
 class RanksFailedError(MemsaverError):
@@ -56,10 +58,11 @@ class RankGroup:
         """Return once every process runs, and makes its runner.
 
         Raises:
-            MemsaverError: one has ended, or did not start in time.
+            RanksFailedError: one has ended, or did not start in time.
         """
         self.ranks = ranks
         self.failure: RanksFailedError | None = None
+        self._failed: Future[None] = Future()
         self._on_failure = on_failure
         self._closing = False
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
@@ -73,15 +76,13 @@ class RankGroup:
         for watch in self._watches:
             watch.start()
         rank = Rank()
-        connections: list[socket.socket] = []
-        try:
-            connections = listener.accept(_START_S)
-        finally:
-            self.channel = SocketChannel(
-                lambda message: {} if "engine" in message else rank.answer(message), connections
-            )
-            if not connections:
-                self.close()
+        connected = started(lambda: listener.accept(_START_S))
+        wait_for({connected, self._failed}, return_when=FIRST_COMPLETED)
+        connections = connected.result() if connected.done() and connected.exception() is None else []
+        self.channel = SocketChannel(lambda told: {} if "engine" in told else rank.answer(told), connections)
+        if not connections:
+            self.close()
+            raise self.failure or RanksFailedError(str(connected.exception()))
         setup = {"options": asdict(options), "ranks": ranks, "meeting": str(self._meeting)}
         self._ready = self.channel.start({"engine": "setup", **setup})
 
@@ -118,11 +119,19 @@ class RankGroup:
         if self.failure is not None:
             raise self.failure
 
+    def fail_step(self, error: Exception) -> RanksFailedError:
+        """Return why a step failed on rank 0: because another rank has ended, which may be seen a moment later, or by
+        ``error``."""
+        wait_for({self._failed}, _EXPLAIN_S)
+        self.fail(f"a step failed on rank 0: {error}")
+        return self.failure or RanksFailedError("the engine was shut down")
+
     def fail(self, why: str) -> None:
         """From now on the ranks can compute nothing more: end what waits for one of them."""
         if self.failure is None and not self._closing:
             self.failure = RanksFailedError(f"{why}; restart the engine")
             log.critical("%s", self.failure)
+            self._failed.set_result(None)
             tensor_parallel.abort()
             self._on_failure(self.failure)
 
@@ -158,7 +167,7 @@ class RankGroup:
 
 def _start(rank: int, path: str) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-m", "memsaver_server.reference.rank_process", path, str(rank)]
-    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=2)  # standard output is the service's own
 
 
 class LeadingRunner(ModelRunner):
@@ -192,5 +201,4 @@ class LeadingRunner(ModelRunner):
         try:
             yield
         except Exception as error:
-            self._group.fail(f"a step failed on rank 0: {error}")
-            raise
+            raise self._group.fail_step(error) from error

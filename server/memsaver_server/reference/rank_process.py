@@ -87,7 +87,8 @@ class RankProcess:
 
 def main(path: str, rank: int) -> None:
     """Serve until rank 0 closes the connection; end at once with its process, also in the middle of a step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 ends the others
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: rank 0 ends the others
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
     serve(path, rank, RankProcess(rank).answer)
     os._exit(0)  # the driver takes everything back; torch would first wait for the other ranks

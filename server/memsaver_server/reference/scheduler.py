@@ -304,7 +304,7 @@ class Scheduler:
         try:
             self.runner.check()
         except Exception as lost:
-            log.critical("the device context is lost; the engine is dead", exc_info=True)
+            log.critical("the engine is dead: %s", lost)
             self._failure = lost
         with self._changed:
             self._fail(chosen, error)

@@ -145,17 +145,21 @@ def _gather(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def join(place: Place, meeting: Path, device: torch.device) -> None:
-    """Join the group of ranks that meet in the file ``meeting``, as torch's default process group.
-
-    Raises:
-        RuntimeError: this process has a default process group already, or the group cannot be made.
-    """
+def check_alone() -> None:
+    """Raise RuntimeError if this process has a default process group already."""
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its default "
             "process group, so serve it in a process of its own"
         )
+
+
+def join(place: Place, meeting: Path, device: torch.device) -> None:
+    """Join the group of ranks that meet in the file ``meeting``, as torch's default process group.
+
+    Raises:
+        RuntimeError: the group cannot be made.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
