@@ -139,6 +139,8 @@ KNOWN_FAILURES = {
         KnownFailure(
             "a rank was killed while memory was released, and probes went on saying that it was well",
             "It is seen within a second, without an operation: `/livez` answers 503 and names the rank.",
+        ),
+        KnownFailure(
             "idle NCCL communicators held gigabytes while the engine slept",
             "They are suspended with the release if NCCL can; if not, it is told what stays and what to do.",
         ),

@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which torch imports at the first use of a region: seconds for each rank
 
 import memsaver_core as ms
 from memsaver_core import communicators, hibernation
@@ -77,6 +79,7 @@ class FaultyRank(Rank):
 
     def _look(self) -> Plain:
         """What this rank holds; content of what can be read."""
+        communicators.found()
         released = {tag.tag: tag.released_bytes for tag in ms.status().tags}
         content = {
             tag: hashlib.sha256(held.numpy()).hexdigest() for tag, held in self._memory.items() if not released[tag]
@@ -92,11 +95,11 @@ def _fail(kind: str) -> None:
     raise DriverError("this rank was told to fail", call="test")
 
 
-def run(rank: int, path: str, folder: str) -> None:
+def run(rank: int, prelude: str, path: str, folder: str) -> None:
     """The life of a rank."""
     ms.configure(host_device=f"{Path(folder).name}-{rank}", host_capacity=1 << 20, file_dir=folder)
-    made: dict[str, Any] = {"LIBRARY": str(nccl.library())}
-    exec(nccl.prelude(), made)
+    made: dict[str, Any] = {}
+    exec(prelude, made)
     comm = made["join"](f"{folder}/tp", RANKS, rank)
     communicators.register("tp", comm, ranks=RANKS, rank=rank)
     serve(path, rank, FaultyRank(rank).answer)
@@ -104,6 +107,7 @@ def run(rank: int, path: str, folder: str) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    prelude = nccl.prelude()  # builds the library
     for line in sys.stdin:
         pids = []
         for rank in range(RANKS):
@@ -112,7 +116,9 @@ def main() -> None:
                 sys.stdin.close()
                 os.dup2(2, 1)  # the tests read standard output to its end
                 try:
-                    run(rank, *json.loads(line))
+                    run(rank, prelude, *json.loads(line))
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(0)
             pids.append(pid)
@@ -153,7 +159,8 @@ class Group:
         return self._all({"type": "Look"})
 
     def kill(self) -> None:
-        for handle in self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)

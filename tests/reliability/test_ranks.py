@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -89,15 +90,15 @@ def kept(states: list[Plain]) -> list[Plain]:
     ]
 
 
-def each_case(check: Callable[[int, bool], None]) -> None:
-    """Check every rank, failing before and after the step took effect; all at once, as most of the time is waiting."""
-    cases = [(rank, after) for rank in range(RANKS) for after in (False, True)]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        for case, ran in [(case, pool.submit(check, *case)) for case in cases]:
+def each_case(check: Callable[..., None], *cases: Sequence[Any]) -> None:
+    """Check every combination, all at once, as most of the time is waiting."""
+    combinations = list(itertools.product(*cases))
+    with ThreadPoolExecutor(len(combinations)) as pool:
+        for case, ran in [(case, pool.submit(check, *case)) for case in combinations]:
             try:
                 ran.result()
             except BaseException as error:
-                error.add_note(f"rank {case[0]}, {'after' if case[1] else 'before'} the step took effect")
+                error.add_note(f"rank, after the step took effect: {case}")
                 raise
 
 
@@ -109,18 +110,15 @@ def each_case(check: Callable[[int, bool], None]) -> None:
 )
 def test_a_step_that_fails_is_undone_on_every_rank(start: Start, step: str) -> None:
     """Content included. The operation can be repeated, and undone."""
-    engines = [start() for _ in range(RANKS)]
 
-    def check(rank: int, after: bool) -> None:
-        if after:
-            return
-        group, memory = engines[rank]
+    def check(rank: int) -> None:
+        group, memory = start()
         resident = group.look()
-        for when in (False, True):
+        for after in (False, True):
             if step in RESUME:
                 memory.release(ReleaseOptions(hibernate=True))
             before = group.look()
-            group.arm(rank, step, "error", after=when)
+            group.arm(rank, step, "error", after=after)
             with pytest.raises(DriverError, match=f"^rank {rank}: "):
                 operate(memory, step)
             assert kept(group.look()) == kept(before)
@@ -128,8 +126,9 @@ def test_a_step_that_fails_is_undone_on_every_rank(start: Start, step: str) -> N
             operate(memory, step)
             memory.resume(ResumeOptions())
             assert kept(group.look()) == kept(resident)
+        group.kill()
 
-    each_case(check)
+    each_case(check, range(RANKS))
 
 
 @pytest.mark.parametrize("kind", ["hang", "kill"])
@@ -163,7 +162,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(start: St
             assert str(again.value) == str(failed.value)
         group.kill()
 
-    each_case(check)
+    each_case(check, range(RANKS), (False, True))
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

@@ -206,14 +206,20 @@ class RankMemory:
         undo: type[SuspendCommunicators | ResumeCommunicators],
         names: tuple[str, ...],
     ) -> None:
-        """NCCL's own deadline comes first: the ranks then tell which of them did not come."""
+        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it all come again, as
+        those inside return only when the last one has entered."""
         limit = self._group.deadlines.communicators_s
 
         def each(request: type[SuspendCommunicators | ResumeCommunicators]) -> Callable[[], list[Answer]]:
             return lambda: self._group.ask(request(names, limit), 1.5 * limit)
 
         verb = "suspend" if act is SuspendCommunicators else "resume"
-        steps.take(f"{verb} of communicators", f"{verb}_communicators", each(act), each(undo))
+        steps.take(
+            f"{verb} of communicators",
+            f"{verb}_communicators",
+            each(act),
+            lambda: each(act)() and each(undo)(),
+        )
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: str, undo: _Step) -> None:
         def each(name: _Step) -> Callable[[], list[Answer]]:
