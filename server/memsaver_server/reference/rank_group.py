@@ -77,7 +77,8 @@ class RankGroup:
             watch.start()
         rank = Rank()
         connected = started(lambda: listener.accept(_START_S))
-        wait_for({connected, self._failed}, return_when=FIRST_COMPLETED)
+        either: set[Future[Any]] = {connected, self._failed}
+        wait_for(either, return_when=FIRST_COMPLETED)
         connections = connected.result() if connected.done() and connected.exception() is None else []
         self.channel = SocketChannel(lambda told: {} if "engine" in told else rank.answer(told), connections)
         if not connections:

@@ -69,8 +69,8 @@ class RankProcess:
     def do_prefill(self, slot: int, tokens: list[int], start: int) -> None:
         self._runner.prefill(slot, tokens, start, None)
 
-    def do_decode(self, rows: list[list[int]]) -> None:
-        self._runner.decode([Row(*row, self._sampler) for row in rows])
+    def do_decode(self, rows: list[tuple[int, int, int]]) -> None:
+        self._runner.decode([Row(slot, position, token, self._sampler) for slot, position, token in rows])
 
     def do_repair(self, lost: list[str]) -> None:
         self._runner.repair(lost)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
+
+dist: Any = torch.distributed  # typed in part
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 #: Styles under which a rank holds the whole weight; they differ from each other in training only.
@@ -183,7 +185,7 @@ def abort() -> None:
     if dist.is_initialized():
         # Not every backend can; one that cannot fails by itself when the connection to a rank ends.
         with suppress(AttributeError, RuntimeError):
-            dist.group.WORLD.abort()  # type: ignore[union-attr]
+            dist.group.WORLD.abort()
 
 
 def leave() -> None:
