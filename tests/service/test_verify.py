@@ -84,7 +84,6 @@ def test_equal_tokens_pass_before_admission_opens(http: httpx.Client, engine: Ve
     assert http.post("/generate", json=PROMPT).status_code == 200
 
 
-@pytest.mark.guards("an engine served after a wake-up although its weights were damaged")
 def test_other_tokens_fail_the_resume_and_keep_admission_closed(http: httpx.Client, engine: VerifiedEngine) -> None:
     """The memory is kept: content that passes again opens admission, by a plain resume, too."""
     release(http)

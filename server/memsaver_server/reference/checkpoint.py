@@ -44,15 +44,13 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
 
 
 def load_config(path: Path) -> Any:
-    """Return the configuration in ``path``, a checkpoint folder or a file.
+    """Return the configuration in ``path``, a file or a checkpoint folder.
 
     Raises:
         ValueError: there is none.
     """
     if not (path / "config.json").is_file() and not path.is_file():
-        raise ValueError(
-            f"{path} is neither a checkpoint folder (it has no config.json) nor the config.json of a model"
-        )
+        raise ValueError(f"{path} does not exist; give the config.json of a model")
     return AutoConfig.from_pretrained(str(path))
 
 

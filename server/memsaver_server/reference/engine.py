@@ -84,7 +84,6 @@ class TransformersEngine:
         self._check_devices(tensor_parallel)
         on_gpu = self.device.type == "cuda"
         path = Path(random_weights or model or small_checkpoint())
-        config = checkpoint.load_config(path)
         if random_weights is not None:
             self._tokenizer: tokenizer.Tokenizer | None = tokenizer.Tokenizer(tokenizer.byte_level())
         else:
@@ -104,7 +103,7 @@ class TransformersEngine:
         )
         self._group: RankGroup | None = None
         if tensor_parallel > 1:
-            check_divisible(config, tensor_parallel)
+            check_divisible(checkpoint.load_config(path), tensor_parallel)
             check_alone()
             self._start_ranks(tensor_parallel)
         else:

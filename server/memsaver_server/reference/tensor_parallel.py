@@ -16,9 +16,18 @@ from torch import Tensor, nn
 
 dist: Any = torch.distributed  # typed in part
 
+#: Switched off unless the environment says otherwise: a captured graph whose memory NCCL has registered hangs after
+#: that memory was remapped, a process with NVLS memory cannot be checkpointed, and torch would end a process that waits
+#: for another rank, or that is hibernated.
+_OFF = (
+    "NCCL_GRAPH_REGISTER",
+    "NCCL_NVLS_ENABLE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_ENABLE_MONITORING",
+)
 _COLUMNS = ("colwise", "colwise_gather_output")
-#: Styles under which a rank holds the whole weight; they differ from each other in training only.
-_WHOLE = ("replicated_with_grad_allreduce",)
+#: Styles for which each rank holds the whole weight: of norms, and of an embedding that the output layer shares.
+_WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 
 @dataclass(frozen=True)
@@ -165,9 +174,7 @@ def join(place: Place, meeting: Path, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-        # A captured graph whose memory NCCL has registered hangs after that memory was remapped, a process with NVLS
-        # memory cannot be checkpointed, and torch would end this process if a rank does not answer.
-        for name in ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        for name in _OFF:
             os.environ.setdefault(name, "0")
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
