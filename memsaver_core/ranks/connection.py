@@ -59,6 +59,8 @@ class Listener:
                     connection.settimeout(max(0.001, deadline - time.monotonic()))
                     connections[int(_read_line(connection))] = connection
                 except TimeoutError:
+                    for connection in connections.values():
+                        connection.close()
                     named = ", ".join(map(str, missing))
                     raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
         finally:

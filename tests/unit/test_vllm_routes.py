@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ class EngineClient:
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.resets = 0
         self.errored = False
+        self.resources = SimpleNamespace()
+        self.engine_core = SimpleNamespace(resources=self.resources)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return await asyncio.to_thread(self.executor.call, *args)
@@ -79,6 +82,9 @@ class World:
 
     async def _serve(self, ranks: list[Rank]) -> None:
         self.client = EngineClient(ranks)
+        self.core = subprocess.Popen(["sleep", "3600"])
+        core = SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)
+        self.client.resources.engine_manager = SimpleNamespace(processes=[core])
         app = FastAPI()
 
         @app.post("/v1/completions")
@@ -105,6 +111,8 @@ class World:
 
     def close(self) -> None:
         self.http.close()
+        self.core.kill()
+        self.core.wait()
         self._server.should_exit = True
         self._thread.join(30)
 
@@ -146,6 +154,18 @@ def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
     content = world.post("/v1/completions").json()
     assert content["buffers"]
     assert content["runtime"]
+
+
+@pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
+def test_the_death_of_the_engine_core_is_told_by_vllms_own_probe(world: World) -> None:
+    """And requests are refused, which vLLM would let in."""
+    world.post("/release_memory_occupation").raise_for_status()
+    world.core.kill()
+    wait_until(lambda: world.http.get("/health").status_code == 503)
+    assert f"EngineCore_DP0 (process {world.core.pid}) has ended" in world.http.get("/health").json()["reason"]
+    refused = world.post("/v1/completions")
+    assert refused.status_code == 503
+    assert "EngineCore_DP0" in refused.json()["message"]
 
 
 @pytest.mark.guards("one rank or device failed while the others went on")

@@ -206,7 +206,7 @@ class RankMemory:
         undo: type[SuspendCommunicators | ResumeCommunicators],
         names: tuple[str, ...],
     ) -> None:
-        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it all come again, as
+        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it, all come again:
         those inside return only when the last one has entered."""
         limit = self._group.deadlines.communicators_s
 

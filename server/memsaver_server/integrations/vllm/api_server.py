@@ -34,6 +34,7 @@ class AsyncClient:
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        self.core = getattr(engine, "engine_core", None)
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._start(self._engine.collective_rpc("memsaver", args=(message,)))

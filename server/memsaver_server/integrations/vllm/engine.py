@@ -6,8 +6,9 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from memsaver_core.errors import MemsaverError
 from memsaver_core.options import ReleaseOptions
@@ -26,8 +27,8 @@ SCHEDULING = "scheduling"
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(self, ranks: VllmEngine) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int] | None = None) -> None:
+        super().__init__(ranks, processes)
         self._ranks = ranks
 
     def release_awake(self, options: ReleaseOptions) -> list[Answer]:
@@ -60,7 +61,7 @@ class VllmEngine(Engine):
         self._admission = admission
         self._asleep = False
         self._paused = False
-        self.memory = VllmMemory(self)
+        self.memory = VllmMemory(self, core_processes(client.core))
 
     # The ranks, for ``memory``.
 
@@ -103,3 +104,9 @@ class VllmEngine(Engine):
         """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
         if "kv_cache" in lost:
             self._client.reset_prefix_cache()
+
+
+def core_processes(core: Any) -> dict[str, int]:
+    """Return the processes of vLLM's engine core, by name; none if they are in this process or on other hosts."""
+    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+    return {process.name: process.pid for process in getattr(manager, "processes", ())}

@@ -24,6 +24,7 @@ class OfflineClient:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self.core = llm.llm_engine.engine_core
         self.lock = threading.Lock()
 
     def start(self, message: Plain) -> Future[list[Plain]]:
@@ -54,7 +55,7 @@ class OfflineClient:
         return started(locked)
 
     def is_alive(self) -> bool:
-        return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
+        return not getattr(getattr(self.core, "resources", None), "engine_dead", False)
 
 
 def gate_calls(llm: Any, gate: Gate, lock: threading.Lock) -> None:
