@@ -187,6 +187,11 @@ def prepare_backup(*, wait: bool = False) -> None:
         saver.wait_until_prepared()
 
 
+def available_host_bytes() -> int:
+    """Return the host memory that this process may still take: what the kernel has available, within the cgroup."""
+    return _native.available_memory_bytes()
+
+
 def status() -> Status:
     """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,7 @@ class Operation {
   [[nodiscard]] OperationResult result() const REQUIRES(core_.map.mutex);
   void name_work(Error& error, const MemoryMap::Tags& tags) const;
 
+  std::vector<std::set<Restore>> owed_before_;  // what each of arenas_ owed when the operation began
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

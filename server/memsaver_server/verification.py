@@ -97,8 +97,8 @@ class Verification:
         self._due = False
         self._admission.unverified("")
 
-    def weights_changed(self) -> None:
-        """The weights were discarded or updated: other tokens are right from now on."""
+    def content_changed(self) -> None:
+        """Weights or other content were discarded or written: other tokens are right from now on."""
         self._expected = None
         self._due = False
         self._admission.unverified("")

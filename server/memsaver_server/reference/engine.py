@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class TransformersEngine:
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
+        unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
     name = "transformers"
@@ -111,6 +112,7 @@ class TransformersEngine:
         self._runner = self._scheduler.runner
         self._update = WeightUpdate(self._runner, dtype)
         self._updating = threading.Lock()
+        self.unwritten_weights: frozenset[str] = frozenset()
         atexit.register(self.close)
 
     def _check_devices(self, ranks: int) -> None:
@@ -168,7 +170,7 @@ class TransformersEngine:
     def flush_cache(self) -> None:
         self._scheduler.forget_prefixes()
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
         """See ``Engine``. Lost graphs are captured anew.
 
         Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
@@ -176,6 +178,7 @@ class TransformersEngine:
         """
         if lost:
             self._scheduler.call(lambda: self._repair(lost))
+        return [tag for tag in lost if tag != "weights"]
 
     def verify_tokens(self) -> list[int]:
         return self._scheduler.call(self._runner.verify_tokens)
@@ -276,14 +279,17 @@ class TransformersEngine:
         def write() -> int:
             self._ask_others("write")
             written = self._update.write()
+            self.unwritten_weights -= checkpoint.names_of_same(self._runner.model, written)
             if flush_cache:
                 self._scheduler.forget_cache()
-            return written
+            return len(written)
 
         return self._scheduler.call(write)
 
     def _repair(self, lost: Sequence[str]) -> None:
         self._runner.repair(lost)
+        if "weights" in lost:
+            self.unwritten_weights = frozenset(name for name, _ in self._runner.model.named_parameters())
         if "kv_cache" in lost:
             self._scheduler.forget_cache()
 

@@ -42,11 +42,11 @@ class WeightUpdate:
         """
         self._check(checkpoint.parse_payload(payload, load_format))
 
-    def write(self) -> int:
-        """Write what was read, and return the number of tensors. Between two steps only."""
+    def write(self) -> list[str]:
+        """Write what was read, and return the names of the tensors. Between two steps only."""
         parts, self._parts = self._parts, {}
         checkpoint.write_tensors(self._runner.model, parts)
-        return len(parts)
+        return list(parts)
 
     def _check(self, given: dict[str, Tensor]) -> None:
         self._parts = checkpoint.check_update(self._runner.model, given, self._runner.partition)
