@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.checkpoint import fill_random
 from memsaver_server.reference.engine import TransformersEngine
 from memsaver_server.reference.rank_group import RanksFailedError
+from tests.e2e.serving import serving
 from tests.waiting import wait_until
 
 TEXT = "a prompt that is longer than one chunk, so that a prefix of it is kept; "
@@ -149,6 +151,7 @@ def test_updates_reach_every_rank(two: Served, tmp_path: Path) -> None:
 def test_discarded_weights_are_written_again(two: Served) -> None:
     two.post("/release_memory_occupation", {"restore": {"weights": "discard"}})
     two.post("/resume_memory_occupation")
+    assert "content of weights was discarded" in two.http.get("/readyz").json()["reason"]
     two.post("/update_weights_from_disk", {"model_path": str(small_checkpoint())})
     assert two.tokens() == two.expected
 
@@ -198,6 +201,19 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
     with pytest.raises(RuntimeError, match=who):
         four.engine.submit(PROMPT)
     assert four.http.post("/generate", json=PROMPT).status_code >= 500
+
+
+def test_ranks_end_with_the_service() -> None:
+    """Also if it is killed: none is left behind with its memory."""
+    with serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            assert http.post("/generate", json=PROMPT).status_code == 200
+            service, rank = (each["pid"] for each in http.get("/memory_occupation").json()["ranks"])
+        assert service == server.process.pid
+        ended = os.pidfd_open(rank)
+        server.process.kill()
+        wait_until(lambda: select.select([ended], [], [], 0)[0])
+        os.close(ended)
 
 
 def is_dead(served: Served, who: str) -> None:
