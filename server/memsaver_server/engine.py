@@ -75,6 +75,9 @@ class WatchedMemory(Memory, Protocol):
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once ``status`` says ``failed``, from any thread."""
 
+    def take_lost(self) -> set[str]:
+        """Return the tags whose content a failed release has lost although they are resident again; each once."""
+
 
 class _LocalMemory:
     enabled = staticmethod(ms.enabled)

@@ -289,6 +289,14 @@ class Lifecycle:
         if unwritten:
             self._verification.content_changed()
         self._implicit.released(request.tags, [tag.tag for tag in released])
+        if isinstance(self.memory, WatchedMemory) and (undone := self.memory.take_lost()):
+            to_write = [tag.tag for tag in tags if tag.tag in undone and needs_writing(tag, request.options)]
+            self._admission.content_lost(undone, to_write)
+            self._admission.resumed(undone)
+            try:
+                self._admission.repair()
+            except Exception:
+                logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
 
     def _note_resumed(self, released: set[str]) -> None:
         resumed = released - released_tags(self.memory.status())

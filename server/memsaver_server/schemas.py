@@ -13,7 +13,6 @@ DrainMode = Literal["wait", "abort", "keep"]
 
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
-
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 DryRun = Annotated[bool, Field(description="Only say what would happen and what it would take.")]
 Verify = Annotated[
@@ -306,13 +305,6 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
-class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
-    rank: int
-    pid: int | None
-    alive: bool | None
-    state: str
-
-
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -325,9 +317,10 @@ class OccupationAnswer(BaseModel):
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
+    communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
-    ranks: list[RankAnswer]
+    ranks: list[dict[str, int | str | bool | None]]  # fields of memsaver_core.RankStatus
 
 
 class MessageAnswer(BaseModel):

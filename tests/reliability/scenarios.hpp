@@ -291,7 +291,10 @@ inline std::vector<Scenario> scenarios() {
       world.rewrite(0, 0, 3);
       world.rewrite(3, 0, 34);
       world.faulty->fail("unmap", 2, ErrorKind::driver, 1);
+      world.faulty->fail("create", 1, ErrorKind::driver, std::size_t{1} << 40);  // nor can it be undone
+      world.undo_may_fail = true;
       refused(world, ErrorKind::driver, [&] { world.release(); });
+      world.undo_may_fail = false;
       world.faulty->heal();
     };
   };
@@ -509,6 +512,21 @@ inline std::vector<Scenario> scenarios() {
                     world.resume();
                   },
                   let_go_and_resume});
+
+  // Buffers of several processes, here of one.
+  const auto share = [](World& world) { world.share(3); };
+  const auto take_away = [](World& world) { world.take_shared_away(); };
+  const auto bring_back = [](World& world) { world.bring_shared_back(); };
+  list.push_back({"shared, made", {}, nothing, share, {}});
+  list.push_back({"shared, taken away", {}, share, take_away, bring_back});
+  list.push_back({"shared, brought back",
+                  {},
+                  [](World& world) {
+                    world.share(3);
+                    world.take_shared_away();
+                  },
+                  bring_back,
+                  take_away});
 
   list.push_back({"allocate, a margin of memory",
                   {},

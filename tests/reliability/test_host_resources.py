@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import OutOfHostMemoryError
+from memsaver_core.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from tests.reliability.surroundings import (
     ControlGroup,
     control_group,
@@ -215,5 +216,60 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
         saver.resume([])
         assert [content(address, part) for address in addresses] == written
         assert saver.audit() == []
+
+    in_child(body)
+
+
+@pytest.mark.parametrize("policy", ["file", "zero"])
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_host_device_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path, policy: str) -> None:
+    """Its memory is host memory: a resume and an allocation beyond the limit are refused, and with room they work."""
+    nbytes = 112 * MIB
+
+    def body() -> None:
+        group.enter()
+        saver = make(tmp_path)
+        address = saver.allocate(0, "t", policy, nbytes)
+        mark(address, nbytes)
+        if policy == "file":  # tight, with the memory for transfers
+            tight = bytearray(44 * MIB)
+            saver.release([], [], {})
+            del tight
+        saver.release([], [], {})
+        ballast = bytearray(112 * MIB)
+        for refused in (lambda: saver.resume([]), lambda: saver.allocate(0, "u", "discard", nbytes)):
+            with pytest.raises(OutOfDeviceMemoryError, match="control group") as error:
+                refused()
+            assert error.value.needed_bytes > error.value.free_bytes
+            assert error.value.free_bytes < GROUP - len(ballast)
+        assert saver.audit() == []
+        del ballast
+        saver.resume([])
+        assert policy == "zero" or is_marked(address, nbytes)
+
+    in_child(body)
+
+
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_release_that_runs_out_of_addresses_is_undone() -> None:
+    """A backup that finds no more address space in the middle leaves all memory resident, with its content."""
+    nbytes = 224 * MIB  # the second slice of host memory does not fit
+
+    def body() -> None:
+        saver = make()
+        address = saver.allocate(0, "t", "host", nbytes)
+        mark(address, nbytes)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 160 * MIB, resource.RLIM_INFINITY))
+        with pytest.raises(OutOfHostMemoryError, match="mmap failed: ENOMEM"):
+            saver.release([], [], {})
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert saver.counts()["unmap"] > 0, "some of it had been released"
+        assert saver.status()["state"] == "resident"
+        assert is_marked(address, nbytes)
+        assert saver.audit() == []
+        saver.release([], [], {})
+        saver.resume([])
+        assert is_marked(address, nbytes)
 
     in_child(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,21 @@ from tests.reliability.rank_engine import Group
 from tests.waiting import wait_until
 
 
+class Repaired(Gate):
+    """Notes what it had to repair."""
+
+    repairs: tuple[tuple[str, ...], ...] = ()
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+        self.repairs = (*self.repairs, tuple(lost))
+
+
 class Served:
     """An engine of several ranks, and a client of its service."""
 
     def __init__(self, group: Group, memory: RankMemory) -> None:
         self.group = group
-        self.gate = Gate("four ranks")
+        self.gate = Repaired("four ranks")
         self.gate.memory = memory  # type: ignore[attr-defined]
         self._attachment = attach(self.gate)
         self.http = httpx.Client(base_url=self._attachment.url, timeout=60)
@@ -134,3 +143,15 @@ def test_processes_that_the_engine_names_are_watched(start: Start) -> None:
     core.wait()
     wait_until(lambda: memory.failure)
     assert memory.failure == f"engine core (process {core.pid}) has ended; restart the engine"
+
+
+@pytest.mark.guards("the prefix cache pointed to discarded pages", "one rank or device failed while the others went on")
+def test_what_a_failed_release_has_lost_is_repaired(served: Served) -> None:
+    """Memory that was discarded comes back when a later step fails, without its content; requests enter after that."""
+    served.group.arm(1, "lock", "error", after=False)
+    failed = served.http.post("/release_memory_occupation", json={"hibernate": True})
+    assert failed.status_code == 500
+    assert (failed.json()["error"]["phase"], failed.json()["state"]) == ("lock", "resident")
+    assert served.gate.repairs == (("kv_cache", "t"),)
+    with served.gate.request():
+        pass

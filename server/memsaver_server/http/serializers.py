@@ -146,6 +146,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> d
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
         "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
+        "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
         "ranks": [asdict(rank) for rank in status.ranks],

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.integrations.vllm.engine_cores import ask_workers, processes
 
 logger = logging.getLogger("memsaver")
 
@@ -34,10 +35,13 @@ class AsyncClient:
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        self.core = getattr(engine, "engine_core", None)
+
+    @property
+    def processes(self) -> dict[str, int]:
+        return processes(getattr(self._engine, "engine_core", None))
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        return self._start(self._engine.collective_rpc("memsaver", args=(message,)))
+        return self._start(ask_workers(self._engine, message))
 
     def sleep(self, level: int) -> Future[None]:
         return self._start(self._engine.sleep(level, "keep"))

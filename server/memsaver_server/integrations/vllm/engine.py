@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from memsaver_core.errors import MemsaverError
 from memsaver_core.options import ReleaseOptions
@@ -61,7 +60,7 @@ class VllmEngine(Engine):
         self._admission = admission
         self._asleep = False
         self._paused = False
-        self.memory = VllmMemory(self, core_processes(client.core))
+        self.memory = VllmMemory(self, client.processes)
 
     # The ranks, for ``memory``.
 
@@ -108,9 +107,3 @@ class VllmEngine(Engine):
         """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
         if "kv_cache" in lost:
             self._client.reset_prefix_cache()
-
-
-def core_processes(core: Any) -> dict[str, int]:
-    """Return the processes of vLLM's engine core, by name; none if they are in this process or on other hosts."""
-    manager = getattr(getattr(core, "resources", None), "engine_manager", None)
-    return {process.name: process.pid for process in getattr(manager, "processes", ())}

@@ -12,6 +12,7 @@ from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DrainMode
 from memsaver_server.gate import Gate
+from memsaver_server.integrations.vllm.engine_cores import processes
 
 _T = TypeVar("_T")
 
@@ -24,8 +25,11 @@ class OfflineClient:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self.core = llm.llm_engine.engine_core
         self.lock = threading.Lock()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        return processes(self._llm.llm_engine.engine_core)
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._started(lambda: self._llm.collective_rpc("memsaver", args=(message,)))
@@ -58,7 +62,7 @@ class OfflineClient:
         return str(getattr(getattr(self._llm.llm_engine, "model_config", None), "model", ""))
 
     def is_alive(self) -> bool:
-        return not getattr(getattr(self.core, "resources", None), "engine_dead", False)
+        return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 
 
 def gate_calls(llm: Any, gate: Gate, lock: threading.Lock) -> None:
