@@ -45,6 +45,10 @@ class Settings(BaseSettings):
     queue_limit: int = Field(
         default=1024, ge=1, description="Maximum number of requests held while paused or released."
     )
+    verify: Literal["off", "token"] = Field(
+        default="off",
+        description="Whether every resume is verified by the tokens of a fixed prompt (token), or only if asked (off).",
+    )
     history: int = Field(default=256, ge=1, description="Number of finished operations that are remembered.")
     max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Size limit of request bodies.")
     max_update_bytes: int = Field(

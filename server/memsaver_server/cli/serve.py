@@ -55,6 +55,9 @@ def serve(
     batch_sizes: Annotated[
         str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
     ] = "1,2,4,8,16,32,64",
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes among which the model is divided, each on a device.", metavar="N", min=1)
+    ] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
     ] = None,
@@ -76,6 +79,10 @@ def serve(
         str | None,
         typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
     ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(help="Compare tokens before a release and after the resume: token or off [off].", metavar="WHAT"),
+    ] = None,
 ) -> None:
     """Serve a causal language model with POST /generate, and release and resume its memory on request.
 
@@ -94,7 +101,8 @@ def serve(
         from memsaver_server import Settings, attach, audit
         from memsaver_server.reference.engine import TransformersEngine
 
-        settings = Settings.model_validate({"while_released": while_released}) if while_released else Settings()
+        given = {"while_released": while_released, "verify": verify}
+        settings = Settings.model_validate({name: value for name, value in given.items() if value})
         engine = TransformersEngine(
             model,
             random_weights=random_weights,
@@ -104,6 +112,7 @@ def serve(
             batch_sizes=sizes,
             enforce_eager=enforce_eager,
             seed=seed,
+            tensor_parallel=tensor_parallel,
         )
         attachment = attach(
             engine,

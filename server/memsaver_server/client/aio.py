@@ -101,25 +101,38 @@ class AsyncClient:
         return parse(AcceptedAnswer, await self._send(release_call(tags, options, run_async=True)))
 
     async def resume(
-        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
     ) -> OperationAnswer:
         """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
 
         Args:
             wait_for_memory_s: how long to retry while other processes hold the device's memory, seconds.
             wait: wait for a conflicting operation instead of raising ConflictError.
+            verify: ``"token"``: fail if a fixed prompt gives other tokens than before the release.
 
         Raises:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        return parse(OperationAnswer, await self._send(resume_call(tags, wait_for_memory_s, wait)))
+        return parse(OperationAnswer, await self._send(resume_call(tags, wait_for_memory_s, wait, verify)))
 
     async def start_resume(
-        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return parse(AcceptedAnswer, await self._send(resume_call(tags, wait_for_memory_s, wait, run_async=True)))
+        return parse(
+            AcceptedAnswer, await self._send(resume_call(tags, wait_for_memory_s, wait, verify, run_async=True))
+        )
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds on its devices now."""

@@ -95,10 +95,15 @@ def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run
 
 
 def resume_call(
-    tags: Iterable[str] | None, wait_for_memory_s: float | None, wait: bool, *, run_async: bool = False
+    tags: Iterable[str] | None,
+    wait_for_memory_s: float | None,
+    wait: bool,
+    verify: str | None = None,
+    *,
+    run_async: bool = False,
 ) -> Call:
     """Return the call of a resume."""
-    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
+    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "verify": verify}
     return operation_call("/resume_memory_occupation", tags, options, run_async=run_async)
 
 

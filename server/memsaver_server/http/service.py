@@ -119,7 +119,8 @@ class Service:
 
     def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
         options = ReleaseOptions.of(**fields.core_options())
-        return ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
+        timeout_s, verify = self._drain_timeout_s(fields.timeout_s), fields.verify is not None
+        return ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes, verify)
 
     def _drain_timeout_s(self, asked_s: float | None) -> float:
         return self.settings.drain_timeout_s if asked_s is None else asked_s
@@ -179,7 +180,8 @@ class Service:
 
 
 def _resume_request(fields: ResumeFields) -> ResumeRequest:
-    return ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
+    options = ResumeOptions(**fields.core_options())
+    return ResumeRequest(options, fields.wait_for_memory_s, fields.verify is not None)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:
