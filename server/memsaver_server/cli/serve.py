@@ -7,16 +7,22 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from memsaver_server.cli.connection import ExitCode, escape, size_of
-from memsaver_server.cli.tables import make_console
+from memsaver_server.cli.connection import print_error, size_of
+from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_seconds
+from memsaver_server.missing_package import missing_package
+from memsaver_server.systemd import notify
 
 if TYPE_CHECKING:
     import torch
+
+    from memsaver_server.settings import Settings
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -75,10 +81,12 @@ def serve(
     cache = size_of(kv_cache_bytes)
     began = time.monotonic()
     try:
-        from memsaver_server import Settings, attach, audit
+        settings = _settings(while_released)
+        from memsaver_server import audit
+        from memsaver_server.attachment import attach, check_place
         from memsaver_server.reference.engine import TransformersEngine
 
-        settings = Settings.model_validate({"while_released": while_released}) if while_released else Settings()
+        check_place(host, port, uds, settings)
         engine = TransformersEngine(
             model,
             random_weights=random_weights,
@@ -91,7 +99,8 @@ def serve(
         )
         attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        console.print(f"[bold red]memsaver:[/] cannot start: {escape(str(error))}")
+        reason = missing_package(error, "engine") if isinstance(error, ImportError) else str(error)
+        print_error(f"cannot start: {reason}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
     except _Ended:
         raise typer.Exit from None
@@ -100,17 +109,35 @@ def serve(
     gc.collect()
     gc.freeze()
     try:
+        notify("READY=1")
         # One line on stdout, from which a caller learns the address if the port is 0.
         typer.echo(f"serving {engine.model_name} on {attachment.url}")
         about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
-        console.print(f"ready after {format_seconds(time.monotonic() - began)}: {escape(about)}", style="dim")
+        ready = f"ready after {format_seconds(time.monotonic() - began)}: "
+        console.print(Text.assemble(ready, plain(about), style="dim"))
         while True:
             signal.pause()
     except _Ended:
+        notify("STOPPING=1")
         console.print("ending", style="dim")
     finally:
         attachment.close()
         engine.close()
+
+
+def _settings(while_released: str | None) -> Settings:
+    """Return the settings of the service; check them and those of the core before torch is loaded.
+
+    Raises:
+        ConfigurationError: one cannot be used.
+    """
+    from memsaver_core.settings import CoreSettings
+    from memsaver_server.settings import Settings, warn_of_misspelt_variables
+
+    warn_of_misspelt_variables()
+    CoreSettings()
+    given: dict[str, Any] = {"while_released": while_released} if while_released else {}
+    return Settings(**given)
 
 
 class _Ended(BaseException):
