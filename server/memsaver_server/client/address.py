@@ -13,8 +13,8 @@ def parse_address(url: str) -> str:
     Raises:
         ValueError: it is not the address of a service.
     """
-    address = url.strip().rstrip("/")
-    if "://" not in address and not address.startswith("/"):
+    address = url.strip()
+    if address and "://" not in address and not address.startswith("/"):
         address = f"http://{address}"
     try:
         parts = urlsplit(address)
@@ -23,4 +23,4 @@ def parse_address(url: str) -> str:
         known = False
     if not known:
         raise ValueError(f"{url!r} is not the address of a service; write http://host:port or unix:///path")
-    return address
+    return address.rstrip("/")
