@@ -195,7 +195,9 @@ REASON = "the content of weights is lost: " + "write it again by an update call,
 #: reason is cut off.
 FAULTS = """() => {
     const faults = [];
-    const wide = (what) => { if (what.scrollWidth > what.clientWidth + 1) faults.push(`${what.id || what.className} is cut`); };
+    const wide = (what) => {
+        if (what.scrollWidth > what.clientWidth + 1) faults.push(`${what.id || what.className} is cut`);
+    };
     wide(document.documentElement);
     document.querySelectorAll(".scroll, #admission").forEach(wide);
     for (const button of document.querySelectorAll("button")) {
