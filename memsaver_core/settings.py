@@ -75,9 +75,12 @@ class CoreSettings(EnvironmentSettings):
     host_device: str = Field(
         "", description="names of host devices, separated by commas; processes that name the same one compete for it"
     )
-    host_capacity: ByteSize = Field(ByteSize(0), description="memory of each host device; 0 means half of RAM")
+    host_capacity: ByteSize = Field(
+        ByteSize(0), lt=1 << 63, description="memory of each host device; 0 means half of RAM"
+    )
     host_backup_limit: ByteSize = Field(
         ByteSize(0),
+        lt=1 << 63,
         description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
         "through to or from files may take up to 256 MiB for each device besides",
     )

@@ -124,11 +124,7 @@ def test_what_it_cannot_serve_it_names(options: tuple[str, str], says: str) -> N
     assert "Traceback" not in refused.stderr
 
 
-WITHOUT_TORCH = (
-    sys.executable,
-    "-c",
-    "import sys; sys.modules['torch'] = None\nfrom memsaver_server.cli import main\nmain()",
-)
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from memsaver_server.cli import main; main()"
 
 
 @pytest.mark.parametrize(

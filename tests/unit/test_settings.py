@@ -26,6 +26,7 @@ REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
         ("MEMSAVER_PROTECT_PROBES", "perhaps", "MEMSAVER_PROTECT_PROBES is 'perhaps', but must be 1 or 0"),
         ("MEMSAVER_WHILE_RELEASED", "guess", "MEMSAVER_WHILE_RELEASED is 'guess', but must be 'refuse' or 'queue'"),
         ("MEMSAVER_DRIVER", "metal", "MEMSAVER_DRIVER is 'metal', but must be 'auto', 'cuda' or 'host'"),
+        ("MEMSAVER_HOST_CAPACITY", "9EiB", f"MEMSAVER_HOST_CAPACITY is '9EiB', but must be less than {1 << 63}"),
         (
             "MEMSAVER_HOST_CAPACITY",
             "lots",
