@@ -162,8 +162,9 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
     head = Text.assemble("state ", state_text(state), "   admission ", opened)
+    model = plain(f", model {name}" if (name := getattr(occupation, "model", "")) else "")
     head.append_text(
-        Text.assemble("   engine ", plain(occupation.engine), f", driver {occupation.driver}", style="dim")
+        Text.assemble("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}", style="dim")
     )
     parts: list[RenderableType] = [head]
     if not occupation.enabled:
