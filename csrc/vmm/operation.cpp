@@ -87,12 +87,16 @@ void Operation::end() {
 void Operation::name_work(Error& error, const MemoryMap::Tags& tags) const {
   std::string names;
   for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
-  std::size_t bytes = 0;
   for (const auto& [index, device] : devices_) {
     if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
-    bytes += device.bytes();
   }
-  error.with_tag(names).with_bytes(bytes);
+  error.with_tag(names).with_bytes(bytes());
+}
+
+std::size_t Operation::bytes() const {
+  std::size_t sum = 0;
+  for (const auto& [index, device] : devices_) sum += device.bytes();
+  return sum;
 }
 
 DeviceWork& Operation::on(int device) {

@@ -63,6 +63,8 @@ class Operation {
   // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
   void on_each_device(const std::function<void(DeviceWork&)>& work);
   [[nodiscard]] double seconds() const;
+  // Of the chunks of all devices.
+  [[nodiscard]] std::size_t bytes() const;
 
   Core& core_;
   const Progress::Operation kind_;

@@ -106,7 +106,7 @@ class Admission:
 
     def _closed_reason(self, status: Status) -> str:
         if status.state == "failed":
-            return f"the device context is lost: {status.failure}"
+            return f"the engine has failed for good: {status.failure}"
         if self._operation:
             return self._operation
         if status.hibernated:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import memsaver_core as ms
@@ -66,6 +66,14 @@ class Memory(Protocol):
     def hibernation_obstacles(self) -> list[str]: ...
 
     def prepare_backup(self) -> None: ...
+
+
+@runtime_checkable
+class WatchedMemory(Memory, Protocol):
+    """A memory in other processes, of which the death of one is an event."""
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once ``status`` says ``failed``, from any thread."""
 
 
 class _LocalMemory:

@@ -19,7 +19,7 @@ from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, Unsuppor
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status
 from memsaver_server.admission import Admission
-from memsaver_server.engine import DrainMode, Engine, Memory, memory_of
+from memsaver_server.engine import DrainMode, Engine, Memory, WatchedMemory, memory_of
 from memsaver_server.memory_lock import MemoryLock
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
@@ -33,7 +33,7 @@ MEMORY_POLL_S = 0.05
 
 
 class EngineFailedError(MemsaverError):
-    """The device context is lost: no operation can succeed in this process any more."""
+    """The device context or a rank is lost: no operation can succeed any more."""
 
     kind = "context_lost"
 
@@ -78,6 +78,8 @@ class Lifecycle:
         self._on_finished = on_finished
         self.operations = OperationQueue(settings.history, self._finished, self.memory, settings.phase_timeout_s)
         self._admission = Admission(engine, self.memory, settings)
+        if isinstance(self.memory, WatchedMemory):
+            self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
 
@@ -216,10 +218,15 @@ class Lifecycle:
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
+    def raise_if_rank_lost(self) -> None:
+        """Raise EngineFailedError if the engine's ranks have failed."""
+        if isinstance(self.memory, WatchedMemory):
+            self._check_usable()
+
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
-            raise EngineFailedError(f"the device context is lost ({status.failure}); restart the engine")
+            raise EngineFailedError(f"the engine has failed for good ({status.failure}); restart it")
 
     def _note_released(self, request: ReleaseRequest, options: ReleaseOptions) -> None:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""

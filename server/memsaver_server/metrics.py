@@ -130,6 +130,8 @@ class Metrics:
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
             yield _gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
+        alive = {(str(rank.rank),): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
+        yield _gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
         states = {(name,): float(name == now.state) for name in STATES}
         yield _gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
         help_text = "1 while the engine accepts requests."

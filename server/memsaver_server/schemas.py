@@ -14,7 +14,6 @@ DrainMode = Literal["wait", "abort", "keep"]
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
-
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
 
@@ -305,6 +304,13 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
+class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
+    rank: int
+    pid: int | None
+    alive: bool | None
+    state: str
+
+
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -318,6 +324,7 @@ class OccupationAnswer(BaseModel):
     tags: list[TagStatusAnswer]
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
+    ranks: list[RankAnswer]
 
 
 class MessageAnswer(BaseModel):

@@ -37,6 +37,7 @@ def occupation(*tags: str, sources: list[tuple[str, str, int]] | None = None, **
             "engine": "an engine",
             "admission": {"open": True, "reason": ""},
             "operation_id": None,
+            "ranks": [],
             "tags": [
                 {"tag": tag, "restore": "host", "state": "resident", "allocations": 1, "chunks": 1, **held}
                 for tag in tags

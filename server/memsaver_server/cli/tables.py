@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -21,19 +21,10 @@ if TYPE_CHECKING:
         OperationAnswer,
         PhaseAnswer,
         ProgressAnswer,
+        RankAnswer,
         TagAnswer,
         TagStatusAnswer,
     )
-
-
-class RankAnswer(Protocol):
-    """A process of an engine; ``alive`` is None if it cannot be known from here."""
-
-    rank: int
-    pid: int | None
-    alive: bool | None
-    state: str
-
 
 _STATE_STYLES = {
     "resident": "green",
@@ -175,8 +166,8 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
         parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
         parts += ["", devices_table(occupation.devices), "", holders_table(occupation.devices)]
-    if len(ranks := getattr(occupation, "ranks", [])) > 1:
-        parts += ["", ranks_table(ranks)]
+    if len(occupation.ranks) > 1:
+        parts += ["", ranks_table(occupation.ranks)]
     backup = occupation.host_backup
     if backup.bytes or backup.capacity_bytes:
         line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"

@@ -126,6 +126,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "tags": [_fields(TagStatusAnswer, tag) for tag in status.tags],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
+        "ranks": [asdict(rank) for rank in status.ranks],
     }
 
 

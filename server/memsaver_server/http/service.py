@@ -26,8 +26,8 @@ from memsaver_server.operation import Operation, OperationRequest, ReleaseReques
 from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 
-#: Longest interval at which waiters check for a stall, seconds.
-STALL_CHECK_S = 1.0
+#: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
+STALL_CHECK_S = 0.5
 
 
 class PhaseTimeoutError(MemsaverError):
@@ -126,7 +126,8 @@ class Service:
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
     async def _finished(self, operation: Operation) -> None:
-        """Wait until ``operation`` has ended, or the operation in progress stalls."""
+        """Wait until ``operation`` has ended, the operation in progress stalls, or a rank of the engine has ended: the
+        drain of an engine that lost a rank may take long."""
         ended = operation.ended()
         while not ended.done():
             try:
@@ -135,6 +136,8 @@ class Service:
                 if self.closing.is_set():
                     raise ServerEndsError(operation) from None
                 raise
+            if not ended.done():
+                self.lifecycle.raise_if_rank_lost()
             running = self.lifecycle.operations.running
             stall = running.stall() if running is not None and not ended.done() else None
             if running is not None and stall is not None:
