@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,21 @@ def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None]
         processes = []
     own = [int(each.usedGpuMemory) for each in processes if each.pid in pids and each.usedGpuMemory is not None]
     return int(memory.total), int(memory.used), sum(own) if own else None
+
+
+def in_multi_node_fabric(uuid: str) -> bool:
+    """Return whether NVLink connects the device ``uuid`` with those of other hosts (as in GB200 NVL72)."""
+    handle = _handle(uuid)
+    if handle is None:
+        return False
+    import pynvml
+
+    told = pynvml.c_nvmlGpuFabricInfoV_t(version=pynvml.nvmlGpuFabricInfo_v2)
+    try:
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(told))
+    except pynvml.NVMLError:
+        return False
+    return told.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(told.clusterUuid)
 
 
 @lru_cache

@@ -35,6 +35,10 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
     if tag == COMMUNICATORS:
         raise ConfigurationError(f"the tag {tag!r} is of what NCCL holds; choose another name")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the tag {tag!r} has an unpaired surrogate, which no answer can carry") from None
     policy = policy_for(tag, restore).value
     if not process.enabled():
         return nullcontext()

@@ -77,7 +77,8 @@ def release(
         UnsupportedError: this process cannot be hibernated; before anything was done.
         ContextLostError: this process was hibernated and can never be woken again.
         OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
-        MemsaverError: a driver call failed; what was released is kept, and both a repeat and a resume work.
+        MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
+            undo failed as well, what was released is kept, and both a repeat and a resume work.
     """
     return release_with(ReleaseOptions.of(tags, restore, trim, hibernate), log=log)
 
@@ -185,6 +186,11 @@ def prepare_backup(*, wait: bool = False) -> None:
     saver.prepare_backup()
     if wait:
         saver.wait_until_prepared()
+
+
+def available_host_bytes() -> int:
+    """Return the host memory that this process may still take: what the kernel has available, within the cgroup."""
+    return _native.available_memory_bytes()
 
 
 def status() -> Status:

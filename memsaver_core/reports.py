@@ -60,7 +60,7 @@ class TagReport:
     """What an operation did to one tag."""
 
     tag: str  # its name
-    restore: str  # its policy; ``mixed`` if its regions differ
+    restore: str  # the policy that it was released under, else its own; ``mixed`` if its regions differ
     state: str  # ``resident`` or ``released`` after the operation
     bytes: int = 0  # live bytes under the tag, on all devices
     released_bytes: int = 0  # bytes that this release gave back to the driver (0 in a resume)

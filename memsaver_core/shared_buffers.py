@@ -122,6 +122,11 @@ class ImportedBuffer:
         self._native.map_again(fd)
 
 
+def is_imported(address: int) -> bool:
+    """Return whether a buffer of another process has this address, mapped or dropped."""
+    return any(buffer.address == address for buffer in list(_imported))
+
+
 def imported_bytes() -> int:
     """Return the bytes that this process maps of other processes' memory now."""
     return sum(buffer.nbytes for buffer in list(_imported) if buffer.mapped)

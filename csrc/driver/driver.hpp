@@ -111,8 +111,8 @@ class Driver {
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
 
-  // True if the memory is this machine's own: limits of host memory hold for it, too, and to touch what is released is a
-  // segmentation fault.
+  // True if the memory is this machine's own: limits of host memory hold for it, too, and to touch what is released is
+  // a segmentation fault.
   [[nodiscard]] virtual bool in_host_memory() const noexcept { return false; }
 
   // The message of the first failure that lost the context; empty if it is not lost.

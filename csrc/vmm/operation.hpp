@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,12 @@ class Operation {
   [[nodiscard]] DeviceWork& on(int device);
   // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
   void on_each_device(const std::function<void(DeviceWork&)>& work);
+  // Adds bringing back `runs` of an arena, which have no memory, to devices_.
+  void plan_return(Arena& arena, const std::vector<RangeSet::Range>& runs)
+      REQUIRES(core_.backups.operation_mutex, core_.map.mutex);
+  // Does what plan_return() planned, all or nothing: when this throws, all of it is released with its backups. With
+  // `map_first` everything is mapped before the first content moves.
+  void bring_back(bool map_first) REQUIRES(core_.backups.operation_mutex);
   [[nodiscard]] double seconds() const;
   // Of the chunks of all devices.
   [[nodiscard]] std::size_t bytes() const;
@@ -73,11 +80,13 @@ class Operation {
   std::size_t content_bytes_ = 0;      // to keep or restore
 
  private:
+  void bring_back(DeviceWork& device, bool map_first) REQUIRES(core_.backups.operation_mutex) EXCLUDES(core_.map.mutex);
   void begin(const MemoryMap::Tags& tags) REQUIRES(core_.backups.operation_mutex);
   void end();
   [[nodiscard]] OperationResult result() const REQUIRES(core_.map.mutex);
   void name_work(Error& error, const MemoryMap::Tags& tags) const;
 
+  std::vector<std::set<Restore>> owed_before_;  // what each of arenas_ owed when the operation began
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

@@ -5,6 +5,8 @@
 
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
+#include "support/log.hpp"
+#include "support/scope_exit.hpp"
 #include "support/sizes.hpp"
 #include "vmm/operation.hpp"
 
@@ -103,6 +105,15 @@ class Release final : public Operation {
       core_.driver->synchronize(index);
       device.sort();
     }
+    try {
+      drop_all();
+    } catch (const Error&) {
+      undo();
+      throw;
+    }
+  }
+
+  void drop_all() REQUIRES(core_.backups.operation_mutex) {
     on_each_device([&](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) {
       if (device.kept.empty()) return;
       std::vector<ChunkRange> ranges;
@@ -112,7 +123,7 @@ class Release final : public Operation {
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
       device.seconds = core_.backups.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
-    // Last, on every device: until one of these is gone, a resume undoes everything.
+    // Last, on every device: until one of these is gone, undo() undoes everything.
     on_each_device([&](DeviceWork& device) {
       const Stopwatch watch(device.seconds.driver);
       for (const auto& planned : device.others) drop(device, planned);
@@ -125,6 +136,56 @@ class Release final : public Operation {
     device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
     if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
     device.freed_bytes += planned.chunk.bytes;
+  }
+
+  // Brings back what a failed release has dropped, so that the engine can go on: all of it, unless content that is not
+  // kept is gone already. What cannot be brought back stays released with its backups.
+  void undo() REQUIRES(core_.backups.operation_mutex) EXCLUDES(core_.map.mutex) {
+    if (!core_.driver->loss().empty() || lost_content()) return;
+    auto planned = std::exchange(devices_, {});
+    const ScopeExit at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the release
+    content_bytes_ = 0;
+    try {
+      {
+        const Lock lock(core_.map.mutex);
+        for (Arena* const arena : arenas_) {
+          const auto device = planned.find(arena->key().device);
+          if (device != planned.end()) plan_return(*arena, dropped(*arena, device->second.kept));
+        }
+      }
+      bring_back(false);
+    } catch (const std::exception& error) {
+      warn(std::string("a release failed, and what it had released stays so until it is resumed: ") + error.what());
+    }
+  }
+
+  // Whether some content that is not kept is gone.
+  [[nodiscard]] bool lost_content() const EXCLUDES(core_.map.mutex) {
+    const Lock lock(core_.map.mutex);
+    return std::any_of(devices_.begin(), devices_.end(), [](const auto& each) {
+      const auto& others = each.second.others;
+      return std::any_of(others.begin(), others.end(), [](const auto& planned) {
+        return !planned.arena->is_mapped(planned.chunk.address, planned.chunk.bytes);
+      });
+    });
+  }
+
+  // What live allocations of an arena lost with those of `chunks` that were dropped.
+  [[nodiscard]] static std::vector<RangeSet::Range> dropped(const Arena& arena,
+                                                            const std::vector<DeviceWork::PlannedChunk>& chunks) {
+    RangeSet lost;
+    const auto runs = arena.released_runs();
+    for (const auto& [owner, chunk, restore] : chunks) {
+      if (owner != &arena) continue;
+      for (const auto& run : runs) {
+        const Address from = std::max(run.begin, chunk.address);
+        const Address to = std::min(run.begin + run.bytes, chunk.address + chunk.bytes);
+        if (from < to) lost.add(from, to - from);
+      }
+    }
+    std::vector<RangeSet::Range> ranges;
+    for (const auto& [begin, bytes] : lost.ranges()) ranges.push_back({begin, bytes});
+    return ranges;
   }
 
   // Drops the backups of released content that a resume could not restore, if this release overrides its policy with

@@ -6,6 +6,74 @@
 
 namespace memsaver {
 
+void Operation::plan_return(Arena& arena, const std::vector<RangeSet::Range>& runs) {
+  if (runs.empty()) return;
+  RangeSet wanted;
+  for (const auto& run : runs) wanted.add(run.begin, run.bytes);
+  DeviceWork& work = on(arena.key().device);
+  bool kept = false;
+  for (auto& [address, allocation] : arena.allocations()) {
+    for (auto& block : allocation.blocks) {
+      if (block.kept == Kept::nothing || !wanted.contains(address + block.offset, block.bytes)) continue;
+      kept = true;
+      ContentBlock content;
+      content.tag = arena.key().tag;
+      content.base = address;
+      content.block = &block;
+      content_bytes_ += block.content_bytes();
+      work.blocks.push_back(std::move(content));
+    }
+  }
+  for (const auto& run : runs) {
+    for (const auto& [at, bytes] : arena.in_chunks(run)) {
+      const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+      (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
+    }
+  }
+}
+
+void Operation::bring_back(bool map_first) {
+  for (auto& [index, device] : devices_) device.sort();
+  core_.progress.begin(kind_, content_bytes_);
+  // On failure, undo while the arenas are still busy: no other call may take the ranges meanwhile.
+  const ScopeExit undo([this] {
+    for (auto& [index, device] : devices_) device.transaction.rollback();
+  });
+  on_each_device([&](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) { bring_back(device, map_first); });
+  {
+    const Lock lock(core_.map.mutex);
+    for (auto& [index, device] : devices_) {
+      for (const auto& planned : device.acquired) {
+        planned.arena->add_chunk(planned.chunk);
+        device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+      }
+    }
+  }
+  for (auto& [index, device] : devices_) device.transaction.commit();
+}
+
+// Maps the chunks of one device and restores their content. When this throws, `device.transaction` undoes it.
+void Operation::bring_back(DeviceWork& device, bool map_first) {
+  auto chunks = device.kept;
+  chunks.insert(chunks.end(), device.others.begin(), device.others.end());
+  std::vector<ChunkRange> ranges;
+  for (const auto& planned : chunks) {
+    ranges.push_back(
+        {planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes, planned.restore == Restore::zero});
+  }
+  const auto acquire = [&](std::size_t i) {
+    const auto& [arena, chunk, owed] = chunks[i];
+    const Chunk acquired = core_.physical.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction);
+    device.acquired.push_back({arena, acquired, owed});
+  };
+  for (std::size_t i = 0; map_first && i < ranges.size(); ++i) acquire(i);
+  const auto acquire_next = [&](std::size_t i) {
+    if (!map_first) acquire(i);
+  };
+  Pipeline& pipeline = core_.backups.pipeline_of(device.device);
+  device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, core_.backups.verify());
+}
+
 namespace {
 
 class Resume final : public Operation {
@@ -14,32 +82,11 @@ class Resume final : public Operation {
 
  private:
   void plan(Arena& arena) REQUIRES(core_.backups.operation_mutex, core_.map.mutex) override {
-    const auto runs = arena.released_runs();
-    if (runs.empty()) return;
-    DeviceWork& work = on(arena.key().device);
-    bool kept = false;
-    for (auto& [address, allocation] : arena.allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (block.kept == Kept::nothing || arena.is_mapped(address + block.offset, block.bytes)) continue;
-        kept = true;
-        ContentBlock content;
-        content.tag = arena.key().tag;
-        content.base = address;
-        content.block = &block;
-        content_bytes_ += block.content_bytes();
-        work.blocks.push_back(std::move(content));
-      }
-    }
-    for (const auto& run : runs) {
-      for (const auto& [at, bytes] : arena.in_chunks(run)) {
-        const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
-        (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
-      }
-    }
+    plan_return(arena, arena.released_runs());
   }
 
   // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
-  void check_room() REQUIRES(core_.backups.operation_mutex) {
+  void check_room() {
     for (auto& [index, device] : devices_) {
       const std::size_t needed = device.bytes();
       const MemoryInfo memory = core_.driver->memory_info(index);
@@ -49,54 +96,14 @@ class Resume final : public Operation {
           .with_memory(needed, memory.free_bytes)
           .with_advice("everything stays released with its backup; let other processes free memory and repeat");
     }
-    map_first_ = core_.driver->in_host_memory() && core_.backups.short_of_room(bytes());
   }
 
   void run() REQUIRES(core_.backups.operation_mutex) override {
     check_room();
-    for (auto& [index, device] : devices_) device.sort();
-    core_.progress.begin(kind_, content_bytes_);
-    // On failure, undo while the arenas are still busy: no other call may take the ranges meanwhile.
-    const ScopeExit undo([this] {
-      for (auto& [index, device] : devices_) device.transaction.rollback();
-    });
-    on_each_device([this](DeviceWork& device) REQUIRES(core_.backups.operation_mutex) { restore(device); });
-    {
-      const Lock lock(core_.map.mutex);
-      for (auto& [index, device] : devices_) {
-        for (const auto& planned : device.acquired) {
-          planned.arena->add_chunk(planned.chunk);
-          device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
-        }
-      }
-    }
-    for (auto& [index, device] : devices_) device.transaction.commit();
+    // Memory for transfers must not take what chunks need.
+    bring_back(core_.driver->in_host_memory() && core_.backups.short_of_room(bytes()));
     if (!devices_.empty()) core_.backups.retain();
   }
-
-  // Maps the chunks of one device and restores their content. When this throws, `device.transaction` undoes it.
-  void restore(DeviceWork& device) REQUIRES(core_.backups.operation_mutex) EXCLUDES(core_.map.mutex) {
-    auto chunks = device.kept;
-    chunks.insert(chunks.end(), device.others.begin(), device.others.end());
-    std::vector<ChunkRange> ranges;
-    for (const auto& planned : chunks) {
-      ranges.push_back(
-          {planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes, planned.restore == Restore::zero});
-    }
-    const auto acquire = [&](std::size_t i) {
-      const auto& [arena, chunk, owed] = chunks[i];
-      const Chunk acquired = core_.physical.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction);
-      device.acquired.push_back({arena, acquired, owed});
-    };
-    for (std::size_t i = 0; map_first_ && i < ranges.size(); ++i) acquire(i);
-    const auto acquire_next = [&](std::size_t i) {
-      if (!map_first_) acquire(i);
-    };
-    Pipeline& pipeline = core_.backups.pipeline_of(device.device);
-    device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, core_.backups.verify());
-  }
-
-  bool map_first_ = false;  // memory for transfers must not take what chunks need
 };
 
 }  // namespace

@@ -37,8 +37,8 @@ class Saver {
 
   // Gives the memory of `tags` back, content kept as their policies say (`overrides`: by tag, for this release only).
   // Synchronizes the devices; nothing may use the memory from then on. Tags with kept content go first: until the last
-  // of them is gone, a resume undoes everything. `dead` ranges, in address order, hold no content worth keeping. Throws
-  // ErrorKind::out_of_host_memory before anything is unmapped if the backups would not fit.
+  // of them is gone, a release that fails is undone. `dead` ranges, in address order, hold no content worth keeping.
+  // Throws ErrorKind::out_of_host_memory before anything is unmapped if the backups would not fit.
   OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                           const std::map<std::string, Restore>& overrides);
   // Brings back everything released under `tags`, with the content owed. All or nothing: if this throws

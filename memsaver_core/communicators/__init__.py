@@ -18,11 +18,12 @@ from memsaver_core.communicators.discovery import nccl_groups
 from memsaver_core.communicators.graphs import warn_of_registered_graphs
 
 __all__ = [
-    "TIMEOUT_S", "found", "nccl_groups", "register", "register_buffers", "resume", "statuses", "suspend", "tag_status",
-    "unregister", "warn_of_registered_graphs",
+    "TIMEOUT_S", "checkpoint_obstacles", "found", "nccl_groups", "register", "register_buffers", "resume", "statuses",
+    "suspend", "tag_status", "unregister", "warn_of_registered_graphs",
 ]  # fmt: skip
 
 this_process = Communicators()
+checkpoint_obstacles = this_process.checkpoint_obstacles
 found = this_process.found
 register = this_process.register
 register_buffers = this_process.register_buffers

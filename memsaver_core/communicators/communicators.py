@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
 from memsaver_core import process
-from memsaver_core.communicators import discovery
+from memsaver_core.communicators import discovery, engines, fabric
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
 from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
@@ -38,8 +38,7 @@ class Communicators:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # one operation at a time
         self._registered: dict[str, Communicator] = {}
-        self._statuses: tuple[CommunicatorStatus, ...] = ()
-        self._devices: dict[str, int | None] = {}
+        self._counted: tuple[tuple[Communicator, CommunicatorStatus], ...] = ()
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
@@ -85,30 +84,27 @@ class Communicators:
 
         Must not be called while the process is hibernated, when device calls block.
         """
-        present = self._present()
-        self._statuses = tuple(self._status(each) for each in present)
-        self._devices = {each.name: each.device for each in present}
-        return self._statuses
+        self._count()
+        return self.statuses()
 
     def statuses(self) -> tuple[CommunicatorStatus, ...]:
         """Return what was counted last. Calls no driver."""
-        return self._statuses
+        return tuple(status for _, status in self._counted)
 
     def tag_status(self) -> TagStatus | None:
         """Return what was counted last as a tag; None if there are no communicators. Calls no driver."""
-        counted = self._statuses
-        if not counted:
+        if not (counted := self._counted):
             return None
         mapped: dict[int, int] = {}
-        for each in counted:
-            if (device := self._devices.get(each.name)) is not None:
-                mapped[device] = mapped.get(device, 0) + each.suspendable_bytes
-        resident = sum(each.suspendable_bytes for each in counted)
-        released = sum(each.suspended_bytes for each in counted)
+        for each, status in counted:
+            if each.device is not None:
+                mapped[each.device] = mapped.get(each.device, 0) + status.suspendable_bytes
+        resident = sum(status.suspendable_bytes for _, status in counted)
+        released = sum(status.suspended_bytes for _, status in counted)
         return TagStatus(
             tag=COMMUNICATORS,
             restore=RestorePolicy.HOST.value,
-            state="released" if any(each.suspended for each in counted) else "resident",
+            state="released" if any(status.suspended for _, status in counted) else "resident",
             bytes=resident + released,
             resident_bytes=resident,
             released_bytes=released,
@@ -118,6 +114,15 @@ class Communicators:
             chunks=0,
             mapped_by_device=mapped,
         )
+
+    def checkpoint_obstacles(self) -> list[str]:
+        """Return what ranks share of device memory, besides what can be suspended, that prevents a hibernation.
+
+        Each with what to change. Of the communicators that were counted last.
+        """
+        devices = [(each.name, each.device) for each, _ in self._counted if each.nccl and each.device is not None]
+        told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        return [*filter(None, told), *engines.shared_memory()]
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Give back the device memory of communicators, which cannot be used until ``resume``.
@@ -170,14 +175,16 @@ class Communicators:
             finally:
                 self.found()
 
-    def _present(self) -> list[Communicator]:
-        return [*discovery.found(), *self._registered.values()] if process.enabled() else []
+    def _count(self) -> tuple[tuple[Communicator, CommunicatorStatus], ...]:
+        present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()
+        self._counted = counted = tuple((each, self._status(each)) for each in present)
+        return counted
 
     def _chosen(
         self, names: Sequence[str] | None, resuming: bool = False
     ) -> list[tuple[Communicator, CommunicatorStatus]]:
         """Return the communicators ``names`` in the order of their creation, which is the same on all ranks."""
-        pairs = list(zip(self._present(), self.found(), strict=True))
+        pairs = self._count()
         if names is None:
             return [(each, status) for each, status in pairs if resuming or not status.obstacle]
         if missing := set(names) - {each.name for each, _ in pairs}:

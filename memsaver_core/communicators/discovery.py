@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from memsaver_core.communicators import engines
 from memsaver_core.communicators.nccl import Held, Nccl, loaded
-
-#: Modules of engines that register their groups of ranks by name, and the engines' names.
-_ENGINES = {"vllm.distributed.parallel_state": "vllm", "sglang.srt.distributed.parallel_state": "sglang"}
 
 #: torch's own calls are compiled in from this version of NCCL on.
 _TORCH_SUSPENDS = (2, 29, 7)
@@ -55,9 +53,7 @@ def nccl_groups() -> tuple[str, ...]:
 def found() -> Iterator[Communicator]:
     """Return torch's communicators, then vLLM's and SGLang's own. Groups that never communicated have none yet."""
     yield from _of_torch()
-    for module, engine in _ENGINES.items():
-        if module in sys.modules:
-            yield from _of_engine(engine, sys.modules[module])
+    yield from _of_engines()
 
 
 def _torch_groups() -> Iterator[tuple[str, Any]]:
@@ -74,9 +70,11 @@ def _of_torch() -> Iterator[Communicator]:
     library = loaded()
     for group_name, group in _torch_groups():
         backend = group._get_backend(torch.device("cuda"))
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         name = _name("torch", group_name, torch.distributed.get_process_group_ranks(group))
         for device in _devices():
-            with _on(device):
+            comm = 0
+            with _on(device), suppress(RuntimeError):  # an aborted one holds nothing
                 comm = backend._comm_ptr()  # of the current device; 0 if there is none, and none is made
             if not comm:
                 continue
@@ -102,18 +100,15 @@ def _by_torch(backend: Any, found: Communicator) -> Communicator:
     )
 
 
-def _of_engine(engine: str, parallel_state: Any) -> Iterator[Communicator]:
-    """Return the communicators of the groups that ``parallel_state`` keeps, PyNcclCommunicators in both engines."""
-    for reference in tuple(parallel_state._groups.values()):
-        group = reference()
-        own = getattr(group, "pynccl_comm", None)
-        own = own or getattr(getattr(group, "device_communicator", None), "pynccl_comm", None)
+def _of_engines() -> Iterator[Communicator]:
+    """Return what the class PyNcclCommunicator, the same in vLLM and SGLang, has made for their groups."""
+    for engine, group in engines.groups():
+        own = engines.part(group, "pynccl_comm")
         if own is None or not own.available or own.world_size < 2:
             continue
-        comm = own.comm.value if hasattr(own.comm, "value") else own.comm
         yield Communicator.of(
             _name(engine, group.unique_name, group.ranks),
-            comm,
+            own.comm.value,
             ranks=own.world_size,
             rank=own.rank,
             device=own.device.index,

@@ -57,11 +57,12 @@ class Hibernation:
     def obstacles(self, suspending: bool = False) -> list[str]:
         """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to.
 
-        Checks the helper, the driver, MPS, NCCL communicators, tensors shared by CUDA IPC, peer access, managed memory,
-        and what ``preconditions.register_check`` was given. What libraries do without torch is not seen.
+        Checks the helper, the driver, MPS, NCCL communicators, what vLLM's and SGLang's ranks share, tensors shared by
+        CUDA IPC, memory that memsaver imported, peer access, managed memory, and what ``preconditions.register_check``
+        was given. The driver does not list imported memory: what other libraries import is not seen.
 
         Args:
-            suspending: communicators are suspended first, so those that can be are no obstacle.
+            suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
         """
         if self._failure:
             return [self._failure]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memsaver_core import _native, communicators, process
+from memsaver_core import _native, communicators, process, shared_buffers
 from memsaver_core.hibernation import helper
 from memsaver_core.reports import CommunicatorStatus
 
@@ -39,6 +39,8 @@ class Facts:
     ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported
     peers: tuple[tuple[int, int], ...] = ()  # pairs of devices of which the first reaches the second's memory
     managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
+    imported_bytes: int = 0  # of other processes' device memory, mapped by memsaver_core.shared_buffers
+    sharing: tuple[str, ...] = ()  # what else ranks share of device memory
     others: tuple[str, ...] = ()  # what registered checks told
 
 
@@ -55,23 +57,29 @@ def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
     """Return why a process with these ``facts`` cannot be hibernated, each with what to do.
 
     Args:
-        suspending: communicators are suspended first, so those that can be are no obstacle.
+        suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
     """
     if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []
     if not facts.helper:
         found.append(f"the helper program {helper.PATH} is missing or may not be run; install memsaver again")
+    for each in facts.communicators:
+        if not each.suspended and (each.obstacle or not suspending):
+            remedy = each.obstacle or "suspend it first"
+            found.append(f"communicator {each.name} is alive: {remedy}, or destroy it")
+    if facts.imported_bytes and not suspending:
+        found.append(
+            f"{facts.imported_bytes} bytes of other processes' device memory are mapped, with which a checkpoint could "
+            "never be restored; drop the imported buffers first"
+        )
+    found += [*facts.sharing, *facts.others]
     if not facts.has_context:
         return found
     if not facts.can_checkpoint:
         found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
     if facts.mps:
         found.append(f"the process runs under CUDA MPS ({facts.mps}), which cannot be checkpointed; run it without MPS")
-    for each in facts.communicators:
-        if not each.suspended and (each.obstacle or not suspending):
-            remedy = each.obstacle or "suspend it first"
-            found.append(f"NCCL communicator {each.name} is alive: {remedy}, or destroy it")
     if facts.ipc_tensors:
         found.append(f"{facts.ipc_tensors} tensors are shared with other processes by CUDA IPC; drop them first")
     if facts.peers:
@@ -81,7 +89,7 @@ def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
         )
     if facts.managed_bytes:
         found.append(f"{facts.managed_bytes} bytes of managed memory are in use; free it first")
-    return [*found, *facts.others]
+    return found
 
 
 def observe() -> Facts:
@@ -90,17 +98,23 @@ def observe() -> Facts:
         return Facts(enabled=False)
     has_helper = os.access(helper.PATH, os.X_OK)
     backend = process.backend()
-    if not backend.has_context:
-        return Facts(has_context=False, helper=has_helper)
-    return Facts(
+    anywhere = Facts(
+        has_context=backend.has_context,
         helper=has_helper,
+        communicators=communicators.found(),
+        imported_bytes=shared_buffers.imported_bytes(),
+        sharing=tuple(communicators.checkpoint_obstacles()),
+        others=registered_checks(),
+    )
+    if not backend.has_context:
+        return anywhere
+    return replace(
+        anywhere,
         can_checkpoint=_native.can_checkpoint(),
         mps=mps_pipe(),
-        communicators=communicators.found(),
         ipc_tensors=ipc_tensors(),
         peers=backend.peers(process.existing_saver(), process.settings().peer_access),
         managed_bytes=managed_bytes(),
-        others=registered_checks(),
     )
 
 

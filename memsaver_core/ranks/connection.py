@@ -12,8 +12,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,6 +59,8 @@ class Listener:
                     connection.settimeout(max(0.001, deadline - time.monotonic()))
                     connections[int(_read_line(connection))] = connection
                 except TimeoutError:
+                    for connection in connections.values():
+                        connection.close()
                     named = ", ".join(map(str, missing))
                     raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
         finally:
@@ -77,6 +80,7 @@ class SocketChannel:
 
     def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
         self._answer = answer
+        self._first = 0 if answer is None else 1
         self._connections = [(connection, connection.makefile("r")) for connection in connections]
         self._lock = threading.Lock()
 
@@ -90,15 +94,15 @@ class SocketChannel:
             replies.close()
 
     def _ask(self, message: Plain) -> list[Plain]:
+        line = json.dumps(message).encode() + b"\n"
         with self._lock:
-            line = json.dumps(message).encode() + b"\n"
-            for connection, _ in self._connections:
-                connection.sendall(line)
+            for rank, (connection, _) in enumerate(self._connections, self._first):
+                with _open(rank):
+                    connection.sendall(line)
             answers = [] if self._answer is None else [self._answer(message)]
-            for _, replies in self._connections:
-                if not (reply := replies.readline()):
-                    raise ConnectionError(f"rank {len(answers)} has closed its connection")
-                answers.append(json.loads(reply))
+            for rank, (_, replies) in enumerate(self._connections, self._first):
+                with _open(rank):
+                    answers.append(json.loads(replies.readline()))
             return answers
 
 
@@ -128,6 +132,14 @@ def started(call: Callable[[], _T]) -> Future[_T]:
 
     threading.Thread(target=run, name="memsaver-ranks", daemon=True).start()
     return future
+
+
+@contextmanager
+def _open(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConnectionError(f"rank {rank} has closed its connection") from error
 
 
 def _read_line(connection: socket.socket) -> str:

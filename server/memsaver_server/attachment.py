@@ -21,6 +21,7 @@ from memsaver_server.engine import Engine, memory_of
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
+from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.port_holders import port_holders
 from memsaver_server.settings import Settings, warn_of_misspelt_variables
 
@@ -62,6 +63,11 @@ class Attachment:
             self._path = None
         self._server.stop()
         self._thread.join()
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """The state machine behind the routes, for the program that runs the engine."""
+        return self._server.config.app.state.memsaver.lifecycle  # type: ignore[no-any-return, union-attr]
 
     def __enter__(self) -> Attachment:
         return self

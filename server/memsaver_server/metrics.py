@@ -123,6 +123,12 @@ class Metrics:
             for state in ("resident", "released", "retained")
         }
         yield _gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
+        lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
+        help_text = "1 while the content of a tag that a release discarded is not written again."
+        yield _gauges("memsaver_content_lost", help_text, ["tag"], lost)
+        stays = {(f"{each.rank}", each.name): each.persistent_bytes for each in now.status.communicators}
+        help_text = "Device memory of an NCCL communicator that stays when it is suspended; the rest is its tag's."
+        yield _gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."

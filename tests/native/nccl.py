@@ -34,8 +34,9 @@ def fail(comm, call, result):
 
 _LOOP = """
 import sys
+import torch
 import memsaver_core as ms
-from memsaver_core import communicators
+from memsaver_core import communicators, hibernation
 ranks, rank, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 comms = {}
 for name in NAMES:

@@ -201,7 +201,7 @@ bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, boo
     } else {
       world.faulty->fail(fault.call, nth, fault.kind, times);
     }
-    world.no_waits = for_good && fault.call == "synchronize";
+    world.fails_for_good = for_good;
     if (undo_fails != nullptr) {
       world.faulty->fail(undo_fails, 1, ErrorKind::driver, kForGood);
       world.undo_may_fail = true;

@@ -45,6 +45,7 @@ RELEASING = {
 }
 RELEASING_IN_PART = {
     **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "record", "wait", "done"), ("invalid_value",)),
+    "create": ("invalid_value",),  # so that the undo fails, too
     "register_host": ("invalid_value",),
     "pwrite": (errno.ENOSPC,),
 }

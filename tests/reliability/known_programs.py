@@ -36,12 +36,13 @@ def _resume(*tags: str, faults: Sequence[Fault] = ()) -> tuple[str, dict[str, An
 
 
 _UNMAP: Fault = ("unmap", "invalid_value", 1, 1)
+_NO_UNDO: Fault = ("create", "invalid_value", 1, 9)
 #: Some chunks of kept content are released, the others resident.
 _HALF_RELEASED: Program = [
     _allocate("a", "host", 3, 34),
     _release(),
     _resume(),
-    _release(faults=[("unmap", "invalid_value", 2, 1)]),
+    _release(faults=[("unmap", "invalid_value", 2, 1), _NO_UNDO]),
 ]
 #: The same with an allocation in the space of two freed ones, across the chunks of both.
 _ACROSS_CHUNKS: Program = [
@@ -50,7 +51,7 @@ _ACROSS_CHUNKS: Program = [
     _resume(),
     *[("free", {"which": 1, "faults": []})] * 2,
     _allocate("a", "host", 9),
-    _release(faults=[("unmap", "invalid_value", 2, 1)]),
+    _release(faults=[("unmap", "invalid_value", 2, 1), _NO_UNDO]),
 ]
 
 #: They run before the random ones.

@@ -291,7 +291,10 @@ inline std::vector<Scenario> scenarios() {
       world.rewrite(0, 0, 3);
       world.rewrite(3, 0, 34);
       world.faulty->fail("unmap", 2, ErrorKind::driver, 1);
+      world.faulty->fail("create", 1, ErrorKind::driver, std::size_t{1} << 40);  // nor can it be undone
+      world.undo_may_fail = true;
       refused(world, ErrorKind::driver, [&] { world.release(); });
+      world.undo_may_fail = false;
       world.faulty->heal();
     };
   };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,5 +246,30 @@ def test_a_host_device_keeps_to_the_control_group(group: ControlGroup, tmp_path:
         del ballast
         saver.resume([])
         assert policy == "zero" or is_marked(address, nbytes)
+
+    in_child(body)
+
+
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_release_that_runs_out_of_addresses_is_undone() -> None:
+    """A backup that finds no more address space in the middle leaves all memory resident, with its content."""
+    nbytes = 224 * MIB  # the second slice of host memory does not fit
+
+    def body() -> None:
+        saver = make()
+        address = saver.allocate(0, "t", "host", nbytes)
+        mark(address, nbytes)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 160 * MIB, resource.RLIM_INFINITY))
+        with pytest.raises(OutOfHostMemoryError, match="mmap failed: ENOMEM"):
+            saver.release([], [], {})
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert saver.counts()["unmap"] > 0, "some of it had been released"
+        assert saver.status()["state"] == "resident"
+        assert is_marked(address, nbytes)
+        assert saver.audit() == []
+        saver.release([], [], {})
+        saver.resume([])
+        assert is_marked(address, nbytes)
 
     in_child(body)

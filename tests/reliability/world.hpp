@@ -101,6 +101,7 @@ class World {
       saver->release(tags, dead_, overrides);
     } catch (...) {
       note_released(tags, overrides, before, false);
+      check_undone(before);
       throw;
     }
     note_released(tags, overrides, before, true);
@@ -185,7 +186,8 @@ class World {
     concerned_.clear();
     ledger->allow_unpinned_copies();
     sharing_ = true;
-    const ScopeExit at_end([this] { rests_may_stay_ = rests_may_stay_ || ((undo_may_fail || no_waits) && !imported); });
+    const ScopeExit at_end(
+        [this] { rests_may_stay_ = rests_may_stay_ || ((undo_may_fail || fails_for_good) && !imported); });
     if (!shared) {
       shared = std::make_unique<SharedBuffer>(*saver, 0, pages * kPage);
       const std::string content(reinterpret_cast<const char*>(shared->address()), shared->bytes());
@@ -304,7 +306,7 @@ class World {
   FaultyDriver* faulty = nullptr;
   LedgerDriver* ledger = nullptr;
   bool undo_may_fail = false;     // a failure of the undo is planned too
-  bool no_waits = false;          // every wait for a device is made to fail
+  bool fails_for_good = false;    // a call is made to fail ever again
   bool streams_may_stay = false;  // one that the driver did not destroy stays to the end
   std::vector<std::string> problems;
 
@@ -388,6 +390,8 @@ class World {
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
         const Address address = memory.address + page * kPage;
         Expect& expect = memory.pages[page];
+        // What was marked dead may be gone and undefined after an undo, too.
+        if (!done && before.count(address) != 0 && is_dead(address)) expect = Expect::anything;
         if (after.count(address) != 0) continue;
         const bool gone = before.count(address) != 0 || (give_up && memory.damaged && done);
         if (!gone && !(give_up && memory.unreadable)) continue;
@@ -419,6 +423,21 @@ class World {
     return std::any_of(dead_.begin(), dead_.end(), [&](const auto& range) {
       return address >= range.begin && address < range.begin + range.bytes;
     });
+  }
+  // A release that failed leaves everything in place, unless content that is not kept is gone, or the undo failed.
+  void check_undone(const std::set<Address>& before) {
+    if (undo_may_fail || fails_for_good || !saver->status().failure.empty()) return;
+    const auto after = mapped_pages(true);
+    std::set<std::string> kept;
+    for (const auto& memory : memories_) {
+      for (std::size_t page = 0; memory.alive && page < memory.pages.size(); ++page) {
+        const Address address = memory.address + page * kPage;
+        if (before.count(address) == 0 || after.count(address) != 0) continue;
+        if (memory.pages[page] != Expect::written) return;
+        kept.insert(memory.tag);
+      }
+    }
+    for (const auto& tag : kept) problems.push_back("a failed release was not undone: tag '" + tag + "'");
   }
   void report(const std::string& what, const Memory& memory, std::size_t page) {
     problems.push_back(what + ": tag '" + memory.tag + "', " + name_of(memory.restore) + ", page " +

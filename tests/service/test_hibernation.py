@@ -63,7 +63,7 @@ def test_tags_that_stay_come_back_with_it(http: httpx.Client) -> None:
     [
         (Facts(can_checkpoint=False), "570 or later is needed"),
         (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS"),
-        (Facts(communicators=(CommunicatorStatus("tp", 2, 0),)), "NCCL communicator tp"),
+        (Facts(communicators=(CommunicatorStatus("tp", 2, 0),)), "communicator tp is alive"),
         (Facts(ipc_tensors=1), "CUDA IPC"),
         (Facts(peers=((0, 1),)), "reach each other's memory"),
         (Facts(managed_bytes=1), "managed memory"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ import torch.multiprocessing
 
 import memsaver_core as ms
 from memsaver_core import communicators
+from memsaver_core.communicators import engines, fabric
 from memsaver_core.hibernation import helper, preconditions
 from memsaver_core.hibernation.preconditions import Facts, obstacles
 from memsaver_core.reports import CommunicatorStatus
+from memsaver_core.shared_buffers import ImportedBuffer
+from tests.devices.sharing_peer import Peer
 
 OLD = CommunicatorStatus("old", 2, 0, obstacle="NCCL 2.28.9 cannot suspend it; install NCCL 2.29.7")
 NEW = CommunicatorStatus("new", 2, 0, suspendable_bytes=1)
@@ -30,8 +35,10 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host drive
     [
         (Facts(can_checkpoint=False), "the NVIDIA driver cannot checkpoint", "570 or later"),
         (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS (/tmp/nvidia-mps/control)", "without MPS"),
-        (Facts(communicators=(OLD,)), "NCCL communicator old is alive: NCCL 2.28.9 cannot", "install NCCL 2.29.7"),
-        (Facts(communicators=(NEW,)), "NCCL communicator new is alive", "suspend it first, or destroy it"),
+        (Facts(communicators=(OLD,)), "communicator old is alive: NCCL 2.28.9 cannot", "install NCCL 2.29.7"),
+        (Facts(communicators=(NEW,)), "communicator new is alive", "suspend it first, or destroy it"),
+        (Facts(imported_bytes=7), "7 bytes of other processes' device memory are mapped", "drop the imported buffers"),
+        (Facts(sharing=("the custom all-reduce shares memory; start without",)), "the custom all-reduce", "without"),
         (Facts(others=("a buffer is shared; free it",)), "a buffer is shared", "free it"),
         (Facts(ipc_tensors=3), "3 tensors are shared with other processes by CUDA IPC", "drop them"),
         (Facts(peers=((0, 1), (1, 0))), "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
@@ -54,8 +61,100 @@ def test_communicators_that_are_or_will_be_suspended_are_no_reason() -> None:
     suspended = replace(NEW, suspendable_bytes=0, suspended_bytes=1, suspended=True)
     assert obstacles(Facts(communicators=(suspended,))) == []
     assert obstacles(Facts(communicators=(NEW, suspended)), suspending=True) == []
+    assert obstacles(Facts(imported_bytes=7), suspending=True) == []
     [told] = obstacles(Facts(communicators=(OLD, NEW)), suspending=True)
     assert "communicator old" in told
+
+
+@pytest.mark.guards("a process with imported device memory was checkpointed and could never be restored")
+def test_imported_memory_is_refused_before_the_checkpoint(tmp_path: Path) -> None:
+    """The process runs on, and can be hibernated once it has dropped the memory."""
+    with Peer(tmp_path, "host", 0) as owner, Peer(tmp_path, "host", 0) as importer:
+        owner.do("make", 4 << 20)
+        with owner.exported() as fd:
+            importer.take("import", fd, 4 << 20)
+        told = importer.ask("hibernate")
+        assert told.startswith("raised UnsupportedError: this process cannot be hibernated: 4194304 bytes of other")
+        assert "drop the imported buffers first; nothing was released" in told
+        importer.do("read")
+        importer.do("drop")
+        assert importer.do("hibernate") == "True"
+        importer.do("wake")
+
+
+class _Group:
+    """A group of ranks by the names that vLLM's parallel_state uses."""
+
+    unique_name = "tp:0"
+
+    def __init__(self, **parts: object) -> None:
+        self.device_communicator = SimpleNamespace(**parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({"ca_comm": SimpleNamespace(disabled=False, buffer_ptrs=[4096])}, "--disable-custom-all-reduce"),
+        ({"ca_comm": SimpleNamespace(disabled=True)}, ""),
+        ({"ca_comm": None}, ""),
+        ({"symm_mem_comm": SimpleNamespace(disabled=True, buffer=torch.ones(1))}, "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
+        ({"symm_mem_comm": SimpleNamespace(disabled=True)}, ""),
+    ],
+)
+def test_what_an_engine_s_ranks_share_is_seen(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, object], told: str
+) -> None:
+    """By the names in vLLM 0.26; even symmetric memory that disabled itself holds its buffer."""
+    group = _Group(**parts)
+    state = SimpleNamespace(_groups={"tp:0": lambda: group, "ended": lambda: None})
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    found = engines.shared_memory()
+    assert len(found) == bool(told)
+    assert all(told in each and "vllm's group tp:0" in each for each in found)
+
+
+def test_buffers_that_can_be_dropped_are_no_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a custom all-reduce whose buffers are memsaver's."""
+    with Peer(tmp_path, "host", 0) as owner:
+        owner.do("make", 4 << 20)
+        with owner.exported() as fd:
+            imported = ImportedBuffer(fd, 4 << 20, 0)
+    group = _Group(ca_comm=SimpleNamespace(disabled=False, buffer_ptrs=[4096, imported.address]))
+    state = SimpleNamespace(_groups={"tp:0": lambda: group})
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    assert engines.shared_memory() == []
+    imported.drop()
+    assert engines.shared_memory() == []
+
+
+def test_workspaces_of_libraries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    monkeypatch.setitem(symmetric._group_name_to_workspace_tensor, "tp", torch.ones(1))
+    flashinfer = SimpleNamespace(_fi_ar_workspace=object(), _fi_ar_quant_workspace=None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.device_communicators.flashinfer_all_reduce", flashinfer)
+    found = engines.shared_memory()
+    assert [("VLLM_ALLREDUCE_USE_FLASHINFER=0" in each, "fuse_gemm_comms" in each) for each in found] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "multicast", "told"),
+    [(None, True, "NCCL_NVLS_ENABLE=0"), ("2", True, "NCCL_NVLS_ENABLE=0"), ("0", True, ""), (None, False, "")],
+)
+def test_multicast_memory_is_told_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, multicast: bool, told: str
+) -> None:
+    """NCCL does not say whether it uses any; the device's answer is patched in."""
+    monkeypatch.setattr(fabric, "_multicast_supported", lambda device: multicast)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", setting)
+    found = fabric.obstacle("tp", 0, "GPU-of-no-machine")
+    assert bool(found) == bool(told)
+    assert told in found
 
 
 def test_what_only_an_integration_sees_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

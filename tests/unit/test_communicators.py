@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memsaver_core as ms
-from memsaver_core.communicators import nccl as loaded_nccl
 from tests.native import nccl
 from tests.native.nccl import PERSISTENT_BYTES, SUSPENDABLE_BYTES, Ranks
+from tests.programs import output_of
 
 RESIDENT = "[device.process_bytes for device in ms.read_devices()][0]"
 COUNTED = (
@@ -21,10 +22,16 @@ COUNTED = (
 )
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Ranks]:
-    with nccl.started(2, tmp_path, names=("tp", "pp"), MEMSAVER_DRIVER="host") as ranks:
+@pytest.fixture(scope="module")
+def started_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with nccl.started(2, tmp_path_factory.mktemp("pair"), names=("tp", "pp"), MEMSAVER_DRIVER="host") as ranks:
         yield ranks
+
+
+@pytest.fixture
+def pair(started_pair: Ranks) -> Iterator[Ranks]:
+    yield started_pair
+    assert started_pair.ask("communicators.resume()") == ["None"] * 2
 
 
 def values(answers: list[str]) -> list[Any]:
@@ -53,7 +60,6 @@ def test_all_ranks_suspend_and_resume(pair: Ranks) -> None:
 def test_they_are_a_tag_of_the_status(pair: Ranks) -> None:
     """Restored as they were, so their policy is shown as ``host``; the status has what was counted last."""
     tag = "[(t.tag, t.restore, t.state, t.bytes, t.resident_bytes, t.released_bytes) for t in ms.status().tags]"
-    assert values(pair.ask(tag)) == [[], []]
     pair.ask("communicators.found()")
     both = 2 * SUSPENDABLE_BYTES
     assert values(pair.ask(tag)) == [[("communicators", "host", "resident", both, both, 0)]] * 2
@@ -93,11 +99,12 @@ def test_a_rank_that_does_not_come_is_told(pair: Ranks) -> None:
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
-def test_a_rank_that_died_is_told(pair: Ranks) -> None:
-    pair.children[1].kill()
-    [told] = pair.ask("communicators.suspend(timeout_s=0.3)", [0])
-    assert "the suspend of communicator tp has not returned" in told
-    assert pair.ask("ms.status().state", [0]) == ["'resident'"]
+def test_a_rank_that_died_is_told(tmp_path: Path) -> None:
+    with nccl.started(2, tmp_path, MEMSAVER_DRIVER="host") as ranks:
+        ranks.children[1].kill()
+        [told] = ranks.ask("communicators.suspend(timeout_s=0.3)", [0])
+        assert "the suspend of communicator tp has not returned" in told
+        assert ranks.ask("ms.status().state", [0]) == ["'resident'"]
 
 
 def test_an_error_of_nccl_names_the_communicator(pair: Ranks) -> None:
@@ -139,12 +146,92 @@ def test_one_rank_alone_shares_nothing(tmp_path: Path) -> None:
 
 
 def test_a_name_is_taken_once_and_freed(pair: Ranks) -> None:
-    again = "communicators.register('tp', comms['tp'], ranks=2, rank=0)"
+    again = "communicators.register('pp', comms['pp'], ranks=2, rank=0)"
     [told] = pair.ask(again, [0])
-    assert told.startswith("ConfigurationError: a communicator 'tp' is registered already")
-    pair.ask("communicators.unregister('tp')", [0])
-    assert values(pair.ask("[each.name for each in communicators.found()]", [0])) == [["pp"]]
+    assert told.startswith("ConfigurationError: a communicator 'pp' is registered already")
+    pair.ask("communicators.unregister('pp')", [0])
+    assert values(pair.ask("[each.name for each in communicators.found()]", [0])) == [["tp"]]
     assert pair.ask(again, [0]) == ["None"]
+
+
+@pytest.mark.guards("checkpointing one rank of several hung the next one")
+def test_ranks_hibernate_in_step(tmp_path: Path) -> None:
+    """Every step on all ranks before the next. While a communicator holds memory, a rank refuses the first step."""
+    used = "[device.used_bytes for device in ms.read_devices()][0]"
+    with nccl.started(2, tmp_path, MEMSAVER_DRIVER="host") as ranks:
+        for told in ranks.ask("hibernation.lock()"):
+            assert told.startswith("UnsupportedError: this process cannot be hibernated: communicator tp is alive")
+        assert ranks.ask("hibernation.obstacles(suspending=True)") == ["[]"] * 2
+        ranks.ask("globals().update(ones=ms.adopt(torch.ones(1 << 20), 'weights', restore='host'))")
+        before = values(ranks.ask(used))
+        assert all(size >= 4 << 20 for size in before)
+        for _ in range(10):
+            for step in ("communicators.suspend()", "hibernation.lock()", "hibernation.checkpoint()"):
+                assert not [answer for answer in ranks.ask(step) if "Error" in answer]
+            assert values(ranks.ask(used)) == [0, 0]
+            for step in ("hibernation.restore()", "hibernation.unlock()", "communicators.resume()"):
+                assert not [answer for answer in ranks.ask(step) if "Error" in answer]
+            assert values(ranks.ask(used)) == before
+        assert ranks.ask("float(ones.sum())") == [str(float(1 << 20))] * 2
+
+
+ENGINES = """
+import types
+import torch.distributed.distributed_c10d as c10d
+from memsaver_core import communicators
+
+class Backend:
+    def __init__(self, comm):
+        self._comm_ptr = lambda: comm
+
+class Group:  # of torch's processes, or of vLLM's or SGLang's parallel_state
+    def __init__(self, size=1, comm=0, **parts):
+        self.size, self.rank = lambda: size, lambda: 0
+        self.ranks, self.unique_name = [0, 1], "tp:0"
+        self._get_backend = lambda device: Backend(comm)
+        vars(self).update(parts)
+
+class PyNccl:
+    available, world_size, rank = True, 2, 0
+    device, nccl = types.SimpleNamespace(index=None), types.SimpleNamespace(lib=library)
+    def __init__(self, comm):
+        self.comm = ctypes.c_void_p(comm)
+
+def joined(name):
+    return join(f"{folder}/{name}", 2, rank)
+
+used, lazy, alone, gloo = Group(2, joined("used")), Group(2), Group(1, 7), Group(2)
+groups = {used: "0", lazy: "1", alone: "2", gloo: "3"}
+c10d._world = types.SimpleNamespace(
+    pg_map=dict.fromkeys(groups), pg_names=groups,
+    pg_backend_config={group: "cpu:gloo" if group is gloo else "cuda:nccl" for group in groups},
+)
+torch.distributed.get_process_group_ranks = lambda group: list(range(group.size()))
+in_vllm = Group(device_communicator=types.SimpleNamespace(pynccl_comm=PyNccl(joined("vllm"))))
+off = Group(device_communicator=types.SimpleNamespace(pynccl_comm=types.SimpleNamespace(available=False)))
+in_sglang = Group(pynccl_comm=PyNccl(joined("sglang")))
+for module, present in (("vllm", [in_vllm, off]), ("sglang.srt", [in_sglang])):
+    references = {number: (lambda group=group: group) for number, group in enumerate(present)}
+    state = types.SimpleNamespace(_groups=references | {"ended": lambda: None})
+    sys.modules[f"{module}.distributed.parallel_state"] = state
+"""
+
+
+def test_those_of_engines_are_found(tmp_path: Path) -> None:
+    """By torch's, vLLM's and SGLang's names, on real communicators: all are suspended and come back.
+
+    A group that has not communicated yet has no communicator, and none is made.
+    """
+    code = nccl.prelude() + "import sys, torch\nfolder, rank = sys.argv[1], int(sys.argv[2])\n" + ENGINES
+    code += "print([each.name for each in communicators.found()])\n"
+    code += "print(communicators.suspend())\ncommunicators.resume()\n"
+    code += "print([each.suspended for each in communicators.found()])\n"
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda rank: output_of(code, str(tmp_path), rank, MEMSAVER_DRIVER="host"), "01"))
+    names = ["torch:0:0,1", "vllm:tp:0:0,1", "sglang:tp:0:0,1"]
+    expected = [names, dict.fromkeys(names, SUSPENDABLE_BYTES), [False] * 3]
+    for told in both:
+        assert [ast.literal_eval(line) for line in told.splitlines()] == expected
 
 
 def test_regions_do_not_take_the_tag() -> None:
@@ -154,5 +241,5 @@ def test_regions_do_not_take_the_tag() -> None:
 
 def test_nothing_is_loaded_for_it() -> None:
     """A process without NCCL has none afterwards either."""
-    assert loaded_nccl.loaded_paths() == ()
-    assert loaded_nccl.loaded() is None
+    code = "from memsaver_core.communicators import nccl\nprint(nccl.loaded(), nccl.loaded_paths())"
+    assert output_of(code) == "None ()\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +43,11 @@ class EngineClient:
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.resets = 0
         self.errored = False
+        self.resources = SimpleNamespace()
+        self.engine_core = SimpleNamespace(resources=self.resources)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return await asyncio.to_thread(self.executor.call, *args)
+        return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.paused.set()
@@ -78,7 +81,11 @@ class World:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=60)
 
     async def _serve(self, ranks: list[Rank]) -> None:
+        self._loop = asyncio.get_running_loop()
         self.client = EngineClient(ranks)
+        self.core = subprocess.Popen(["sleep", "3600"])
+        core = SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)
+        self.client.resources.engine_manager = SimpleNamespace(processes=[core])
         app = FastAPI()
 
         @app.post("/v1/completions")
@@ -103,8 +110,14 @@ class World:
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
+    def collective_rpc(self, method: str) -> None:
+        """As vLLM's own routes, and a trainer in its process, call the workers."""
+        asyncio.run_coroutine_threadsafe(self.client.collective_rpc(method), self._loop).result(30)
+
     def close(self) -> None:
         self.http.close()
+        self.core.kill()
+        self.core.wait()
         self._server.should_exit = True
         self._thread.join(30)
 
@@ -137,15 +150,33 @@ def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
     assert not world.client.executor.is_sleeping
 
 
-def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
+@pytest.mark.parametrize("wake_ups", [["/wake_up?tags=weights", "/wake_up?tags=kv_cache"], ["/wake_up"]])
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_vllms_own_sleep_passes_by_the_service(world: World, wake_ups: list[str]) -> None:
+    """After level 2 nothing is generated until a call to the workers has reloaded the weights."""
     answer = world.post("/sleep?level=2").json()
     assert {tag["tag"] for tag in answer["tags"] if tag["released_bytes"]} == ALL
     assert world.http.get("/health").json()["status"] == "ok"  # ours: asleep is not dead
-    assert world.post("/wake_up?tags=weights").json()["success"]
-    assert world.post("/wake_up?tags=kv_cache").json()["success"]
+    for wake_up in wake_ups:
+        assert world.post(wake_up).json()["success"]
+    for method, status in (("start_weight_update", 503), ("get_load", 503), ("reload_weights", 200)):
+        world.collective_rpc(method)
+        assert world.post("/v1/completions").status_code == status
     content = world.post("/v1/completions").json()
     assert content["buffers"]
     assert content["runtime"]
+
+
+@pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
+def test_the_death_of_the_engine_core_is_told_by_vllms_own_probe(world: World) -> None:
+    """And requests are refused, which vLLM would let in."""
+    world.post("/release_memory_occupation").raise_for_status()
+    world.core.kill()
+    wait_until(lambda: world.http.get("/health").status_code == 503)
+    assert f"EngineCore_DP0 (process {world.core.pid}) has ended" in world.http.get("/health").json()["reason"]
+    refused = world.post("/v1/completions")
+    assert refused.status_code == 503
+    assert "EngineCore_DP0" in refused.json()["message"]
 
 
 @pytest.mark.guards("one rank or device failed while the others went on")
@@ -259,7 +290,7 @@ class Offline:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         with self._alone():
-            return self.executor.call(*args)
+            return self.executor.call(*args) if method == "memsaver" else []
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         with self._alone():
@@ -319,6 +350,18 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
         assert http.get("/flush_cache").status_code == 200
         assert http.post("/resume_memory_occupation").json()["success"]
         assert llm.generate()["weights"]
+
+
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_beside_an_llm_a_reload_is_seen(group: list[Rank]) -> None:
+    llm = Offline(group)
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/sleep?level=2").raise_for_status()
+        http.post("/wake_up").raise_for_status()
+        with pytest.raises(AdmissionClosedError, match="content of weights"):
+            llm.generate()
+        llm.collective_rpc("reload_weights")
+        assert llm.generate()["runtime"]
 
 
 def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:

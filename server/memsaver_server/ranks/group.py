@@ -90,9 +90,8 @@ class Group:
         self.devices = RankDevices(self.ranks)
         self.progress = GroupProgress([rank.progress for rank in self.ranks])
         self._ended: set[int | None] = set()
-        seen = {self.ranks[rank].pid: self.name(rank) for rank in self.progress.seen}
-        self._names = {pid: name for pid, name in seen.items() if pid is not None}
-        self._names |= {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._names = {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._names |= {self.ranks[rank].pid or 0: self.name(rank) for rank in self.progress.seen}
         self._watch = ProcessWatch(self._names, self._note_end)
 
     def name(self, rank: int) -> str:
@@ -136,10 +135,11 @@ class Group:
     def fail(self, cause: str) -> GroupFailedError:
         """Refuse all operations from now on, those that are waited for included. The first cause is the one told."""
         with self._failing:
-            if not self.failure:
-                self.failure = f"{cause}; restart the engine"
-                logger.error("the engine's ranks have failed: %s", self.failure)
-                self._failed.set_result(None)
+            first = not self.failure
+            self.failure = self.failure or f"{cause}; restart the engine"
+        if first:
+            logger.error("the engine's ranks have failed: %s", self.failure)
+            self._failed.set_result(None)
         return GroupFailedError(self.failure)
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:

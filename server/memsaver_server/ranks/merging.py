@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from memsaver_core.ranks.protocol import Introduction
 from memsaver_core.reports import (
-    CommunicatorStatus,
     DeviceDelta,
     DeviceMemory,
     HostBackupStatus,
@@ -67,7 +66,7 @@ class RankDevices:
             host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
             progress=Progress("", 0, 0, 0, 0.0),
             hibernated=any(status.hibernated for _, status in told),
-            communicators=_merged_communicators(each for _, status in told for each in status.communicators),
+            communicators=tuple(each for _, status in told for each in status.communicators),
         )
 
     def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:
@@ -94,25 +93,6 @@ class RankDevices:
         return replace(
             tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
         )
-
-
-def _merged_communicators(found: Iterable[CommunicatorStatus]) -> tuple[CommunicatorStatus, ...]:
-    """Merge what is about the same communicator: bytes are added up."""
-    merged: dict[str, CommunicatorStatus] = {}
-    for one in found:
-        before = merged.get(one.name)
-        merged[one.name] = (
-            one
-            if before is None
-            else replace(
-                before,
-                suspendable_bytes=before.suspendable_bytes + one.suspendable_bytes,
-                persistent_bytes=before.persistent_bytes + one.persistent_bytes,
-                suspended=before.suspended and one.suspended,
-                obstacle=before.obstacle or one.obstacle,
-            )
-        )
-    return tuple(merged.values())
 
 
 def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:

@@ -64,6 +64,10 @@ class AsyncClient:
     def is_alive(self) -> bool:
         return not self._engine.errored
 
+    def model_name(self) -> str:
+        config = getattr(getattr(self._engine, "vllm_config", None), "model_config", None)
+        return str(getattr(config, "model", ""))
+
     def _pending(self) -> list[str]:
         states = getattr(getattr(self._engine, "output_processor", None), "request_states", {})
         return sorted(str(getattr(state, "external_req_id", name)) for name, state in list(states.items()))

@@ -72,6 +72,10 @@ class VllmEngine(Engine):
         self._asleep = True
         return self._client.sleep(level)
 
+    @property
+    def model_name(self) -> str:
+        return self._client.model_name()
+
     # The methods of ``Engine``.
 
     def is_alive(self) -> bool:

@@ -58,6 +58,9 @@ class OfflineClient:
 
         return started(locked)
 
+    def model_name(self) -> str:
+        return str(getattr(getattr(self._llm.llm_engine, "model_config", None), "model", ""))
+
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 
