@@ -24,7 +24,8 @@ from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.lifecycle import Lifecycle
-from memsaver_server.settings import Settings
+from memsaver_server.port_holders import port_holders
+from memsaver_server.settings import Settings, warn_of_misspelt_variables
 
 logger = logging.getLogger("memsaver")
 _Path: TypeAlias = "str | os.PathLike[str]"
@@ -107,6 +108,7 @@ def attach(
             be used.
     """
     settings = settings or Settings()
+    warn_of_misspelt_variables()
     communicators.warn_of_registered_graphs()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
@@ -139,6 +141,20 @@ def attach(
     if ms.core_settings().prepare_backup:
         memory_of(engine).prepare_backup()  # so that the first release is fast
     return Attachment(server, bound, thread)
+
+
+def check_place(host: str, port: int, uds: str | os.PathLike[str] | None, settings: Settings) -> None:
+    """Check that ``attach`` could bind here, before anything that takes long.
+
+    Raises:
+        ConfigurationError: the address needs a key, or cannot be bound.
+    """
+    if uds is None:
+        check_address(host, settings)
+        _bind_tcp(host, port).close()
+    else:
+        _bind_unix(os.fspath(uds)).close()
+        os.unlink(uds)
 
 
 class _Server(uvicorn.Server):
@@ -196,7 +212,10 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigurationError(f"cannot bind {host}:{port}: {error}; choose another address or port 0") from None
+        held = f", by {' and '.join(holders)}" if (holders := port_holders(port)) else ""
+        raise ConfigurationError(
+            f"cannot bind {host}:{port}: {error.strerror}{held}; choose another address or port 0"
+        ) from None
     return bound
 
 

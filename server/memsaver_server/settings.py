@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from difflib import get_close_matches
+from functools import cache
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from memsaver_core.settings import PREFIX, CoreSettings, EnvironmentSettings
 from memsaver_server.api_key import parse_api_key
 
+logger = logging.getLogger("memsaver")
 
-class Settings(BaseSettings):
+#: Variables that are no setting: of the command line, the integrations and the preload library.
+OTHER_VARIABLES = ("MEMSAVER_URL", "MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT")
+
+#: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
+_LIKENESS = 0.8
+
+
+class Settings(EnvironmentSettings):
     """Settings of the service. All sizes are bytes, all times seconds."""
-
-    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore", hide_input_in_errors=True)
 
     api_key: SecretStr | None = Field(
         default=None,
@@ -45,9 +55,9 @@ class Settings(BaseSettings):
     queue_limit: int = Field(
         default=1024, ge=1, description="Maximum number of requests held while paused or released."
     )
-    verify: Literal["off", "token"] = Field(
-        default="off",
-        description="Whether every resume is verified by the tokens of a fixed prompt (token), or only if asked (off).",
+    verify_tokens: bool = Field(
+        default=False,
+        description="Whether every resume is verified by the tokens of a fixed prompt, or only if a call asks for it.",
     )
     history: int = Field(default=256, ge=1, description="Number of finished operations that are remembered.")
     max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Size limit of request bodies.")
@@ -69,3 +79,23 @@ class Settings(BaseSettings):
                 "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY, for the callers that may do more"
             )
         return self
+
+
+def misspelt_variables() -> dict[str, str]:
+    """Return each variable that nothing reads but whose name is much like that of one that is read, with that one."""
+    known = {*CoreSettings.variables(), *Settings.variables(), *OTHER_VARIABLES}
+    stems = [name.removeprefix(PREFIX) for name in known]
+    found = {}
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            near = get_close_matches(name.upper().removeprefix(PREFIX), stems, 1, _LIKENESS)
+            if near:
+                found[name] = PREFIX + near[0]
+    return found
+
+
+@cache
+def warn_of_misspelt_variables() -> None:
+    """Log a warning for each misspelt variable, once in a process."""
+    for name, near in misspelt_variables().items():
+        logger.warning("%s has no effect: there is no setting of that name; %s is one", name, near)

@@ -47,11 +47,11 @@ class Verification:
         self._name = engine.name
         self._admission = admission
         self._memory = memory
-        self._always = settings.verify == "token"
+        self._always = settings.verify_tokens
         self._expected: list[int] | None = None
         self._due = False
         if self._always and self._engine is None:
-            raise ConfigurationError(f"MEMSAVER_VERIFY=token is set, but engine {engine.name!r} cannot be verified")
+            raise ConfigurationError(f"MEMSAVER_VERIFY_TOKENS=1 is set, but engine {engine.name!r} cannot be verified")
 
     def check_release(self, *, asked: bool) -> None:
         """Raise VerificationUnavailableError if a release asks for what is not possible."""
@@ -64,7 +64,7 @@ class Verification:
         if asked and self._expected is None:
             raise VerificationUnavailableError(
                 "there are no tokens to compare with: the release did not ask for them, or the weights were discarded "
-                'or updated since. Release with {"verify": "token"}, or set MEMSAVER_VERIFY=token'
+                'or updated since. Release with {"verify": "token"}, or set MEMSAVER_VERIFY_TOKENS=1'
             )
 
     def before_release(self, log: PhaseLog, *, asked: bool) -> None:

@@ -151,7 +151,7 @@ def test_a_part_is_verified_with_the_last_part(http: httpx.Client, engine: Verif
 
 
 def test_the_setting_verifies_every_resume(serve: Serve, engine: VerifiedEngine) -> None:
-    http = serve(verify="token")
+    http = serve(verify_tokens=True)
     release(http, {})
     assert engine.verified == 1
     resume(http, {})
@@ -194,5 +194,5 @@ def test_an_engine_that_cannot_be_verified(memory: Memory) -> None:
     with attach(Gate()) as attachment, httpx.Client(base_url=attachment.url) as http:
         answer = post(http, "/release_memory_occupation", TOKEN, 400)
         assert error_of(answer) == "verification_unavailable"
-    with pytest.raises(ConfigurationError, match="MEMSAVER_VERIFY"):
-        attach(Gate(), settings=Settings(verify="token"))
+    with pytest.raises(ConfigurationError, match="MEMSAVER_VERIFY_TOKENS"):
+        attach(Gate(), settings=Settings(verify_tokens=True))
