@@ -43,6 +43,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 6
     DEADLINE = 7
     NOT_NOW = 8
+    INTERRUPTED = 130
 
 
 _BY_ERROR: dict[type[ClientError], ExitCode] = {

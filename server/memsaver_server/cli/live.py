@@ -22,7 +22,7 @@ from memsaver_server.client import DEFAULT_URL, Client, OperationStatusAnswer
 from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
 
 _POLL_S = 0.25
-_STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim"}
+_STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim", "cancelled": "dim"}
 
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.", metavar="SECONDS")]
 
@@ -66,7 +66,7 @@ def top(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, interva
 
 
 def _new_operations(client: Client) -> Iterator[str]:
-    seen = {one.operation_id for one in client.operations() if one.status in ("succeeded", "failed")}
+    seen = {one.operation_id for one in client.operations() if one.status not in ("queued", "running")}
     while True:
         new = [one.operation_id for one in reversed(client.operations()) if one.operation_id not in seen]
         seen.update(new)

@@ -114,7 +114,7 @@ class Service:
             raise
         self._log_stalls(operation)
         if not run_async:
-            await self._finished(operation)
+            await self.finished(operation)
         return operation
 
     def _log_stalls(self, operation: Operation) -> None:
@@ -125,8 +125,13 @@ class Service:
         self._stall_loggers[operation.id] = task
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
-    async def _finished(self, operation: Operation) -> None:
-        """Wait until ``operation`` has ended, or the operation in progress stalls."""
+    async def finished(self, operation: Operation) -> None:
+        """Wait until ``operation`` has ended.
+
+        Raises:
+            PhaseTimeoutError: the operation in progress stalls.
+            ServerEndsError: the server shuts down first.
+        """
         ended = operation.ended()
         while not ended.done():
             try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ class Scheduler:
                 request.held = False
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode) -> None:
+    def drain(self, timeout_s: float, mode: DrainMode, given_up: Callable[[], bool] = never) -> None:
         """Drain as ``mode`` says, and compute nothing until `open_admission`.
 
         Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``; nothing is frozen that was not before.
+            DrainTimeoutError: it took longer than ``timeout_s`` or was given up. Nothing is frozen that was not before.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -108,8 +108,9 @@ class Scheduler:
             if mode == "abort":
                 self.abort("aborted: generation was stopped")
             while not self._is_drained():
-                # After a timeout check again: the last change may have come with the deadline.
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and not self._is_drained():
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+                # Check again: the last change may have come with the deadline.
+                if (given_up() or time.monotonic() >= deadline) and not self._is_drained():
                     self._quiesced = quiesced_before
                     self._changed.notify_all()
                     raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])

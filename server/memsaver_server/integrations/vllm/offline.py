@@ -31,7 +31,7 @@ class OfflineClient:
         with self.lock:
             self._llm.sleep(level, "keep")
 
-    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
         with self.lock:
             self._llm.sleep(0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
 
