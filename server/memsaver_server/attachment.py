@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 from contextlib import suppress
+from functools import partial
 
 import uvicorn
 
@@ -21,6 +22,7 @@ from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.settings import Settings
+from memsaver_server.threads import start_thread
 
 logger = logging.getLogger("memsaver")
 
@@ -110,8 +112,11 @@ def attach(
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
-    thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
-    thread.start()
+    try:
+        thread = start_thread("memsaver-http", partial(server.serve_here, bound))
+    except MemsaverError:
+        bound.close()
+        raise
     server.settled.wait()
     if server.failure is not None:
         bound.close()

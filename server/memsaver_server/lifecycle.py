@@ -89,7 +89,7 @@ class Lifecycle:
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
-            ConflictError, IdempotencyKeyError, NoWorkerError, TooManyOperationsError: see OperationQueue.submit.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))

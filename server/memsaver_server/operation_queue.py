@@ -20,6 +20,7 @@ from memsaver_server.cancellation import OperationCancelledError
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.operation import Operation, OperationRequest, tag_list
+from memsaver_server.threads import start_thread
 
 logger = logging.getLogger("memsaver")
 
@@ -61,20 +62,6 @@ class TooManyOperationsError(MemsaverError):
 
     def __init__(self) -> None:
         super().__init__(f"{MAX_PENDING} operations are waiting already; try again later")
-
-
-class NoWorkerError(MemsaverError):
-    """The system starts no thread to run an operation. Nothing was started."""
-
-    kind = "no_thread"
-    status = 503
-    retry_after_s = 1
-
-    def __init__(self, request: OperationRequest, reason: RuntimeError) -> None:
-        super().__init__(
-            f"cannot {request.operation} {tag_list(request.tags)}: {reason}. Nothing was started. Repeat the call when "
-            "this process may have more threads (ulimit -u, the container's limit of processes)"
-        )
 
 
 class TooLateToCancelError(MemsaverError):
@@ -161,7 +148,7 @@ class OperationQueue:
                 however long ago that was, unless it failed.
 
         Raises:
-            ConflictError, IdempotencyKeyError, NoWorkerError, TooManyOperationsError: nothing was started.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
         """
         with self._changed:
             operation = self._replayed(request, key) or self._joined(request)
@@ -223,7 +210,7 @@ class OperationQueue:
             raise ConflictError(request, conflicting)
         if len(self._pending) >= MAX_PENDING:
             raise TooManyOperationsError
-        self._ensure_worker(request)
+        self._ensure_worker()
         if conflicting is None:
             for other, _ in self._pending:
                 other.hasten(request)
@@ -234,14 +221,9 @@ class OperationQueue:
         self._changed.notify()
         return operation
 
-    def _ensure_worker(self, request: OperationRequest) -> None:
+    def _ensure_worker(self) -> None:
         if self._worker is None or not self._worker.is_alive():
-            worker = threading.Thread(target=self._run, name="memsaver-operations", daemon=True)
-            try:
-                worker.start()
-            except RuntimeError as error:
-                raise NoWorkerError(request, error) from error
-            self._worker = worker
+            self._worker = start_thread("memsaver-operations", self._run)
 
     def _remember_key(self, key: str, request: OperationRequest, operation: Operation) -> None:
         self._by_key[key] = (request, operation)

@@ -25,6 +25,7 @@ from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
 from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
 
 #: Longest interval at which waiters check for a stall, seconds.
 STALL_CHECK_S = 1.0
@@ -97,7 +98,7 @@ class Service:
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
         """See Lifecycle.pause."""
-        await asyncio.to_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+        await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
 
     def _drain_timeout_s(self, asked_s: float | None) -> float:
         return self.settings.drain_timeout_s if asked_s is None else asked_s

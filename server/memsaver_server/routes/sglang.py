@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -32,6 +31,7 @@ from memsaver_server.schemas import (
     ReleaseFields,
     ResumeFields,
 )
+from memsaver_server.threads import in_thread
 
 router = APIRouter(tags=["memory occupation"], dependencies=[Depends(guard)])
 _RESPONSES: Responses = {
@@ -61,7 +61,7 @@ async def resume_memory_occupation(request: Request, service: ServiceOf, fields:
 @router.post("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields))
 async def flush_cache(service: ServiceOf, _fields: _NoFieldsOf) -> dict[str, Any]:
     """Forget cached prefixes, in any state of the memory."""
-    await asyncio.to_thread(service.engine.flush_cache)
+    await in_thread(service.engine.flush_cache)
     return message_answer("Cache flushed.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, cast
 
@@ -14,6 +13,7 @@ from memsaver_server.http.requests import ERROR_RESPONSES, Responses, ServiceOf,
 from memsaver_server.http.serializers import message_answer
 from memsaver_server.http.service import Service
 from memsaver_server.schemas import MessageAnswer, UpdateFromDiskFields, UpdateFromTensorFields
+from memsaver_server.threads import in_thread
 
 _RESPONSES: Responses = {
     **ERROR_RESPONSES,
@@ -62,7 +62,7 @@ async def update_weights_from_tensor(service: ServiceOf, fields: _TensorsOf) -> 
 
 async def _update(service: Service, write: Callable[[], int]) -> dict[str, Any]:
     try:
-        written = await asyncio.to_thread(service.lifecycle.update_weights, write)
+        written = await in_thread(service.lifecycle.update_weights, write)
     except (ValueError, OSError) as error:
         raise BadRequestError(str(error)) from None
     return message_answer(f"{written} tensors written.")
