@@ -15,6 +15,7 @@ helper_pid = this_process.helper_pid
 hibernate = this_process.hibernate
 is_away = this_process.is_away
 is_hibernated = this_process.is_hibernated
+prepare = this_process.prepare
 obstacles = hibernation_obstacles = this_process.obstacles
 raise_if_lost = this_process.raise_if_lost
 read_memory = this_process.read_memory

@@ -262,15 +262,17 @@ class OperationQueue:
             report = work(operation, operation.start())  # start() reads the devices, which may fail as well
         except BaseException as raised:
             error = raised
-        self._record(operation, report, error)
-        # Dequeue before the callers are notified: their next request must not conflict with this operation.
-        with self._changed:
-            self._pending.popleft()
-            self._forget()
-        operation.done.set_result(None)
+        try:
+            self._record(operation, report, error)
+        finally:
+            # Dequeue before the callers are notified: their next request must not conflict with this operation.
+            with self._changed:
+                self._pending.popleft()
+                self._forget()
+            operation.done.set_result(None)
 
     def _record(self, operation: Operation, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended. Does not raise: the next operation must run, whatever is short now."""
+        """Record how it ended. An error is logged: the next operation must run, whatever is short now."""
         try:
             operation.finish(report, error)
             self._on_finished(operation)
