@@ -111,6 +111,19 @@ class TagStatus:
 
 
 @dataclass(frozen=True)
+class CommunicatorStatus:
+    """One communicator of this process: what lets its ranks exchange device memory."""
+
+    name: str  # the same on all of its ranks, and of no other communicator that a rank of the engine has
+    ranks: int  # how many ranks it has
+    rank: int  # this process's number among them
+    suspendable_bytes: int = 0  # device memory that suspending it gives back; 0 while suspended
+    persistent_bytes: int = 0  # device memory that stays
+    suspended: bool = False
+    obstacle: str = ""  # why it cannot be suspended and what to do, or an empty string
+
+
+@dataclass(frozen=True)
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
@@ -145,3 +158,4 @@ class Status:
     host_backup: HostBackupStatus
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
+    communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from memsaver_core import errors
 from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.reports import DeviceMemory, OperationReport, Status
+from memsaver_core.reports import CommunicatorStatus, DeviceMemory, OperationReport, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 1
+VERSION = 2
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -32,17 +32,59 @@ class Introduce:
 
 
 @dataclass(frozen=True)
+class PrepareRelease:
+    """Check whether a release is possible, and what it would do: ask for a ``Plan``. Changes nothing."""
+
+    options: ReleaseOptions
+
+
+@dataclass(frozen=True)
+class PrepareResume:
+    """Check whether a resume is possible, and what it would do: ask for a ``Plan``. Changes nothing."""
+
+    options: ResumeOptions
+
+
+@dataclass(frozen=True)
 class Release:
-    """Release now. With ``options.hibernate`` the context goes last."""
+    """Release now; never hibernates, whatever the options say."""
 
     options: ReleaseOptions
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume now, and do what the engine does at a wake-up."""
+    """Resume now, and do what the engine does at a wake-up. The rank is not hibernated."""
 
     options: ResumeOptions
+
+
+@dataclass(frozen=True)
+class SuspendCommunicators:
+    """Suspend the communicators ``names``, together with all other ranks, each of which has said in its plan that it
+    will. Reported as the tag ``communicators``."""
+
+    names: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ResumeCommunicators:
+    """Resume the communicators ``names``, together with all other ranks. Reported as the tag ``communicators``."""
+
+    names: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class HibernationStep:
+    """One step of a hibernation or of its end: the ranks take each step together. Reported as a phase of that name.
+
+    ``lock`` blocks device calls, ``checkpoint`` gives the context back; ``restore`` brings it back, ``unlock`` lets
+    device calls go on. A rank that is past a step already does nothing.
+    """
+
+    step: Literal["lock", "checkpoint", "restore", "unlock"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +107,19 @@ class SleepNow:
     level: int
 
 
-Request = Introduce | Release | Resume | ExpectRelease | TakeOutcome | SleepNow
+Request = (
+    Introduce
+    | PrepareRelease
+    | PrepareResume
+    | Release
+    | Resume
+    | SuspendCommunicators
+    | ResumeCommunicators
+    | HibernationStep
+    | ExpectRelease
+    | TakeOutcome
+    | SleepNow
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +144,27 @@ class Introduction:
     obstacles: tuple[str, ...] = ()
     pid: int | None = None
     progress: ProgressLocation | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an operation would do on one rank.
+
+    Attributes:
+        tag_bytes: device memory that it would release or map, bytes by tag.
+        host_bytes_needed, host_bytes_free: pinned memory for backups; what may still be used.
+        device_bytes_needed, device_bytes_free: of a resume, by the rank's index of the device.
+        communicators: what NCCL holds, and whether it can be suspended.
+        obstacles: what prevents a hibernation that was asked for.
+    """
+
+    tag_bytes: Mapping[str, int] = field(default_factory=dict)
+    host_bytes_needed: int = 0
+    host_bytes_free: int = 0
+    device_bytes_needed: Mapping[int, int] = field(default_factory=dict)
+    device_bytes_free: Mapping[int, int] = field(default_factory=dict)
+    communicators: tuple[CommunicatorStatus, ...] = ()
+    obstacles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,12 +213,14 @@ class Answer:
     Attributes:
         status: what it holds now, or None if memsaver is not in use there.
         introduction: to ``Introduce``.
-        report: of the operation that the request asked for.
+        plan: to ``PrepareRelease`` and ``PrepareResume``.
+        report: of the operation or step that the request asked for.
         failure: the error that ended the request.
     """
 
     status: Status | None
     introduction: Introduction | None = None
+    plan: Plan | None = None
     report: OperationReport | None = None
     failure: Failure | None = None
 
@@ -176,5 +253,5 @@ class Codec(Generic[_Message]):
             raise ConfigurationError(f"a message of rank protocol {VERSION} is invalid: {error}") from None
 
 
-REQUESTS: Codec[Request] = Codec(Introduce, Release, Resume, ExpectRelease, TakeOutcome, SleepNow)
+REQUESTS: Codec[Request] = Codec(*get_args(Request))
 ANSWERS: Codec[Answer] = Codec(Answer)

@@ -14,6 +14,7 @@ from typing import Any
 import memsaver_core as ms
 from memsaver_core.compat.vllm.allocator import vllm_allocator
 from memsaver_core.compat.vllm.config import worker_config
+from memsaver_core.errors import UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.progress import ProgressRecord
@@ -71,7 +72,9 @@ class _WorkerRank:
         if isinstance(request, protocol.Release):
             # Not in the worker's sleep, which calls CUDA, and so would block in a process that is hibernated.
             return self._followed(ms.release_with, request.options)
-        return self._resume(worker, request.options)
+        if isinstance(request, protocol.Resume):
+            return self._resume(worker, request.options)
+        raise UnsupportedError(f"a vLLM worker does not answer {type(request).__name__}")
 
     def _release(self, options: ReleaseOptions) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
