@@ -135,7 +135,7 @@ class Operation:
     done: Future[None] = field(default_factory=Future)
     _started: float = 0.0
     _progressed: float = field(default_factory=time.monotonic)
-    _progress: tuple[str, int, int] = ("", 0, 0)
+    _progress: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         # A waiter that is cancelled because its client went away must not cancel the wait of the others.
@@ -203,7 +203,7 @@ class Operation:
         if self.status != "running":
             return None
         phase, now = self.phase, time.monotonic()
-        progress = (phase, len(self.phase_starts), self.memory.status().progress.done_bytes)
+        progress = (phase, len(self.phase_starts), self.request, self.memory.status().progress.done_bytes)
         if progress != self._progress:
             self._progress, self._progressed = progress, now
         idle = now - self._progressed

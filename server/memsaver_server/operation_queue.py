@@ -169,9 +169,10 @@ class OperationQueue:
                 return
             if operation.has_ended or not operation.cancellation.request(by):
                 raise TooLateToCancelError(operation)
-            if self._pending[0][0] is operation:  # its worker ends it
+            left = deque(entry for entry in self._pending if entry[0] is not operation or entry is self._pending[0])
+            if len(left) == len(self._pending):  # the worker ends it, or another caller of this method does
                 return
-            self._pending = deque(entry for entry in self._pending if entry[0] is not operation)
+            self._pending = left
         self._record(operation, None, OperationCancelledError(operation.cancellation.name, by))
         operation.done.set_result(None)
 

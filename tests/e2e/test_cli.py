@@ -153,7 +153,8 @@ def test_ctrl_c_cancels(on_terminal: bool) -> None:
     with (
         attach(gate) as attachment,
         Client(attachment.url) as client,
-        Terminal("release", "--url", attachment.url, on_terminal=on_terminal) as terminal,gate.request()
+        Terminal("release", "--url", attachment.url, on_terminal=on_terminal) as terminal,
+        gate.request(),
     ):
         terminal.start()
         wait_until(lambda: [one.phase for one in client.operations()] == ["drain"])

@@ -44,7 +44,7 @@ def until_ended(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
 def _poll(client: Client, accepted: AcceptedAnswer, drawn: ExitStack) -> OperationAnswer:
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True)
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
     task: TaskID | None = None
     draws_at = time.monotonic() + _DELAY_S
     interval = _FIRST_S
@@ -73,6 +73,7 @@ def _draw(bar: Progress, task: TaskID, now: OperationStatusAnswer) -> None:
         total=progress.total_bytes if progress and progress.total_bytes else None,
         completed=progress.done_bytes if progress else 0,
         note=progress_line(progress) if progress and progress.total_bytes else "",
+        refresh=True,
     )
 
 

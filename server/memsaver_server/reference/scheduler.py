@@ -10,12 +10,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
+from memsaver_server.threads import start_thread
 
 if TYPE_CHECKING:
     from memsaver_server.reference.runner import ModelRunner
@@ -35,7 +37,7 @@ class Scheduler:
     """
 
     def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
-        """Start the thread and wait for its runner; raise what ``make_runner`` raises there."""
+        """Start the thread and wait for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
         self._make_runner = make_runner
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -50,8 +52,7 @@ class Scheduler:
         self._decode_next = False
         self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
-        self._thread = threading.Thread(target=self._main, args=(ready,), name="memsaver-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("memsaver-engine", partial(self._main, ready))
         self.runner = ready.result()
 
     @property
