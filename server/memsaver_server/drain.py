@@ -32,9 +32,9 @@ def drain(engine: Engine, lock: MemoryLock, operation: Operation, until_released
             until_released.enter_context(lock.for_release(asked.timeout_s, deadline, given_up))
             return
         except DrainTimeoutError:
-            operation.cancellation.check()
             if operation.fails_for(asked):
                 raise
+        operation.cancellation.check()
 
 
 def _drain_engine(engine: Engine, asked: ReleaseRequest, given_up: Callable[[], bool]) -> None:

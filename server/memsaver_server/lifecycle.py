@@ -108,9 +108,11 @@ class Lifecycle:
                 with log.phase("drain"):
                     drain(self._engine, self._lock, operation, until_released)
                     operation.cancellation.begin_moving()
-                return self.memory.release(options, log=log)
+                try:
+                    return self.memory.release(options, log=log)
+                finally:
+                    self._note_released(request, options)
         finally:
-            self._note_released(request, options)
             self._admission.reopen()
 
     def resume(

@@ -168,9 +168,9 @@ class Operation:
             self.request = _overtaken(self.request, request)
 
     def fails_for(self, asked: OperationRequest) -> bool:
-        """Note that its drain, as it was ``asked`` for, has failed; False if another call has overtaken that."""
+        """Note that its drain, as it was ``asked`` for, has failed; False if it was cancelled or overtaken instead."""
         with self._lock:
-            self._has_failed = self.request is asked
+            self._has_failed = self.request is asked and not self.cancellation.requested
             return self._has_failed
 
     @property

@@ -173,6 +173,21 @@ def test_a_call_does_not_join_what_was_cancelled(
         assert until_done(http, second["operation_id"])["state"] == "released"
 
 
+def test_a_cancelled_release_leaves_no_trace(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag that a release of everything took comes back with the last named one, as if it had not been named since."""
+    post(http, "/release_memory_occupation").raise_for_status()
+    post(http, "/resume_memory_occupation", tags=["weights"]).raise_for_status()
+    with weights_being_written(http, engine, monkeypatch):
+        operation_id = post(http, "/release_memory_occupation", tags=["workspace"], **{"async": True}).json()[
+            "operation_id"
+        ]
+        wait_until(lambda: operation(http, operation_id)["phase"] == "drain")
+        assert cancel(http, operation_id).json()["status"] == "cancelled"
+    assert post(http, "/resume_memory_occupation", tags=["kv_cache"]).json()["state"] == "resident"
+
+
 def test_a_key_stays_with_what_was_cancelled(http: httpx.Client, engine: TensorEngine) -> None:
     """So that a client that repeats its call does not start it again."""
     key = {"Idempotency-Key": "rollout 15"}
