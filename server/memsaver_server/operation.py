@@ -257,7 +257,7 @@ class Operation:
         return self.log
 
     def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended; ``done`` is not set yet."""
+        """Record how it ended; ``done`` is not set yet. Does not raise."""
         self.seconds = time.monotonic() - self._started if self.started_at is not None else 0.0
         self.finished_at = time.time()
         self.report = None if report is None else replace(report, seconds=self.seconds)
@@ -267,6 +267,7 @@ class Operation:
             self.failed_phase = self.log.failed
         try:
             self.state = self.memory.status().state
-        finally:
-            cancelled = isinstance(error, OperationCancelledError)
-            self.status = "succeeded" if error is None else "cancelled" if cancelled else "failed"
+        except Exception:
+            logger.exception("the state after %s %s cannot be read", self.request.operation, self.id)
+        cancelled = isinstance(error, OperationCancelledError)
+        self.status = "succeeded" if error is None else "cancelled" if cancelled else "failed"

@@ -173,8 +173,8 @@ class OperationQueue:
             if len(left) == len(self._pending):  # the worker ends it, or another caller of this method does
                 return
             self._pending = left
-        self._record(operation, None, OperationCancelledError(operation.cancellation.name, by))
-        operation.done.set_result(None)
+            operation.finish(None, OperationCancelledError(operation.cancellation.name, by))
+        self._tell(operation)
 
     def close(self) -> None:
         """Let the worker end once the queue is empty; while it lives it keeps a reference to the engine."""
@@ -263,22 +263,21 @@ class OperationQueue:
             report = work(operation, operation.start())  # start() reads the devices, which may fail as well
         except BaseException as raised:
             error = raised
-        try:
-            self._record(operation, report, error)
-        finally:
-            # Dequeue before the callers are notified: their next request must not conflict with this operation.
-            with self._changed:
-                self._pending.popleft()
-                self._forget()
-            operation.done.set_result(None)
-
-    def _record(self, operation: Operation, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended. An error is logged: the next operation must run, whatever is short now."""
-        try:
+        # It ends and leaves the queue at once: no call joins or conflicts with an operation that has ended.
+        with self._changed:
             operation.finish(report, error)
+            self._pending.popleft()
+            self._forget()
+        self._tell(operation)
+
+    def _tell(self, operation: Operation) -> None:
+        """Record an operation that has ended, and notify its callers."""
+        try:
             self._on_finished(operation)
         except Exception:
             logger.exception("operation %s has ended, but could not be recorded", operation.id)
+        finally:
+            operation.done.set_result(None)
 
 
 def _conflict(one: OperationRequest, other: OperationRequest) -> bool:
