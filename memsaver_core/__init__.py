@@ -30,6 +30,7 @@ from memsaver_core.errors import (
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
 from memsaver_core.reports import (
+    CommunicatorStatus,
     DeviceDelta,
     DeviceMemory,
     HostBackupStatus,
@@ -43,7 +44,8 @@ from memsaver_core.reports import (
 )
 
 if TYPE_CHECKING:
-    from memsaver_core.device_memory import read_devices, read_torch_memory
+    from memsaver_core import communicators
+    from memsaver_core.device_memory import read_communicators, read_devices, read_torch_memory
     from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
     from memsaver_core.hibernation import hibernation_obstacles
     from memsaver_core.phases import PhaseLog
@@ -61,18 +63,19 @@ if TYPE_CHECKING:
     from memsaver_core.storages import is_plain
 
 __all__ = [
-    "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "ConfigurationError", "ContextLostError", "DeviceDelta",
-    "DeviceMemory", "DriverError", "ForkedProcessError", "GraphPool", "HostBackupStatus", "MemsaverError",
-    "OperationReport", "OutOfDeviceMemoryError", "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress",
-    "ReleaseOptions", "RestorePolicy", "ResumeOptions", "Status", "TagReport", "TagStatus", "TorchMemory",
-    "UnknownTagError", "UnsupportedError", "adopt", "check_tags", "configure", "core_settings", "driver_name",
-    "enabled", "graph", "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_devices",
+    "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "CommunicatorStatus", "ConfigurationError",
+    "ContextLostError", "DeviceDelta", "DeviceMemory", "DriverError", "ForkedProcessError", "GraphPool",
+    "HostBackupStatus", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError", "OutOfHostMemoryError",
+    "PhaseLog", "PhaseReport", "Progress", "ReleaseOptions", "RestorePolicy", "ResumeOptions", "Status",
+    "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
+    "communicators", "configure", "core_settings", "driver_name", "enabled", "graph", "graph_memory_bytes",
+    "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators", "read_devices",
     "read_torch_memory", "region", "release", "release_with", "resume", "resume_with", "status", "torch_device",
 ]  # fmt: skip
 
 #: Modules that import torch, and the public names in each; imported at the first use of one of the names.
 _LAZY = {
-    "device_memory": ("read_devices", "read_torch_memory"),
+    "device_memory": ("read_communicators", "read_devices", "read_torch_memory"),
     "graphs": ("GraphPool", "graph", "graph_memory_bytes"),
     "hibernation": ("hibernation_obstacles",),
     "phases": ("PhaseLog",),
@@ -85,6 +88,8 @@ _LAZY = {
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> object:
+        if name == "communicators":
+            return importlib.import_module(f"{__name__}.communicators")
         for module, names in _LAZY.items():
             if name in names:
                 value = getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memsaver_core import _native, hibernation, nvml, process
+from memsaver_core import _native, communicators, hibernation, nvml, process
 from memsaver_core.backends import Backend
-from memsaver_core.reports import DeviceMemory, TorchMemory
+from memsaver_core.reports import CommunicatorStatus, DeviceMemory, TorchMemory
 
 _last: dict[int, DeviceMemory] = {}  # by device
 
@@ -51,6 +51,12 @@ def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
         pids: the processes whose memory is ``process_bytes``.
     """
     return _updated(last, nvml.read_memory(last.uuid, pids))
+
+
+def read_communicators() -> tuple[CommunicatorStatus, ...]:
+    """Find the NCCL communicators and count what they hold; while hibernated, the last figures."""
+    with hibernation.device_lock:
+        return communicators.statuses() if hibernation.is_away() else communicators.found()
 
 
 def read_graph_pool(index: int) -> int:

@@ -20,7 +20,10 @@ class RestorePolicy(str, Enum):
 PolicyLike: TypeAlias = "RestorePolicy | str"
 
 #: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
-WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace")
+WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace", "communicators")
+
+#: The tag of what NCCL's communicators hold. Not of regions: NCCL takes and keeps this memory itself.
+COMMUNICATORS = "communicators"
 
 #: The policy of a region that is given none; ``discard`` for other tags. A graph's memory holds state that is written
 #: only at capture, so it is kept. KV pages with undefined content have given NaN, so they come back as zeros.
@@ -29,6 +32,7 @@ DEFAULT_POLICIES = {
     "cuda_graph": RestorePolicy.HOST,
     "kv_cache": RestorePolicy.ZERO,
     "workspace": RestorePolicy.ZERO,
+    COMMUNICATORS: RestorePolicy.HOST,
 }
 
 #: Tags whose memory comes back as zeros unless its content is kept.

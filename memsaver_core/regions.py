@@ -10,7 +10,7 @@ import torch
 
 from memsaver_core import process
 from memsaver_core.errors import ConfigurationError
-from memsaver_core.policies import PolicyLike, policy_for
+from memsaver_core.policies import COMMUNICATORS, PolicyLike, policy_for
 from memsaver_core.storages import is_plain, rebase
 
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
@@ -33,6 +33,12 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
+    if tag == COMMUNICATORS:
+        raise ConfigurationError(f"the tag {tag!r} is of what NCCL holds; choose another name")
+    try:
+        tag.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the tag {tag!r} has an unpaired surrogate, which no answer can carry") from None
     policy = policy_for(tag, restore).value
     if not process.enabled():
         return nullcontext()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memsaver_core import _native, hibernation, library_caches, process
+from memsaver_core import _native, communicators, hibernation, library_caches, process
 from memsaver_core.backends import Backend
 from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
@@ -189,21 +189,31 @@ def prepare_backup(*, wait: bool = False) -> None:
         saver.wait_until_prepared()
 
 
+def available_host_bytes() -> int:
+    """Return the host memory that this process may still take: what the kernel has available, within the cgroup."""
+    return _native.available_memory_bytes()
+
+
 def status() -> Status:
     """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()
+    nccl = communicators.tag_status()
+    nccl_tags = () if nccl is None else (nccl,)
+    nccl_released = any(tag.state == "released" for tag in nccl_tags)
     if saver is None:
         backup, progress = HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0)
-        return Status(process.enabled(), process.driver_name(), "resident", "", (), backup, progress)
+        state = "released" if nccl_released else "resident"
+        fixed = (process.enabled(), process.driver_name(), state, "", nccl_tags, backup, progress)
+        return Status(*fixed, communicators=communicators.statuses())
     now = saver.status()
     lost = hibernation.failure()
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
     return Status(
         enabled=True,
         driver=process.driver_name(),
-        state="failed" if lost else now["state"],
+        state="failed" if lost else "released" if nccl_released and now["state"] == "resident" else now["state"],
         failure=lost or now["failure"],
-        tags=tuple(TagStatus(**tag) for tag in now["tags"]),
+        tags=(*(TagStatus(**tag) for tag in now["tags"]), *nccl_tags),
         host_backup=HostBackupStatus(
             bytes=now["backup_bytes"],
             capacity_bytes=now["pool_capacity_bytes"],
@@ -214,6 +224,7 @@ def status() -> Status:
         ),
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
+        communicators=communicators.statuses(),
     )
 
 

@@ -60,7 +60,7 @@ class TagReport:
     """What an operation did to one tag."""
 
     tag: str  # its name
-    restore: str  # its policy; ``mixed`` if its regions differ
+    restore: str  # the policy that it was released under, else its own; ``mixed`` if its regions differ
     state: str  # ``resident`` or ``released`` after the operation
     bytes: int = 0  # live bytes under the tag, on all devices
     released_bytes: int = 0  # bytes that this release gave back to the driver (0 in a resume)
@@ -118,9 +118,20 @@ class CommunicatorStatus:
     ranks: int  # how many ranks it has
     rank: int  # this process's number among them
     suspendable_bytes: int = 0  # device memory that suspending it gives back; 0 while suspended
+    suspended_bytes: int = 0  # device memory that it gave back and takes again; 0 unless suspended
     persistent_bytes: int = 0  # device memory that stays
     suspended: bool = False
     obstacle: str = ""  # why it cannot be suspended and what to do, or an empty string
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One process of an engine that has several."""
+
+    rank: int  # its number
+    pid: int | None  # None if it does not use memsaver
+    alive: bool | None  # None if it cannot be watched from here: it is in another container or on another host
+    state: str  # as ``Status.state``, as of the last operation
 
 
 @dataclass(frozen=True)
@@ -159,3 +170,4 @@ class Status:
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
     communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one

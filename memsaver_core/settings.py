@@ -33,4 +33,7 @@ class CoreSettings(BaseSettings):
         "auto", description="how much restored content is digested and compared; auto: full on CUDA, sampled on host"
     )
     prepare_backup: bool = Field(True, description="pin memory for the first release in the background after load")
+    communicators: Literal["auto", "off"] = Field(
+        "auto", description="whether NCCL communicators are suspended with a release of all ranks; auto: if NCCL can"
+    )
     peer_access: bool = Field(False, description="let every visible device reach the memory")

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
 #include "support/log.hpp"
 #include "support/system.hpp"
 
@@ -96,6 +98,16 @@ void BackupStore::run_retention() {
     files_.punch_holes();
     for (HostPool* const pool : pools()) pool->trim();
   }
+}
+
+bool BackupStore::short_of_room(std::size_t bytes) {
+  try {
+    if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
+  } catch (const Error&) {
+    return false;  // without descriptors nothing can be read
+  }
+  for (HostPool* const pool : pools()) pool->trim();
+  return true;
 }
 
 std::vector<HostPool*> BackupStore::pools() const {

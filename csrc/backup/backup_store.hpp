@@ -68,6 +68,9 @@ class BackupStore {
   void retain() REQUIRES(operation_mutex);
   // Unpins unused host memory in the background.
   void trim_later() REQUIRES(operation_mutex);
+  // Whether this machine or its control group has less memory than `bytes` and transfers to files take together. If so,
+  // unpins unused host memory at once.
+  [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex);
 
   [[nodiscard]] std::vector<HostPool*> pools() const EXCLUDES(mutex_);
   // Sum over all pools.

@@ -71,15 +71,25 @@ class CudaDriver final : public Driver {
     call(index, "cuMemAddressFree", api_.mem_address_free, address, bytes);
   }
 
-  Handle create(int index, std::size_t bytes) override {
-    const InContext in(at(index));
-    const auto properties = at(index).properties();
-    MemHandle handle = 0;
-    check("cuMemCreate", api_.mem_create(&handle, bytes, &properties, 0));
-    return Handle{handle};
-  }
+  Handle create(int index, std::size_t bytes) override { return create(index, bytes, 0); }
   void release(int index, Handle handle, std::size_t) override {
     call(index, "cuMemRelease", api_.mem_release, static_cast<MemHandle>(handle));
+  }
+
+  Handle create_exportable(int index, std::size_t bytes) override {
+    return create(index, bytes, kHandleFileDescriptor);
+  }
+  int export_handle(int index, Handle handle) override {
+    int file = -1;
+    call(index, "cuMemExportToShareableHandle", api_.mem_export, &file, static_cast<MemHandle>(handle),
+         kHandleFileDescriptor, 0);
+    return file;
+  }
+  Handle import_handle(int index, int file, std::size_t) override {
+    MemHandle handle = 0;
+    auto* const descriptor = reinterpret_cast<void*>(static_cast<std::uintptr_t>(file));
+    call(index, "cuMemImportFromShareableHandle", api_.mem_import, &handle, descriptor, kHandleFileDescriptor);
+    return Handle{handle};
   }
 
   void map(int index, Address address, std::size_t bytes, Handle handle) override {
@@ -200,6 +210,15 @@ class CudaDriver final : public Driver {
   void call(int index, const char* symbol, Function function, Arguments... arguments) {
     const InContext in(at(index));
     check(symbol, function(arguments...));
+  }
+
+  Handle create(int index, std::size_t bytes, int handle_types) {
+    const InContext in(at(index));
+    auto properties = at(index).properties();
+    properties.requested_handle_types = handle_types;
+    MemHandle handle = 0;
+    check("cuMemCreate", api_.mem_create(&handle, bytes, &properties, 0));
+    return Handle{handle};
   }
 
   CudaDevice& at(int index) {

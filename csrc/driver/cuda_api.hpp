@@ -56,6 +56,7 @@ inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr int kAllocationPinned = 1;            // CU_MEM_ALLOCATION_TYPE_PINNED
+inline constexpr int kHandleFileDescriptor = 1;        // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 inline constexpr int kLocationDevice = 1;              // CU_MEM_LOCATION_TYPE_DEVICE
 inline constexpr int kAccessReadWrite = 3;             // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 inline constexpr int kGranularityMinimum = 0;          // CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -104,6 +105,8 @@ inline constexpr int kAttributeHostNumaId = 134;
   X(mem_address_free, "cuMemAddressFree", 10020, (DevicePointer, std::size_t))                                     \
   X(mem_create, "cuMemCreate", 10020, (MemHandle*, std::size_t, const AllocationProperties*, unsigned long long))  \
   X(mem_release, "cuMemRelease", 10020, (MemHandle))                                                               \
+  X(mem_export, "cuMemExportToShareableHandle", 10020, (void*, MemHandle, int, unsigned long long))                \
+  X(mem_import, "cuMemImportFromShareableHandle", 10020, (MemHandle*, void*, int))                                 \
   X(mem_map, "cuMemMap", 10020, (DevicePointer, std::size_t, std::size_t, MemHandle, unsigned long long))          \
   X(mem_unmap, "cuMemUnmap", 10020, (DevicePointer, std::size_t))                                                  \
   X(mem_set_access, "cuMemSetAccess", 10020, (DevicePointer, std::size_t, const AccessDescriptor*, std::size_t))   \

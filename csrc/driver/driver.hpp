@@ -58,6 +58,15 @@ class Driver {
   // Returns memory to the device. It must be unmapped.
   virtual void release(int device, Handle handle, std::size_t bytes) = 0;
 
+  // As create(), of memory that other processes can map, too.
+  [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
+  // A descriptor of such memory, for another process to import. The caller closes it; until then it may keep the
+  // memory from the device, as every process does that imported it.
+  [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
+  // A handle of memory that another process exported, to be mapped for `device` and released as any other; the memory
+  // itself stays that process's. The descriptor remains the caller's.
+  [[nodiscard]] virtual Handle import_handle(int device, int file, std::size_t bytes) = 0;
+
   // Maps a whole handle to a reserved range. Accessible only after allow_access.
   virtual void map(int device, Address address, std::size_t bytes, Handle handle) = 0;
   // Gives `device`, and those of `peers` that can access its memory, read and write access to a mapped range.
@@ -101,6 +110,10 @@ class Driver {
   // Pins host memory for copies and kernels of every device.
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
+
+  // True if the memory is this machine's own: limits of host memory hold for it, too, and to touch what is released is a
+  // segmentation fault.
+  [[nodiscard]] virtual bool in_host_memory() const noexcept { return false; }
 
   // The message of the first failure that lost the context; empty if it is not lost.
   [[nodiscard]] virtual std::string loss() const { return {}; }

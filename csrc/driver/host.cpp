@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -35,7 +36,8 @@ Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t
 constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 // Physical memory is ranges of one memfd per device: one descriptor for any number of handles. A handle is an offset,
-// never reused, plus one; create() commits its pages and release() punches them out.
+// never reused, plus one; create() commits its pages and release() punches them out. Memory to share with other
+// processes is a memfd of its own, and its handle the marked descriptor.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)
@@ -46,35 +48,99 @@ class HostDevice {
   ~HostDevice() { close(file_); }
 
   Handle create(std::size_t bytes) {
+    check_room(bytes);
     account->take(bytes);
     const off_t offset = next_.fetch_add(static_cast<off_t>(bytes));
-    if (!change(0, offset, bytes)) {
+    if (!change(file_, 0, offset, bytes)) {
       const int code = errno;
-      static_cast<void>(change(kPunch, offset, bytes));
+      static_cast<void>(change(file_, kPunch, offset, bytes));
       account->give(bytes);
       throw system_failure("fallocate", code, bytes);
     }
     return Handle{static_cast<std::uint64_t>(offset) + 1};
   }
 
+  Handle create_exportable(std::size_t bytes) {
+    check_room(bytes);
+    account->take(bytes);
+    const int file = memfd_create("memsaver-shared", MFD_CLOEXEC);
+    if (file < 0 || !change(file, 0, 0, bytes)) {
+      const int code = errno;
+      if (file >= 0) close(file);
+      account->give(bytes);
+      throw system_failure(file < 0 ? "memfd_create" : "fallocate", code, bytes);
+    }
+    return Handle{kFile | static_cast<std::uint64_t>(file)};
+  }
+
+  static int export_handle(Handle handle) { return duplicate(file_of(handle)); }
+
+  static Handle import_handle(int file, std::size_t bytes) {
+    struct stat status{};
+    if (fstat(file, &status) != 0) throw system_failure("fstat", errno, bytes);
+    if (static_cast<std::size_t>(status.st_size) != bytes) {
+      throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " is of " +
+                                                std::to_string(status.st_size) + " bytes, not of " +
+                                                std::to_string(bytes));
+    }
+    return Handle{kFile | kImported | static_cast<std::uint64_t>(duplicate(file))};
+  }
+
   void release(Handle handle, std::size_t bytes) {
-    if (!change(kPunch, offset_of(handle), bytes)) throw system_failure("fallocate", errno, bytes);
-    account->give(bytes);
+    if (is_file(handle)) {
+      close(file_of(handle));
+    } else if (!change(file_, kPunch, offset_of(handle), bytes)) {
+      throw system_failure("fallocate", errno, bytes);
+    }
+    if (!is_imported(handle)) account->give(bytes);
   }
 
   void map(Address address, std::size_t bytes, Handle handle) const {
-    map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_, offset_of(handle));
+    if (is_file(handle)) {
+      map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_of(handle));
+    } else {
+      map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_, offset_of(handle));
+    }
   }
 
   std::shared_ptr<HostAccount> account;
   std::string label;
 
  private:
+  static constexpr std::uint64_t kFile = std::uint64_t{1} << 63;
+  static constexpr std::uint64_t kImported = std::uint64_t{1} << 62;
+
   static off_t offset_of(Handle handle) { return static_cast<off_t>(static_cast<std::uint64_t>(handle) - 1); }
+  static bool is_file(Handle handle) { return (static_cast<std::uint64_t>(handle) & kFile) != 0; }
+  static bool is_imported(Handle handle) { return is_file(handle) && (static_cast<std::uint64_t>(handle) & kImported); }
+  static int file_of(Handle handle) { return static_cast<int>(static_cast<std::uint64_t>(handle)); }
+  static int duplicate(int file) {
+    const int copy = fcntl(file, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) throw system_failure("fcntl", errno, 0);
+    return copy;
+  }
+
+  // Memory that a control group or the machine lacks ends in the OOM killer, so this refuses it. A look reads several
+  // files, so there is one for every kSpareMemory bytes.
+  void check_room(std::size_t bytes) {
+    if (unlooked_.fetch_add(bytes) + bytes < kSpareMemory) return;
+    unlooked_ = 0;
+    std::size_t available = 0;
+    try {
+      available = available_memory_bytes();
+    } catch (const Error&) {
+      return;  // without descriptors nothing can be read, and a resume must work all the same
+    }
+    if (bytes + kSpareMemory <= available) return;
+    throw Error(ErrorKind::out_of_device_memory,
+                "the memory of the host device is that of this machine or of its control group, which lacks it")
+        .with_memory(bytes + kSpareMemory, available)
+        .with_advice("let other processes free memory or raise the group's limit, and repeat");
+  }
 
   // Commits the range, or returns its pages with kPunch. Returns false, with errno, on failure.
-  [[nodiscard]] bool change(int mode, off_t offset, std::size_t bytes) const {
-    while (fallocate(file_, mode, offset, static_cast<off_t>(bytes)) != 0) {
+  [[nodiscard]] static bool change(int file, int mode, off_t offset, std::size_t bytes) {
+    while (fallocate(file, mode, offset, static_cast<off_t>(bytes)) != 0) {
       if (errno != EINTR) return false;
     }
     return true;
@@ -83,6 +149,7 @@ class HostDevice {
 
   int file_ = -1;
   std::atomic<off_t> next_{0};
+  std::atomic<std::size_t> unlooked_{0};  // created since the last look
 };
 
 class HostDriver final : public Driver {
@@ -96,6 +163,7 @@ class HostDriver final : public Driver {
   }
 
   const char* name() const noexcept override { return "host"; }
+  bool in_host_memory() const noexcept override { return true; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 
   DeviceInfo device_info(int device) override {
@@ -121,6 +189,12 @@ class HostDriver final : public Driver {
 
   Handle create(int device, std::size_t bytes) override { return at(device).create(bytes); }
   void release(int device, Handle handle, std::size_t bytes) override { at(device).release(handle, bytes); }
+  Handle create_exportable(int device, std::size_t bytes) override { return at(device).create_exportable(bytes); }
+  int export_handle(int, Handle handle) override { return HostDevice::export_handle(handle); }
+  Handle import_handle(int device, int file, std::size_t bytes) override {
+    at(device);
+    return HostDevice::import_handle(file, bytes);
+  }
   void map(int device, Address address, std::size_t bytes, Handle handle) override {
     at(device).map(address, bytes, handle);
   }

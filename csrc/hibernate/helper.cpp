@@ -26,8 +26,11 @@ class Helper {
     std::string request;
     words >> request;
     try {
-      if (request == "hibernate") return hibernate(words);
-      if (request == "wake") return wake(words);
+      const double start = now();
+      if (request == "lock") return lock(words, start);
+      if (request == "checkpoint") return checkpoint(words, start);
+      if (request == "restore") return restore(words, start);
+      if (request == "unlock") return unlock(start);
       if (request == "state") return std::string("ok ") + process_->state();
       if (request == "memory") return memory(words);
     } catch (const StepError& error) {
@@ -43,38 +46,37 @@ class Helper {
   }
 
  private:
-  std::string hibernate(std::istringstream& words) {
+  std::string lock(std::istringstream& words, double start) {
     unsigned timeout_ms = 0;
     words >> timeout_ms;
+    if (!is("locked") && !is("checkpointed")) process_->lock(timeout_ms);
+    return since(start);
+  }
+
+  std::string checkpoint(std::istringstream& words, double start) {
     ByDevice devices;
     for (std::string device; words >> device;) devices[device] = 0;
-    const double start = now();
-    process_->lock(timeout_ms);
-    const double locked = now();
     ByDevice held;
-    try {
-      held = process_->checkpoint(devices);
-    } catch (const StepError&) {
-      if (std::strcmp(process_->state(), "checkpointed") == 0) process_->restore({});
-      if (std::strcmp(process_->state(), "locked") == 0) process_->unlock();
-      throw;
-    }
-    std::string text = seconds(locked - start, now() - locked);
+    if (!is("checkpointed")) held = process_->checkpoint(devices);
+    std::string text = since(start);
     for (const auto& [device, bytes] : held) text += " " + device + " " + std::to_string(bytes);
     return text;
   }
 
-  std::string wake(std::istringstream& words) {
+  std::string restore(std::istringstream& words, double start) {
     ByDevice held;
     std::string device;
     for (std::size_t bytes = 0; words >> device >> bytes;) held[device] = bytes;
-    const double start = now();
-    // If an earlier wake failed to unlock, only the unlock is left to do.
-    if (std::strcmp(process_->state(), "locked") != 0) process_->restore(held);
-    const double restored = now();
-    process_->unlock();
-    return seconds(restored - start, now() - restored);
+    if (!is("locked") && !is("running")) process_->restore(held);
+    return since(start);
   }
+
+  std::string unlock(double start) {
+    if (!is("running")) process_->unlock();
+    return since(start);
+  }
+
+  bool is(const char* state) { return std::strcmp(process_->state(), state) == 0; }
 
   std::string memory(std::istringstream& words) {
     std::string uuid;
@@ -85,9 +87,9 @@ class Helper {
            std::to_string(memory->process_bytes);
   }
 
-  static std::string seconds(double first, double second) {
-    char text[64];
-    std::snprintf(text, sizeof text, "ok %.6f %.6f", first, second);
+  static std::string since(double start) {
+    char text[32];
+    std::snprintf(text, sizeof text, "ok %.6f", now() - start);
     return text;
   }
 

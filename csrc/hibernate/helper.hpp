@@ -14,16 +14,20 @@ using ProcessAdaptor = std::function<std::unique_ptr<Process>(std::unique_ptr<Pr
 // Standard input and output are one end of a socket pair. Arguments: the parent's process id; its driver, "cuda" or
 // "host"; for "host" an account per device (open_host_process()). Each request is a line, answered by a line:
 //
-//     hibernate <timeout, ms> [<device>...]  -> ok <lock s> <checkpoint s> [<device> <bytes held>...]
-//         gives back all device memory of the process
-//     wake [<device> <bytes held>...]        -> ok <restore s> <unlock s>
-//         takes it again, and lets device calls go on
+//     lock <timeout, ms>                     -> ok <s>
+//         blocks its device calls
+//     checkpoint [<device>...]               -> ok <s> [<device> <bytes held>...]
+//         gives back all its device memory
+//     restore [<device> <bytes held>...]     -> ok <s>
+//         takes it again
+//     unlock                                 -> ok <s>
+//         lets its device calls go on
 //     state                                  -> ok <running | locked | checkpointed | failed>
 //     memory <uuid of a device>              -> ok <total> <used> <used by the process>
 //         bytes, as nvidia-smi shows them: in a checkpointed process NVML blocks, as all of CUDA does
 //
 // or "error <call> <code> <state of the process now>", followed by " <device> <needed> <free>" if memory is short. A
-// failed step is undone as far as the driver allows. The program holds no device memory, and ends when the socket is
+// step that the process is past already does nothing. The program holds no device memory, and ends when the socket is
 // closed or its parent dies. (PR_SET_PDEATHSIG would not do: it is tied to the thread that started the program.)
 //
 // Returns the exit code.

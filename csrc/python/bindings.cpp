@@ -120,6 +120,7 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
   });
   bind_saver(module, adapt);
   bind_host_buffer(module);
+  bind_shared_buffers(module);
   bind_hooks(module);
   bind_machine(module);
 }

@@ -27,8 +27,9 @@ using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driv
 // may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
 
-// A part of bind_all().
+// Parts of bind_all().
 void bind_saver(py::module_& module, const DriverAdaptor& adapt);
+void bind_shared_buffers(py::module_& module);
 
 // The value named `text`. Throws ErrorKind::configuration, listing the names, if there is none.
 template <typename Enum>

@@ -9,6 +9,9 @@ namespace memsaver {
 [[nodiscard]] std::size_t page_bytes() noexcept;
 [[nodiscard]] inline std::size_t to_pages(std::size_t bytes) { return round_up(bytes, page_bytes()); }
 
+// What is left free of host memory where it serves as device memory, for all else that the process needs.
+inline constexpr std::size_t kSpareMemory = std::size_t{16} << 20;
+
 // Both throw ErrorKind::backup if a limit cannot be read for lack of descriptors or memory.
 
 // Memory of this machine, or of this process's control group if that has less.

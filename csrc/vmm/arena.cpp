@@ -113,6 +113,16 @@ bool Arena::owes(Restore restore, Address address, std::size_t bytes) const {
   return ranges != owed_.end() && ranges->second.overlaps(address, bytes);
 }
 
+std::set<Restore> Arena::owed() const {
+  std::set<Restore> policies;
+  for (const auto& run : released_runs()) {
+    for (const auto& [restore, ranges] : owed_) {
+      if (ranges.overlaps(run.begin, run.bytes)) policies.insert(restore);
+    }
+  }
+  return policies;
+}
+
 void Arena::drop_chunk(Address address, Restore restore) {
   const auto found = chunks_.find(address);
   const Chunk chunk = found->second;

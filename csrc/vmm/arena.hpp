@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -93,6 +94,8 @@ class Arena {
   void owe(Restore restore);
   // Whether some of the range was released under `restore` and has had no memory since.
   [[nodiscard]] bool owes(Restore restore, Address address, std::size_t bytes) const;
+  // Under which policies what is released now was released.
+  [[nodiscard]] std::set<Restore> owed() const;
   // Whether the last resume failed to restore some content from its backup.
   [[nodiscard]] bool damaged() const;
 

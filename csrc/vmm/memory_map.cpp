@@ -41,7 +41,9 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   const auto& key = arena.key();
   const std::string restore = name_of(key.restore);
   tag.tag = key.tag;
-  tag.restore = tag.restore.empty() || tag.restore == restore ? restore : "mixed";
+  // A region whose memory is all freed does not count, unless the tag has no other.
+  if (tag.bytes == 0) tag.restore = restore;
+  if (arena.live_bytes() > 0 && tag.restore != restore) tag.restore = "mixed";
   std::size_t released = 0;
   for (const auto& run : arena.released_runs()) released += run.bytes;
   tag.bytes += arena.live_bytes();

@@ -66,6 +66,7 @@ void Operation::begin(const MemoryMap::Tags& tags) {
   core_.map.set_operation(kind_);
   for (Arena* const arena : selected) {
     arenas_.push_back(arena);
+    owed_before_.push_back(arena->owed());
     arena->begin_operation();
     plan(*arena);
   }
@@ -87,12 +88,16 @@ void Operation::end() {
 void Operation::name_work(Error& error, const MemoryMap::Tags& tags) const {
   std::string names;
   for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
-  std::size_t bytes = 0;
   for (const auto& [index, device] : devices_) {
     if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
-    bytes += device.bytes();
   }
-  error.with_tag(names).with_bytes(bytes);
+  error.with_tag(names).with_bytes(bytes());
+}
+
+std::size_t Operation::bytes() const {
+  std::size_t sum = 0;
+  for (const auto& [index, device] : devices_) sum += device.bytes();
+  return sum;
 }
 
 DeviceWork& Operation::on(int device) {
@@ -140,11 +145,15 @@ OperationResult Operation::result() const {
   const bool releasing = kind_ == Progress::Operation::release;
   OperationResult result;
   std::map<std::string, TagOutcome> tags;
-  for (const Arena* arena : arenas_) {
+  for (std::size_t i = 0; i < arenas_.size(); ++i) {
+    const Arena* const arena = arenas_[i];
     TagOutcome& outcome = tags[arena->key().tag];
     outcome.tag = arena->key().tag;
-    const std::string restore = name_of(arena->key().restore);
-    outcome.restore = outcome.restore.empty() || outcome.restore == restore ? restore : "mixed";
+    const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
+    const std::string restore =
+        owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
+    if (outcome.bytes == 0) outcome.restore = restore;
+    if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
     outcome.bytes += arena->live_bytes();
     if (!arena->released_runs().empty()) outcome.state = "released";
   }

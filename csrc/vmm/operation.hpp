@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -63,6 +64,8 @@ class Operation {
   // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
   void on_each_device(const std::function<void(DeviceWork&)>& work);
   [[nodiscard]] double seconds() const;
+  // Of the chunks of all devices.
+  [[nodiscard]] std::size_t bytes() const;
 
   Core& core_;
   const Progress::Operation kind_;
@@ -76,6 +79,7 @@ class Operation {
   [[nodiscard]] OperationResult result() const REQUIRES(core_.map.mutex);
   void name_work(Error& error, const MemoryMap::Tags& tags) const;
 
+  std::vector<std::set<Restore>> owed_before_;  // what each of arenas_ owed when the operation began
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

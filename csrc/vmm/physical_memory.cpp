@@ -6,7 +6,6 @@
 #include <memory>
 #include <string>
 
-#include "support/error.hpp"
 #include "support/log.hpp"
 #include "support/sizes.hpp"
 
@@ -26,6 +25,15 @@ bool attempt(const char* what, const std::function<void()>& call) {
 }
 
 }  // namespace
+
+void add_free_memory(Error& error, Driver& driver, int device, std::size_t bytes) {
+  if (error.kind != ErrorKind::out_of_device_memory || error.needed_bytes != 0) return;
+  try {
+    error.with_memory(bytes, driver.memory_info(device).free_bytes);
+  } catch (const Error&) {
+    // The first error is the one to report.
+  }
+}
 
 PhysicalMemory::~PhysicalMemory() {
   if (getpid() != process_) return;
@@ -80,13 +88,7 @@ Chunk PhysicalMemory::acquire(const Arena::Key& key, Address address, std::size_
     driver_.allow_access(device, address, bytes, peers_of(device));
     return {address, bytes, handle};
   } catch (Error& error) {
-    if (error.kind == ErrorKind::out_of_device_memory) {
-      try {
-        error.with_memory(bytes, driver_.memory_info(device).free_bytes);
-      } catch (const Error&) {
-        // The first error is the one to report.
-      }
-    }
+    add_free_memory(error, driver_, device, bytes);
     throw error.with_tag(key.tag).with_device(device).with_bytes(bytes);
   }
 }

@@ -6,12 +6,16 @@
 #include <vector>
 
 #include "driver/driver.hpp"
+#include "support/error.hpp"
 #include "support/transaction.hpp"
 #include "vmm/arena.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/orphans.hpp"
 
 namespace memsaver {
+
+// Adds what was needed and is free to an error that says that device memory is short, unless it tells that already.
+void add_free_memory(Error& error, Driver& driver, int device, std::size_t bytes);
 
 // Puts physical memory behind ranges of the map and takes it away. What the driver refuses becomes an orphan.
 class PhysicalMemory {

@@ -52,7 +52,7 @@ struct BackupView {
 // What an operation did to one tag.
 struct TagOutcome {
   std::string tag;
-  std::string restore;  // the restore policy, "mixed" if the tag has several
+  std::string restore;  // the policy that it was released under, else its own; "mixed" if there are several
   std::string state;    // resident or released
   std::size_t bytes = 0;
   std::size_t released_bytes = 0;

@@ -39,7 +39,7 @@ class Resume final : public Operation {
   }
 
   // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
-  void check_room() {
+  void check_room() REQUIRES(core_.backups.operation_mutex) {
     for (auto& [index, device] : devices_) {
       const std::size_t needed = device.bytes();
       const MemoryInfo memory = core_.driver->memory_info(index);
@@ -49,6 +49,7 @@ class Resume final : public Operation {
           .with_memory(needed, memory.free_bytes)
           .with_advice("everything stays released with its backup; let other processes free memory and repeat");
     }
+    map_first_ = core_.driver->in_host_memory() && core_.backups.short_of_room(bytes());
   }
 
   void run() REQUIRES(core_.backups.operation_mutex) override {
@@ -87,9 +88,15 @@ class Resume final : public Operation {
       const Chunk acquired = core_.physical.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction);
       device.acquired.push_back({arena, acquired, owed});
     };
+    for (std::size_t i = 0; map_first_ && i < ranges.size(); ++i) acquire(i);
+    const auto acquire_next = [&](std::size_t i) {
+      if (!map_first_) acquire(i);
+    };
     Pipeline& pipeline = core_.backups.pipeline_of(device.device);
-    device.seconds = pipeline.restore(device.blocks, ranges, acquire, core_.backups.verify());
+    device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, core_.backups.verify());
   }
+
+  bool map_first_ = false;  // memory for transfers must not take what chunks need
 };
 
 }  // namespace

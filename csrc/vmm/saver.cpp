@@ -266,6 +266,10 @@ bool Saver::owns(Address address) const {
 
 Driver& Saver::driver() { return *core_->driver; }
 
+void Saver::check_usable() const { core_->check_usable(); }
+
 void Saver::close() noexcept { core_->closed = true; }
+
+bool Saver::ended() const noexcept { return core_->closed || getpid() != core_->process; }
 
 }  // namespace memsaver

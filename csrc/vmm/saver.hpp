@@ -70,8 +70,12 @@ class Saver {
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
   [[nodiscard]] Driver& driver();
+  // Throws as every function.
+  void check_usable() const;
   // The process is ending: from now on free() does nothing.
   void close() noexcept;
+  // After close(), and in a forked child: nothing is to be given back.
+  [[nodiscard]] bool ended() const noexcept;
 
  private:
   friend struct SaverAudit;  // of the tests

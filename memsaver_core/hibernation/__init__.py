@@ -9,14 +9,18 @@ holds of the device stops counting, and its allocations block.
 from memsaver_core.hibernation.hibernation import Hibernation
 
 this_process = Hibernation()
+checkpoint = this_process.checkpoint
 device_lock = this_process.device_lock
 failure = this_process.failure
 helper_pid = this_process.helper_pid
 hibernate = this_process.hibernate
 is_away = this_process.is_away
 is_hibernated = this_process.is_hibernated
-prepare = this_process.prepare
+lock = this_process.lock
 obstacles = hibernation_obstacles = this_process.obstacles
+prepare = this_process.prepare
 raise_if_lost = this_process.raise_if_lost
 read_memory = this_process.read_memory
+restore = this_process.restore
+unlock = this_process.unlock
 wake = this_process.wake

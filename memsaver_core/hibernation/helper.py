@@ -17,7 +17,7 @@ ANSWER_S = 60.0
 #: Timeout of a checkpoint or wake, seconds. The driver copies what was not released, at a fraction of the link's speed;
 #: at 0.25 GB/s this is enough for 150 GB.
 STEP_S = 600.0
-_STEPS = ("hibernate", "wake")
+_STEPS = ("lock", "checkpoint", "restore", "unlock")
 #: How long to wait for a killed helper to end, seconds.
 END_S = 5.0
 

@@ -6,6 +6,8 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
 
@@ -15,13 +17,27 @@ from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.helper import Helper, StepFailedError
 
 #: The step that takes device memory again, as the host driver and the CUDA driver call it.
-_WAKE_STEPS = ("restore", "cuCheckpointProcessRestore")
+_RESTORE_STEPS = ("restore", "cuCheckpointProcessRestore")
 
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
+#: What undoes a step that failed half way, by the step and the state that the driver reports after it. An unlock is
+#: repeated.
+_UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
-_State = Enum("_State", "RUNNING CHECKPOINTING HIBERNATED LOST")
+#: States of the process. UNKNOWN: the driver did not tell; each step finds out.
+_State = Enum("_State", "RUNNING LOCKED HIBERNATED UNKNOWN LOST")
+
+#: By the driver's words.
+_STATES = {"running": _State.RUNNING, "locked": _State.LOCKED, "checkpointed": _State.HIBERNATED, "failed": _State.LOST}
+
+_CONSEQUENCES = {
+    _State.RUNNING: "the process runs on as before",
+    _State.LOCKED: "the process holds its memory, but its calls still wait; resume again",
+    _State.HIBERNATED: "the process is still hibernated; repeat the call",
+    _State.UNKNOWN: "the driver does not tell what state the process is in; resume it",
+}
 
 
 class Hibernation:
@@ -34,23 +50,26 @@ class Hibernation:
         self._failure = ""
         self._devices: dict[str, int] = {}  # index of each device in use, by uuid
         self._held: dict[str, int] = {}  # bytes that the checkpoint gave back and a wake needs again, by uuid
-        self._wake_failed = False
+        self._restore_failed = False
         #: Held during NVML calls of this process: none may be in flight when the process is checkpointed.
         self.device_lock = threading.Lock()
 
-    def obstacles(self) -> list[str]:
+    def obstacles(self, suspending: bool = False) -> list[str]:
         """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to.
 
-        Checks the helper, the driver, MPS, torch's NCCL groups, tensors shared by CUDA IPC, peer access and managed
-        memory. What libraries do without torch is not seen.
+        Checks the helper, the driver, MPS, NCCL communicators, tensors shared by CUDA IPC, peer access, managed memory,
+        and what ``preconditions.register_check`` was given. What libraries do without torch is not seen.
+
+        Args:
+            suspending: communicators are suspended first, so those that can be are no obstacle.
         """
         if self._failure:
             return [self._failure]
-        return [] if self.is_away() else preconditions.obstacles(preconditions.observe())
+        return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)
 
     def is_hibernated(self) -> bool:
-        """Return whether the context is checkpointed, so that CUDA calls of this process block."""
-        return self._state is _State.HIBERNATED
+        """Return whether CUDA calls of this process block until ``wake``: it is locked, and perhaps checkpointed."""
+        return self._state not in (_State.RUNNING, _State.LOST)
 
     def is_away(self) -> bool:
         """Return whether CUDA and NVML calls of this process would block. Ask with ``device_lock`` held."""
@@ -101,7 +120,8 @@ class Hibernation:
         """Checkpoint this process's CUDA state; its memory on every device is given back.
 
         Does nothing while hibernated. Release tags first: the driver copies what is still resident, at a fraction of
-        the link's speed. Every CUDA call of this process then blocks until ``wake``.
+        the link's speed. Every CUDA call of this process then blocks until ``wake``. For several processes that share
+        device memory, take each step on all of them before the next: ``lock``, ``checkpoint``, ``restore``, ``unlock``.
 
         Returns:
             Seconds of the steps.
@@ -113,25 +133,15 @@ class Hibernation:
             MemsaverError: the helper ended or did not answer in time; ``is_hibernated`` says which state the process
                 is in.
         """
-        self.raise_if_lost()
-        if found := self.obstacles():
-            raise UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
-        with self._lock:
-            if self.is_hibernated():
-                return {}
-            self._start_helper()
-            used = process.saver().devices() if process.backend().has_context else ()
-            self._devices = {process.saver().device_info(index)["uuid"]: index for index in used}
-            with self.device_lock:
-                self._state = _State.CHECKPOINTING
+        with self._one_step():
+            seconds = self._lock_calls()
             try:
-                locked, checkpointed, *held = self._ask("hibernate", LOCK_TIMEOUT_MS, *self._devices)
-            except (MemsaverError, StepFailedError) as error:
-                raise self._undone(error) from None
-            self._held = dict(zip(held[::2], map(int, held[1::2]), strict=True))
-            self._state = _State.HIBERNATED
-            _wake_at_exit(self)
-            return {"lock_seconds": float(locked), "checkpoint_seconds": float(checkpointed)}
+                return seconds | self._checkpoint()
+            except (MemsaverError, StepFailedError):
+                if self._state is _State.LOCKED:
+                    with suppress(MemsaverError, StepFailedError):
+                        self._unlock()
+                raise
 
     def wake(self) -> dict[str, float]:
         """Bring the CUDA state back, at the same addresses. Does nothing if the process is not hibernated.
@@ -146,36 +156,122 @@ class Hibernation:
             ContextLostError: the driver cannot bring the process back; restart it.
             MemsaverError: the helper ended or did not answer in time; repeat the call.
         """
+        with self._one_step():
+            return self._restore() | self._unlock()
+
+    def lock(self) -> dict[str, float]:
+        """Block device calls of this process, after those in flight; the first step of a hibernation.
+
+        A process that is past this step stays as it is. If it fails, device calls go on. Raises as ``hibernate``.
+        """
+        with self._one_step():
+            return self._lock_calls()
+
+    def checkpoint(self) -> dict[str, float]:
+        """Give back all device memory of this process, which is locked; the second step.
+
+        A process that is past this step stays as it is. If it fails, the process is still locked, with its memory;
+        ``unlock`` undoes that. Raises as ``hibernate``.
+        """
+        with self._one_step():
+            return self._checkpoint()
+
+    def restore(self) -> dict[str, float]:
+        """Take the memory again; the first step of a wake. Device calls still block.
+
+        A process that holds its memory stays as it is. If it fails, the process is still checkpointed. Raises as
+        ``wake``.
+        """
+        with self._one_step():
+            return self._restore()
+
+    def unlock(self) -> dict[str, float]:
+        """Let device calls go on; the second step of a wake, and what undoes ``lock``.
+
+        A process that runs stays as it is. If it fails, the process is still locked. Raises as ``wake``.
+        """
+        with self._one_step():
+            return self._unlock()
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Exclude other steps, and describe what fails inside by the state that it left the process in."""
         self.raise_if_lost()
         with self._lock:
-            if not self.is_hibernated():
-                return {}
             try:
-                woken, unlocked = self._ask("wake", *(word for item in self._held.items() for word in item))
+                yield
             except (MemsaverError, StepFailedError) as error:
-                raised = self._undone(error)
-                if self.is_away():
-                    raise raised from None
-                return {"unlock_repeats": 1.0}  # only the unlock had failed, and its repeat worked
-            self._wake_failed = False
-            self._state = _State.RUNNING
-            return {"restore_seconds": float(woken), "unlock_seconds": float(unlocked)}
+                raise self._described(error) from None
 
-    def _undone(self, error: MemsaverError | StepFailedError) -> MemsaverError:
-        """Settle the state after a failed step: undo a half-done one, and return the error to raise."""
-        state = self._driver_state()
-        step = error if isinstance(error, StepFailedError) else None
-        # Once a wake has failed half way, the driver (seen on 580) cannot bring the process back, and does not say so.
+    def _lock_calls(self) -> dict[str, float]:
+        if self.is_away():
+            return {}
+        if found := self.obstacles():
+            raise UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
+        used = process.saver().devices() if process.backend().has_context else ()
+        self._devices = {process.saver().device_info(index)["uuid"]: index for index in used}
+        _wake_at_exit(self)
+        with self.device_lock:
+            self._state = _State.LOCKED
+        [seconds] = self._step("lock", LOCK_TIMEOUT_MS)
+        return {"lock_seconds": float(seconds)}
+
+    def _checkpoint(self) -> dict[str, float]:
+        if self._state is _State.HIBERNATED:
+            return {}
+        seconds, *held = self._step("checkpoint", *self._devices)
+        self._held = dict(zip(held[::2], map(int, held[1::2]), strict=True))
+        self._state = _State.HIBERNATED
+        return {"checkpoint_seconds": float(seconds)}
+
+    def _restore(self) -> dict[str, float]:
+        if self._state in (_State.RUNNING, _State.LOCKED):
+            return {}
+        [seconds] = self._step("restore", *(word for item in self._held.items() for word in item))
+        self._state = _State.LOCKED
+        self._restore_failed = False
+        return {"restore_seconds": float(seconds)}
+
+    def _unlock(self) -> dict[str, float]:
+        if self._state is _State.RUNNING:
+            return {}
+        try:
+            [seconds] = self._step("unlock")
+        except (MemsaverError, StepFailedError):
+            if self.is_away():
+                raise
+            return {"unlock_repeats": 1.0}  # its repeat worked
+        self._state = _State.RUNNING
+        return {"unlock_seconds": float(seconds)}
+
+    def _step(self, step: str, *arguments: object) -> list[str]:
+        """Have the helper take a step. If that fails, undo what was half done, and note the state that it left."""
+        try:
+            return self._ask(step, *arguments)
+        except (MemsaverError, StepFailedError) as error:
+            self._state = self._state_after(step, error)
+            raise
+
+    def _state_after(self, step: str, error: MemsaverError | StepFailedError) -> _State:
+        told = self._driver_state()
+        if undo := _UNDO.get((step, told)):
+            with suppress(MemsaverError, StepFailedError):
+                self._ask(undo)
+            told = self._driver_state()
+        # After a restore that failed half way, the driver (seen on 580) cannot bring the process back, and does not say
+        # so.
         stuck = False
-        if step is not None and step.call in _WAKE_STEPS and not step.needed_bytes:
-            stuck = self._wake_failed and step.code == "CUDA_ERROR_OPERATING_SYSTEM"
-            self._wake_failed = True
-        if state == "failed" or stuck:
+        if isinstance(error, StepFailedError) and error.call in _RESTORE_STEPS and not error.needed_bytes:
+            stuck = self._restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"
+            self._restore_failed = True
+        return _State.LOST if stuck else _STATES.get(told, _State.UNKNOWN)
+
+    def _described(self, error: MemsaverError | StepFailedError) -> MemsaverError:
+        """Return the error to raise for a failed step, with the state that the process is in."""
+        step = error if isinstance(error, StepFailedError) else None
+        if self._state is _State.LOST:
             self._failure = f"{error}: the driver cannot restore this process; restart it"
-            self._state = _State.LOST
             return ContextLostError(self._failure, step.call if step else "", step.code if step else "")
-        # In an unknown state the process may be hibernated; a wake finds out.
-        self._state = _State.RUNNING if state == "running" else _State.HIBERNATED
         if not isinstance(error, StepFailedError):
             return error
         if error.needed_bytes:
@@ -188,20 +284,12 @@ class Hibernation:
                 error.free_bytes,
                 index,
             )
-        consequence = {
-            "running": "the process runs on as before",
-            "checkpointed": "the process is still hibernated; repeat the call",
-            "locked": "the process is back on the device, but its calls still wait; resume again",
-        }.get(state, "the driver does not tell what state the process is in; resume it")
-        return DriverError(f"{error}; {consequence}", call=error.call, code=error.code)
+        return DriverError(f"{error}; {_CONSEQUENCES[self._state]}", call=error.call, code=error.code)
 
     def _driver_state(self) -> str:
-        """Return what the driver calls this process's state; unlocks it first if it is locked with its memory back."""
+        """Return what the driver calls this process's state."""
         try:
             [state] = self._ask("state")
-            if state == "locked":
-                self._ask("wake")
-                state = "running"
         except StepFailedError as error:
             return error.state
         except MemsaverError:

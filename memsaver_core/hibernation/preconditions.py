@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memsaver_core import _native, process
-from memsaver_core.communicators import nccl_groups
+from memsaver_core import _native, communicators, process
 from memsaver_core.hibernation import helper
+from memsaver_core.reports import CommunicatorStatus
 
 #: The first driver that can checkpoint (CUDA 12.8).
 OLDEST_DRIVER = "570"
 
 #: CUDA maps the device file of unified memory below this address for its own use, above it for managed memory.
 _FIRST_MANAGED = 1 << 40
+
+_checks: list[Callable[[], list[str]]] = []
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,28 @@ class Facts:
     helper: bool = True  # its program exists and may be run
     can_checkpoint: bool = True  # the NVIDIA driver has the calls
     mps: str = ""  # the pipe of a CUDA MPS daemon that this process computes through
-    nccl_groups: tuple[str, ...] = ()  # names of torch's process groups on NCCL
+    communicators: tuple[CommunicatorStatus, ...] = ()  # NCCL's, of more than one rank
     ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported
     peers: tuple[tuple[int, int], ...] = ()  # pairs of devices of which the first reaches the second's memory
     managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
+    others: tuple[str, ...] = ()  # what registered checks told
 
 
-def obstacles(facts: Facts) -> list[str]:
-    """Return why a process with these ``facts`` cannot be hibernated, each with what to do."""
+def register_check(check: Callable[[], list[str]]) -> None:
+    """Have ``check`` called before each hibernation, while device calls still go on.
+
+    It returns what prevents the hibernation and what to do, one string for each obstacle; an integration adds what only
+    it can see of its engine.
+    """
+    _checks.append(check)
+
+
+def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
+    """Return why a process with these ``facts`` cannot be hibernated, each with what to do.
+
+    Args:
+        suspending: communicators are suspended first, so those that can be are no obstacle.
+    """
     if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []
@@ -51,9 +68,10 @@ def obstacles(facts: Facts) -> list[str]:
         found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
     if facts.mps:
         found.append(f"the process runs under CUDA MPS ({facts.mps}), which cannot be checkpointed; run it without MPS")
-    if facts.nccl_groups:
-        named = ", ".join(map(repr, facts.nccl_groups))
-        found.append(f"NCCL communicators are alive ({named}); destroy the process groups first")
+    for each in facts.communicators:
+        if not each.suspended and (each.obstacle or not suspending):
+            remedy = each.obstacle or "suspend it first"
+            found.append(f"NCCL communicator {each.name} is alive: {remedy}, or destroy it")
     if facts.ipc_tensors:
         found.append(f"{facts.ipc_tensors} tensors are shared with other processes by CUDA IPC; drop them first")
     if facts.peers:
@@ -63,7 +81,7 @@ def obstacles(facts: Facts) -> list[str]:
         )
     if facts.managed_bytes:
         found.append(f"{facts.managed_bytes} bytes of managed memory are in use; free it first")
-    return found
+    return [*found, *facts.others]
 
 
 def observe() -> Facts:
@@ -78,11 +96,17 @@ def observe() -> Facts:
         helper=has_helper,
         can_checkpoint=_native.can_checkpoint(),
         mps=mps_pipe(),
-        nccl_groups=nccl_groups(),
+        communicators=communicators.found(),
         ipc_tensors=ipc_tensors(),
         peers=backend.peers(process.existing_saver(), process.settings().peer_access),
         managed_bytes=managed_bytes(),
+        others=registered_checks(),
     )
+
+
+def registered_checks() -> tuple[str, ...]:
+    """Return what the checks of ``register_check`` tell."""
+    return tuple(told for check in _checks for told in check())
 
 
 def mps_pipe() -> str:

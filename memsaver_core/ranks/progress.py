@@ -10,7 +10,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import memsaver_core as ms
@@ -27,8 +27,12 @@ PHASES = (
     "trim_pinned",
     "ipc_collect",
     "settle",
+    "suspend_communicators",
+    "lock",
     "hibernate",
     "wake",
+    "unlock",
+    "resume_communicators",
     "restore",
 )
 #: How often a rank updates its record, seconds.
@@ -36,8 +40,8 @@ REFRESH_S = 0.1
 
 _NAME = "memsaver-progress"
 _BYTES = mmap.PAGESIZE
-# The words of a record, eight bytes each. _OPERATIONS counts the operations begun.
-_MARK, _OPERATIONS, _PHASE, _DONE, _TOTAL, _COPIED = range(6)
+# The words of a record, eight bytes each. _OPERATIONS counts the operations begun, _BEGUN and _ENDED the messages.
+_MARK, _OPERATIONS, _PHASE, _DONE, _TOTAL, _COPIED, _BEGUN, _ENDED = range(8)
 
 
 class ProgressRecord:
@@ -52,6 +56,15 @@ class ProgressRecord:
     @property
     def location(self) -> ProgressLocation:
         return ProgressLocation(os.getpid(), self._fd, self._words[_MARK])
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Note that a message is carried out inside."""
+        self._words[_BEGUN] += 1
+        try:
+            yield
+        finally:
+            self._words[_ENDED] = self._words[_BEGUN]
 
     @contextmanager
     def following(self, log: ms.PhaseLog) -> Iterator[None]:
@@ -85,15 +98,42 @@ class ProgressRecord:
 
 
 class GroupProgress:
-    """The records of all ranks that can be mapped from here."""
+    """The records of all ranks that can be mapped from here. ``locations`` has one for each rank, or None.
 
-    def __init__(self, locations: Iterable[ProgressLocation]) -> None:
-        self._records = [words for words in map(_map, locations) if words is not None]
-        self._before: list[int] = []
+    Attributes:
+        seen: the ranks whose records are mapped: their process ids mean here what they mean there.
+    """
+
+    def __init__(self, locations: Sequence[ProgressLocation | None]) -> None:
+        mapped = {rank: _map(location) for rank, location in enumerate(locations) if location is not None}
+        self._records = {rank: words for rank, words in mapped.items() if words is not None}
+        self.seen = frozenset(self._records)
+        self._before: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
 
     def begin(self) -> None:
         """Count only operations that ranks begin from now on."""
-        self._before = [words[_OPERATIONS] for words in self._records]
+        self._before = {rank: words[_OPERATIONS] for rank, words in self._records.items()}
+
+    def asking(self) -> None:
+        """A message is about to be sent to every rank."""
+        self._asked = {rank: words[_BEGUN] for rank, words in self._records.items()}
+
+    def late(self) -> dict[int, str]:
+        """Return what each rank that has not carried out the last message is at."""
+        late = {}
+        for rank, words in self._records.items():
+            if words[_BEGUN] == self._asked.get(rank, 0):
+                late[rank] = "has not begun it"
+            elif words[_ENDED] != words[_BEGUN]:
+                late[rank] = "has begun it and not ended"
+        return late
+
+    def figures(self) -> tuple[int, ...]:
+        """Return figures of all ranks that change whenever one of them makes progress."""
+        return tuple(
+            words[at] for words in self._records.values() for at in (_PHASE, _DONE, _TOTAL, _COPIED, _BEGUN, _ENDED)
+        )
 
     @property
     def phase(self) -> str:
@@ -108,8 +148,7 @@ class GroupProgress:
         return Progress(operation if begun else "", done, total, copied, seconds)
 
     def _begun(self) -> list[memoryview]:
-        pairs = zip(self._records, self._before, strict=True)
-        return [words for words, before in pairs if words[_OPERATIONS] != before]
+        return [words for rank, words in self._records.items() if words[_OPERATIONS] != self._before.get(rank)]
 
 
 def _map(location: ProgressLocation) -> memoryview | None:

@@ -194,13 +194,13 @@ class Failure:
         }
         return cls(type(error).__name__ if known else "MemsaverError", message, plain, phase)
 
-    def to_error(self, prefix: str = "") -> MemsaverError:
-        """Return the error again, of the same class, its message after ``prefix``."""
+    def to_error(self, before: str = "", after: str = "") -> MemsaverError:
+        """Return the error again, of the same class, its message between ``before`` and ``after``."""
         kind = getattr(errors, self.error, MemsaverError)
         if not (isinstance(kind, type) and issubclass(kind, MemsaverError)):
             kind = MemsaverError
         error: MemsaverError = kind.__new__(kind)
-        RuntimeError.__init__(error, prefix + self.message)
+        RuntimeError.__init__(error, before + self.message + after)
         for name, value in self.attributes.items():
             setattr(error, name, value)
         return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ from memsaver_server.engine import Engine, Memory
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import released_tags
 
+logger = logging.getLogger("memsaver")
+
 
 class Admission:
-    """Opens admission while all memory is resident and repaired and no operation or pause closes it.
+    """Opens admission while all memory is resident, repaired and written, and no operation or pause closes it.
 
     Every method may be called from any thread. The engine is called under the lock, so that its last call is the latest
     decision.
@@ -29,6 +32,7 @@ class Admission:
         self._paused: Literal["", "paused", "asleep"] = ""
         self._lost: set[str] = set()
         self._to_repair: set[str] = set()
+        self._unwritten: set[str] = set()
 
     @property
     def asleep(self) -> bool:
@@ -76,10 +80,22 @@ class Admission:
             self._paused = ""
             return self._update()
 
-    def content_lost(self, tags: Iterable[str]) -> None:
-        """Note that a release has discarded the content of ``tags``."""
+    def content_lost(self, tags: Iterable[str], unwritten: Iterable[str]) -> None:
+        """Note that a release has discarded the content of ``tags``; that of ``unwritten`` has to be written again."""
         with self._lock:
             self._lost.update(tags)
+            self._unwritten.update(unwritten)
+
+    def unwritten(self, status: Status) -> frozenset[str]:
+        """Return the tags whose content is lost until it is written again."""
+        with self._lock:
+            return frozenset(self._unwritten_tags(status))
+
+    def written(self, tags: Iterable[str]) -> str:
+        """Note that the content of ``tags`` was written. Returns why admission is still closed, or an empty string."""
+        with self._lock:
+            self._unwritten.difference_update(tags)
+            return self._update()
 
     def resumed(self, tags: Iterable[str]) -> None:
         """Note that ``tags`` are resident again, and not repaired yet."""
@@ -90,11 +106,13 @@ class Admission:
         """Have the engine repair what was resumed; what fails stays to be repaired."""
         with self._lock:
             tags, lost = sorted(self._to_repair), sorted(self._to_repair & self._lost)
-        if tags:
-            self._engine.repair(tags, lost)
+        rebuilt = self._engine.repair(tags, lost) if tags else None
         with self._lock:
             self._to_repair.difference_update(tags)
             self._lost.difference_update(lost)
+            self._unwritten.difference_update(rebuilt or ())
+            if unwritten := self._unwritten.intersection(lost):
+                logger.warning(_unwritten_reason(unwritten))
 
     def _update(self) -> str:
         reason = self._closed_reason(self._memory.status())
@@ -106,7 +124,7 @@ class Admission:
 
     def _closed_reason(self, status: Status) -> str:
         if status.state == "failed":
-            return f"the device context is lost: {status.failure}"
+            return f"the engine has failed for good: {status.failure}"
         if self._operation:
             return self._operation
         if status.hibernated:
@@ -116,9 +134,24 @@ class Admission:
             return f"memory of {', '.join(sorted(released))} is released"
         if self._to_repair:
             return f"{', '.join(sorted(self._to_repair))} came back but could not be repaired; resume again"
+        if unwritten := self._unwritten_tags(status):
+            return _unwritten_reason(unwritten)
         return "generation is paused" if self._paused else ""
+
+    def _unwritten_tags(self, status: Status) -> set[str]:
+        """Return the tags in ``_unwritten`` that still hold something."""
+        return self._unwritten & {tag.tag for tag in status.tags if tag.bytes}
 
     def _hold(self) -> int:
         """How many new requests may wait: those of a paused engine, and during a release if the operator set so."""
-        paused_only = self._paused and not self._operation and not released_tags(self._memory.status())
+        status = self._memory.status()
+        closed_otherwise = self._operation or released_tags(status) or self._unwritten_tags(status)
+        paused_only = self._paused and not closed_otherwise
         return self._settings.queue_limit if paused_only or self._settings.while_released == "queue" else 0
+
+
+def _unwritten_reason(tags: Iterable[str]) -> str:
+    return (
+        f"the content of {', '.join(sorted(tags))} was discarded by a release; write it by the engine's weight update, "
+        "or POST /content_written once it is written in another way"
+    )

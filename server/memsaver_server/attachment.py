@@ -15,12 +15,14 @@ from functools import partial
 import uvicorn
 
 import memsaver_core as ms
+from memsaver_core import communicators
 from memsaver_core.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
+from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.settings import Settings
 from memsaver_server.threads import start_thread
 
@@ -63,6 +65,11 @@ class Attachment:
         self._server.stop()
         self._thread.join()
 
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """The state machine behind the routes, for the program that runs the engine."""
+        return self._server.config.app.state.memsaver.lifecycle  # type: ignore[no-any-return, union-attr]
+
     def __enter__(self) -> Attachment:
         return self
 
@@ -93,7 +100,7 @@ def attach(
         ConfigurationError: the address needs a key, or cannot be bound.
     """
     settings = settings or Settings()
-    _warn_of_nccl()
+    communicators.warn_of_registered_graphs()
     if uds is None:
         check_address(host, settings)
         bound = _bind_tcp(host, port)
@@ -199,26 +206,3 @@ def _remove_stale(path: str) -> None:
 
 def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _warn_of_nccl() -> None:
-    """Warn if NCCL registers the buffers of CUDA graphs: their replay may hang after memory was remapped."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    if nccl_registers_graphs(dist.get_backend_config(), os.environ.get("NCCL_GRAPH_REGISTER")):
-        logger.warning(
-            "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
-            "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
-        )
-
-
-def nccl_registers_graphs(backends: str, setting: str | None) -> bool:
-    """Whether NCCL registers the buffers of captured graphs, its default.
-
-    Args:
-        backends: torch's backend per kind of device, as in ``cpu:gloo,cuda:nccl``.
-        setting: NCCL_GRAPH_REGISTER, or None if it is not set.
-    """
-    return "nccl" in backends and setting != "0"

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import memsaver_core as ms
-from memsaver_core.communicators import nccl_groups
 from memsaver_core.reports import DeviceDelta, DeviceMemory, Status, TorchMemory
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap
@@ -36,7 +35,7 @@ class Sample:
         status: the core's account, or None before the first sample.
         torch: torch's memory by device index.
         graph_bytes: what captured graphs hold besides their tensors, by device index.
-        nccl: NCCL communicators exist; the memory that they hold cannot be queried.
+        nccl: NCCL communicators exist; a part of what they hold cannot be suspended.
     """
 
     at: float
@@ -149,11 +148,12 @@ def _settle(taken: asyncio.Future[None]) -> None:
 def _sample(at: float, devices: tuple[DeviceMemory, ...], memory: Memory) -> Sample:
     if memory is not LOCAL_MEMORY:
         return Sample(at, devices, memory.status())
+    nccl = ms.read_communicators()  # before the status, which has what was counted last
     return Sample(
         at,
         devices,
         memory.status(),
         torch={device.index: ms.read_torch_memory(device.index) for device in devices},
         graph_bytes={device.index: ms.graph_memory_bytes(device.index) for device in devices},
-        nccl=bool(nccl_groups()),
+        nccl=bool(nccl),
     )

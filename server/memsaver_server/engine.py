@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import memsaver_core as ms
@@ -76,6 +76,14 @@ class Memory(Protocol):
     def prepare_backup(self) -> None: ...
 
 
+@runtime_checkable
+class WatchedMemory(Memory, Protocol):
+    """A memory in other processes, of which the death of one is an event."""
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once ``status`` says ``failed``, from any thread."""
+
+
 class _LocalMemory:
     enabled = staticmethod(ms.enabled)
     check_tags = staticmethod(ms.check_tags)
@@ -94,6 +102,19 @@ LOCAL_MEMORY: Memory = _LocalMemory()
 def memory_of(engine: object) -> Memory:
     """Return the memory of ``engine``; without an attribute ``memory`` it is that of this process."""
     return cast(Memory, getattr(engine, "memory", LOCAL_MEMORY))
+
+
+def model_name_of(engine: object) -> str:
+    """Return the name of the model that ``engine`` serves; an empty string if it has no attribute ``model_name``."""
+    return str(getattr(engine, "model_name", None) or "")
+
+
+def unwritten_weights(engine: object) -> Collection[str]:
+    """Return the weights that no update has written since their content was discarded.
+
+    An engine without an attribute ``unwritten_weights`` does not know; then one update counts as all.
+    """
+    return cast(Collection[str], getattr(engine, "unwritten_weights", ()))
 
 
 @runtime_checkable
@@ -138,11 +159,15 @@ class Engine(Protocol):
     def flush_cache(self) -> None:
         """Forget every cached prefix. Touches no device memory: it is called while that may be released."""
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str] | None:
         """Repair the engine after ``tags`` were resumed, of which ``lost`` came back without their content.
 
         Forget prefixes cached in a lost ``kv_cache``, and recompute requests frozen over it from their tokens. Called
         before admission opens; called again with the same tags if it raised.
+
+        Returns:
+            Those of ``lost`` that have their content again. Admission stays closed until the content of others is
+            written, if a release discarded it although their regions keep it, or if they are ``weights``.
         """
 
 

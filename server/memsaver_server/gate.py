@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, Engine, never
@@ -89,8 +89,9 @@ class Gate:
     def flush_cache(self) -> None:
         """Does nothing: a gate has no cache."""
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Does nothing. Override it to rebuild the content of the ``lost`` tags."""
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str] | None:
+        """Does nothing. Override it to rebuild the content of ``lost`` tags, and return those rebuilt."""
+        return None
 
     def _enter(self, name: str | None) -> InFlightRequest:
         with self._changed:

@@ -8,31 +8,31 @@ Resume: check tags -> resume the memory (wake, restore) -> repair -> reopen admi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from memsaver_core import PhaseLog
 from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.reports import OperationReport, Status
+from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.admission import Admission
 from memsaver_server.cancellation import Cancellation
 from memsaver_server.drain import drain
-from memsaver_server.engine import DrainMode, Engine, Memory, memory_of
+from memsaver_server.engine import DrainMode, Engine, Memory, WatchedMemory, memory_of, unwritten_weights
 from memsaver_server.memory_lock import MemoryLock
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
 from memsaver_server.settings import Settings
-from memsaver_server.tag_selection import ImplicitTags, keeps_content, options_for, released_tags
+from memsaver_server.tag_selection import ImplicitTags, lost_tags, needs_writing, options_for, released_tags
 
 #: Interval at which a resume that waits for device memory reads how much is free, seconds.
 MEMORY_POLL_S = 0.05
 
 
 class EngineFailedError(MemsaverError):
-    """The device context is lost: no operation can succeed in this process any more."""
+    """The device context or a rank is lost: no operation can succeed any more."""
 
     kind = "context_lost"
 
@@ -56,12 +56,14 @@ class Snapshot:
         state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
         closed_reason: why the engine accepts no requests, or an empty string if it does.
         running: the operation in progress, or None.
+        unwritten: the tags whose content is lost until it is written again.
     """
 
     status: Status
     state: str
     closed_reason: str
     running: Operation | None
+    unwritten: frozenset[str]
 
 
 class Lifecycle:
@@ -76,6 +78,8 @@ class Lifecycle:
         self.memory = memory_of(engine)
         self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
         self._admission = Admission(engine, self.memory, settings)
+        if isinstance(self.memory, WatchedMemory):
+            self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
 
@@ -101,7 +105,8 @@ class Lifecycle:
         if not self.memory.enabled():
             return self.memory.release(request.options, log=log)
         self._check_usable()
-        options = options_for(request, self.memory.status().tags)
+        before = self.memory.status().tags
+        options = options_for(request, before)
         self._admission.close_for("memory is being released")
         try:
             with ExitStack() as until_released:
@@ -111,7 +116,7 @@ class Lifecycle:
                 try:
                     return self.memory.release(options, log=log)
                 finally:
-                    self._note_released(request, options)
+                    self._note_released(request, options, before)
         finally:
             self._admission.reopen()
 
@@ -134,7 +139,7 @@ class Lifecycle:
         self._check_usable()
         status = self.memory.status()
         released = released_tags(status)
-        options = replace(request.options, tags=self._implicit.complete(request.tags, released))
+        options = replace(request.options, tags=self.tags_to_resume(request.tags))
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
@@ -149,6 +154,10 @@ class Lifecycle:
             self._admission.reopen()
             raise
         return replace(report, phases=log.phases)
+
+    def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released."""
+        return self._implicit.complete(requested, released_tags(self.memory.status()))
 
     def _restore(
         self, options: ResumeOptions, wait_for_memory_s: float, cancellation: Cancellation, log: PhaseLog
@@ -186,18 +195,48 @@ class Lifecycle:
         """
         return self._admission.unpause()
 
-    def update_weights(self, write: Callable[[], int]) -> int:
-        """Run ``write``, which overwrites weights in place; no release or resume overlaps it. Blocks.
+    @contextmanager
+    def writing(self, tag: str = "weights") -> Iterator[None]:
+        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks.
+
+        Content that a release had discarded counts as written afterwards, unless the block raised, or the engine says
+        that weights are still missing.
 
         Raises:
-            NotResidentError: the weights are released. ``write`` was not called.
-            MemoryBusyError: an operation stalls, or another update has not ended. ``write`` was not called.
+            NotResidentError: the tag is released. The block was not run.
+            MemoryBusyError: an operation stalls, or another update has not ended. The block was not run.
         """
         with self._lock.for_update(lambda: self.operations.running):
-            status = self.memory.status()
-            if "weights" in released_tags(status) or status.hibernated:
-                raise NotResidentError("weights")
-            return write()
+            self._check_resident([tag])
+            yield
+            if tag != "weights" or not unwritten_weights(self._engine):
+                self._admission.written([tag])
+
+    def content_written(self, tags: Sequence[str]) -> str:
+        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written.
+
+        Returns:
+            Why admission is still closed, or an empty string.
+
+        Raises:
+            UnknownTagError: a tag does not exist.
+            NotResidentError: a tag is released.
+        """
+        self.memory.check_tags(tags)
+        written = list(tags) or self.snapshot().unwritten
+        self._check_resident(written)
+        return self._admission.written(written)
+
+    def weights_updated(self) -> None:
+        """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
+        if "weights" not in released_tags(self.memory.status()):
+            self._admission.written(["weights"])
+
+    def _check_resident(self, tags: Iterable[str]) -> None:
+        status = self.memory.status()
+        for tag in tags:
+            if status.hibernated or tag in released_tags(status):
+                raise NotResidentError(tag)
 
     def snapshot(self) -> Snapshot:
         """Return the state now. Reads the core once, because each read may have to wait for the interpreter's lock."""
@@ -206,7 +245,8 @@ class Lifecycle:
         state = status.state
         if state != "failed" and running is not None and running.status == "running":
             state = "releasing" if running.request.operation == "release" else "resuming"
-        return Snapshot(status, state, self._admission.closed_reason(status), running)
+        admission = self._admission
+        return Snapshot(status, state, admission.closed_reason(status), running, admission.unwritten(status))
 
     @property
     def state(self) -> str:
@@ -219,16 +259,23 @@ class Lifecycle:
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
+    def raise_if_rank_lost(self) -> None:
+        """Raise EngineFailedError if the engine's ranks have failed."""
+        if isinstance(self.memory, WatchedMemory):
+            self._check_usable()
+
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
-            raise EngineFailedError(f"the device context is lost ({status.failure}); restart the engine")
+            raise EngineFailedError(f"the engine has failed for good ({status.failure}); restart it")
 
-    def _note_released(self, request: ReleaseRequest, options: ReleaseOptions) -> None:
+    def _note_released(self, request: ReleaseRequest, options: ReleaseOptions, before: tuple[TagStatus, ...]) -> None:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
         tags = self.memory.status().tags
         released = [tag for tag in tags if tag.released_bytes and (not options.tags or tag.tag in options.tags)]
-        self._admission.content_lost(tag.tag for tag in released if not keeps_content(tag, request.options))
+        lost = lost_tags(before, released, request.options)
+        unwritten = [tag.tag for tag in released if tag.tag in lost and needs_writing(tag, request.options)]
+        self._admission.content_lost(lost, unwritten)
         self._implicit.released(request.tags, [tag.tag for tag in released])
 
     def _note_resumed(self, released: set[str]) -> None:

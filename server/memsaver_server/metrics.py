@@ -123,6 +123,9 @@ class Metrics:
             for state in ("resident", "released", "retained")
         }
         yield _gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
+        lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
+        help_text = "1 while the content of a tag that a release discarded is not written again."
+        yield _gauges("memsaver_content_lost", help_text, ["tag"], lost)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."
@@ -130,6 +133,8 @@ class Metrics:
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
             yield _gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
+        alive = {(str(rank.rank),): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
+        yield _gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
         states = {(name,): float(name == now.state) for name in STATES}
         yield _gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
         help_text = "1 while the engine accepts requests."

@@ -14,13 +14,13 @@ DrainMode = Literal["wait", "abort", "keep"]
 Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1024)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 
-
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
+DryRun = Annotated[bool, Field(description="Only say what would happen and what it would take.")]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
 
 
 class Fields(BaseModel):
-    """Base of requests: a field that is null counts as absent, an unknown one is ignored."""
+    """Base of requests: a field that is null counts as absent."""
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -41,6 +41,7 @@ class ReleaseFields(Fields):
         default=None, description="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
+    dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
 
@@ -56,6 +57,7 @@ class ResumeFields(Fields):
     wait_for_memory_s: Seconds = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
+    dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
 
@@ -80,53 +82,7 @@ class ReleaseArguments(TypedDict, total=False):
     wait: bool
 
 
-class PauseFields(Fields):
-    """The fields of a pause. ``retract`` and ``in_place`` are SGLang's names for ``keep``."""
-
-    mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
-    timeout_s: Seconds | None = None
-
-
-class NoFields(Fields):
-    """A body whose fields are ignored. If present it must be JSON."""
-
-
-class UpdateFromDiskFields(Fields):
-    """SGLang's weight update from a checkpoint folder of the same shape."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    model_path: str
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class UpdateFromTensorFields(Fields):
-    """SGLang's weight update from tensors: one payload per rank."""
-
-    serialized_named_tensors: list[str]
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-
-
-class SleepFields(Fields):
-    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3, an
-    extension, is 1 with hibernation."""
-
-    level: Annotated[int, Field(ge=0, le=3)] = 1
-    mode: DrainMode = "abort"
-    tags: Tags | None = None
-    timeout_s: Seconds | None = None
-    wait: bool = False
-
-
-class WakeFields(Fields):
-    """vLLM's wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
-
-    tags: Tags | None = None
-    wait_for_memory_s: Seconds = 0.0
-    wait: bool = False
+Ignored = Annotated[list[str], Field(description="Unknown fields of the request; absent if there are none.")]
 
 
 class DeviceAnswer(BaseModel):
@@ -183,6 +139,41 @@ class OperationAnswer(BaseModel):
     tags: list[TagAnswer]
     phases: list[PhaseAnswer]
     devices: list[MeteredDeviceAnswer]
+    ignored: Ignored = []
+
+
+class RoomAnswer(BaseModel):
+    needed_bytes: int
+    free_bytes: int
+
+
+class PlannedDeviceAnswer(RoomAnswer):
+    index: int
+
+
+class PlannedTagAnswer(BaseModel):
+    """A tag in a dry run: ``bytes`` of device memory, and the most ``backup_bytes`` that its backup would take more."""
+
+    tag: str
+    restore: str
+    bytes: int
+    backup_bytes: int
+    loses_content: bool = Field(description="Its content would have to be written before it is used again.")
+
+
+class PlanAnswer(BaseModel):
+    """What a release or a resume would do. With ``blockers`` it would fail, for these reasons."""
+
+    success: Literal[True]
+    message: str
+    dry_run: Literal[True]
+    operation: Literal["release", "resume"]
+    tags: list[PlannedTagAnswer]
+    host: RoomAnswer
+    file: RoomAnswer
+    devices: list[PlannedDeviceAnswer]
+    blockers: list[str]
+    ignored: Ignored = []
 
 
 class AcceptedAnswer(BaseModel):
@@ -194,6 +185,7 @@ class AcceptedAnswer(BaseModel):
     operation_id: str
     status: str
     location: str
+    ignored: Ignored = []
 
 
 class ErrorDetails(BaseModel):
@@ -282,6 +274,9 @@ class TagStatusAnswer(BaseModel):
     tag: str
     restore: str
     state: str
+    content: Literal["ok", "lost"] = Field(
+        default="ok", description="lost: discarded by a release, and not written since."
+    )
     bytes: int
     resident_bytes: int
     released_bytes: int
@@ -306,6 +301,13 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
+class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
+    rank: int
+    pid: int | None
+    alive: bool | None
+    state: str
+
+
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -314,17 +316,20 @@ class OccupationAnswer(BaseModel):
     state: str
     hibernated: bool
     engine: str
+    model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
+    ranks: list[RankAnswer]
 
 
 class MessageAnswer(BaseModel):
     success: Literal[True]
     message: str
     status: Literal["ok"]
+    ignored: Ignored = []
 
 
 class SleepingAnswer(BaseModel):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memsaver_core import MemsaverError
 from memsaver_core.options import ReleaseOptions
-from memsaver_core.policies import keeps_all
+from memsaver_core.policies import keeps_all, keeps_any
 from memsaver_core.reports import Status, TagStatus
 from memsaver_server.operation import ReleaseRequest
 
@@ -37,6 +37,31 @@ def released_tags(status: Status) -> set[str]:
 def keeps_content(tag: TagStatus, options: ReleaseOptions) -> bool:
     """Whether a release with ``options`` keeps all content of ``tag``."""
     return keeps_all(options.restore.get(tag.tag, tag.restore))
+
+
+def lost_tags(before: Iterable[TagStatus], after: Iterable[TagStatus], options: ReleaseOptions) -> set[str]:
+    """Return the tags whose content a release with ``options`` discarded, also if it failed half way.
+
+    A tag that was released already keeps its backup, unless that was damaged and has been given up.
+    """
+    held = {tag.tag: tag for tag in before}
+    lost = set()
+    for tag in after:
+        was = held.get(tag.tag)
+        released, backed_up = (was.released_bytes, was.backed_up_bytes) if was is not None else (0, 0)
+        given_up = tag.released_bytes == released > 0 and tag.backed_up_bytes < backed_up
+        if (tag.released_bytes > released or given_up) and not keeps_content(tag, options):
+            lost.add(tag.tag)
+    return lost
+
+
+def needs_writing(tag: TagStatus, options: ReleaseOptions) -> bool:
+    """Whether the content of ``tag``, which a release with ``options`` discarded, has to be written before it is used.
+
+    A region that keeps nothing by its own policy holds what the engine computes again: a KV cache, workspaces. Weights
+    are the exception: an engine whose weights are always overwritten after a resume does not keep them.
+    """
+    return tag.tag == "weights" or (tag.tag in options.restore and keeps_any(tag.restore))
 
 
 def options_for(request: ReleaseRequest, tags: Iterable[TagStatus]) -> ReleaseOptions:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,131 +15,42 @@ import httpx
 import pytest
 import torch
 
-import memsaver_core as ms
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Introduce
+from tests.gpu.vllm_server import (
+    ENVIRONMENT,
+    QUICK,
+    complete,
+    completions,
+    missing,
+    post,
+    prompt,
+    serving,
+    write_model,
+)
 from tests.waiting import wait_until
 
 MIB = 1 << 20
-CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
-START_S = 240
-#: Graphs of a few sizes, and no compilation: an engine that starts in seconds.
-QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 
-
-def _missing() -> str:
-    if not torch.cuda.is_available() or ms.driver_name() != "cuda":
-        return "needs an NVIDIA GPU and the CUDA driver"
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed"
-    names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
-    return "" if "memsaver" in names else "memsaver is not installed, so that vLLM does not find its plugin"
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")]
-
-ENVIRONMENT = {
-    "MEMSAVER_VLLM": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc, by which weights are loaded again
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of seeded random weights: four layers of Qwen2-1.5B's shape."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
-    shape = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 4}
-    (folder / "config.json").write_text(json.dumps(shape))
-    torch.manual_seed(3)
-    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    state = {name: tensor.contiguous() for name, tensor in random.state_dict().items() if name != "lm_head.weight"}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_model(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """vLLM's own API server, started in the usual way."""
-    port = free_port()
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
-    command += ["m", "--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--gpu-memory-utilization", "0.15", "--max-model-len", "2048"]
-    command += ["--compilation-config", json.dumps(QUICK)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            wait_until_up(client, process, log)
-            yield client
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_until_up(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    def is_up() -> bool:
-        assert process.poll() is None, log.read_text()[-6000:]
-        try:
-            return client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    try:
-        wait_until(is_up, START_S, interval_s=0.2)
-    except AssertionError:
-        raise AssertionError(log.read_text()[-6000:]) from None
-
-
-def prompt(number: int) -> list[int]:
-    return [(7919 * (place + 3) * (number + 1)) % 150_000 + 10 for place in range(30 + 50 * number)]
-
-
-def complete(client: httpx.Client, number: int, tokens: int = 24) -> list[int]:
-    body = {
-        "model": "m",
-        "prompt": prompt(number),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "detokenize": False,
-        "return_token_ids": True,
-    }
-    answer = client.post("/v1/completions", json=body).raise_for_status().json()
-    ids: list[int] = answer["choices"][0]["token_ids"]
-    return ids
-
-
-def completions(client: httpx.Client) -> list[list[int]]:
-    """One prompt at a time and none from the prefix cache, because only then greedy tokens are reproducible."""
-    answers = []
-    for number in range(3):
-        client.post("/flush_cache").raise_for_status()
-        answers.append(complete(client, number))
-    return answers
+    with serving(model, log, "--compilation-config", json.dumps(QUICK)) as (client, _):
+        yield client
 
 
 def used() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 def held(client: httpx.Client) -> dict[str, dict[str, Any]]:

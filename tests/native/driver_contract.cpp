@@ -1,6 +1,7 @@
 // Checks the contract of drivers on the named one: host, faulty or cuda.
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <memory>
@@ -96,6 +97,41 @@ void memory_goes_behind_an_address_and_away(Driver& driver) {
   }
   driver.destroy_stream(0, stream);
   driver.unreserve(0, address, 4 * bytes);
+}
+
+void memory_is_shared(Driver& driver) {
+  const std::size_t bytes = driver.device_info(0).granularity * 2;
+  const std::size_t before = used(driver);
+  const Address ours = driver.reserve(0, bytes);
+  const Address theirs = driver.reserve(0, bytes);
+  const Stream stream = driver.create_stream(0);
+  HostMemory host(driver, bytes);
+  const Handle handle = driver.create_exportable(0, bytes);
+  const int file = driver.export_handle(0, handle);
+  const Handle imported = driver.import_handle(0, file, bytes);
+  CHECK(close(file) == 0);
+  driver.map(0, ours, bytes, handle);
+  driver.allow_access(0, ours, bytes, {});
+  driver.map(0, theirs, bytes, imported);
+  driver.allow_access(0, theirs, bytes, {});
+  for (std::size_t i = 0; i < bytes; ++i) host.data[i] = static_cast<unsigned char>(i * 13);
+  driver.copy_to_device(0, ours, host.data, bytes, stream);
+  wait_for(driver, stream);
+  driver.synchronize(0);
+  driver.unmap(0, ours, bytes);
+  driver.release(0, handle, bytes);
+  std::memset(host.data, 0, bytes);
+  driver.copy_to_host(0, host.data, theirs, bytes, stream);
+  wait_for(driver, stream);
+  for (std::size_t i = 0; i < bytes; ++i) CHECK(host.data[i] == static_cast<unsigned char>(i * 13));
+  driver.synchronize(0);
+  driver.unmap(0, theirs, bytes);
+  driver.release(0, imported, bytes);
+  CHECK(used(driver) <= before + kMiB * 4);
+  driver.destroy_stream(0, stream);
+  driver.unreserve(0, ours, bytes);
+  driver.unreserve(0, theirs, bytes);
+  CHECK_THROWS(driver.import_handle(0, file, bytes), ErrorKind::driver);
 }
 
 void too_much_is_out_of_memory(Driver& driver) {
@@ -205,6 +241,7 @@ int main(int count, char** arguments) {
   }
   device_is_described(*driver);
   memory_goes_behind_an_address_and_away(*driver);
+  memory_is_shared(*driver);
   too_much_is_out_of_memory(*driver);
   streams_are_ordered_by_events(*driver);
   digests_equal_the_reference(*driver);

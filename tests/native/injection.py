@@ -40,16 +40,17 @@ def in_child(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {sitecustomize.VARIABLE: str(build.faulty_module()), "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def fail_step(step: str, *, times: int = 1, lost: bool = False) -> None:
+def fail_step(step: str, *, times: int = 1, lost: bool = False, after: bool = False) -> None:
     """Make the next ``times`` of a hibernation step of this process fail: lock, checkpoint, restore or unlock.
 
     Args:
         lost: from then on the process cannot be restored, either.
+        after: the step is taken before it fails.
     """
     from memsaver_core import _native
 
     plan = Path(_native.__file__).with_name(f"step-faults.{os.getpid()}")
     planned = dict(line.split(maxsplit=1) for line in plan.read_text().splitlines()) if plan.exists() else {}
-    planned[step] = f"{times} {'lost' if lost else 'error'}"
+    planned[step] = f"{times} {'lost' if lost else 'after' if after else 'error'}"
     plan.write_text("".join(f"{name} {how}\n" for name, how in planned.items()))
     atexit.register(plan.unlink, missing_ok=True)

@@ -17,11 +17,12 @@ import atheris
 import torch
 from fastapi.responses import JSONResponse
 
-from memsaver_server import Settings, create_app, schemas
+from memsaver_server import Settings, create_app
 from memsaver_server.http import requests
 from memsaver_server.http.errors import BadRequestError
 from memsaver_server.reference.engine import TransformersEngine
 from memsaver_server.reference.sampling import NEUTRAL, Sampling
+from memsaver_server.routes import weights
 from tests.reliability.fuzz_inputs import (
     NUMBERS,
     answered,
@@ -78,7 +79,7 @@ class Target:
         self.own = dict(self.engine._runner.model.named_parameters())
         self.logits = torch.linspace(-30, 30, self.engine._runner.vocabulary)
         self.app = create_app(self.engine, Settings(max_body_bytes=LIMIT))
-        self.read_update = requests.fields_of(schemas.UpdateFromTensorFields)
+        self.read_update = requests.fields_of(weights.UpdateFromTensorFields)
 
     def read(self, data: bytes) -> int:
         count("inputs")
@@ -154,7 +155,7 @@ def update_from(data: bytes) -> bytes:
     """A payload that is valid except for what the bytes change."""
     provider = atheris.FuzzedDataProvider(data)
     if provider.ConsumeIntInRange(0, 7) == 0:
-        return body_for(names_of(schemas.UpdateFromTensorFields), provider.ConsumeBytes(provider.remaining_bytes()))
+        return body_for(names_of(weights.UpdateFromTensorFields), provider.ConsumeBytes(provider.remaining_bytes()))
     name = provider.PickValueInList([TENSOR, "lm_head.weight", "model.no.weight", "__metadata__", ""])
     kind = provider.PickValueInList(list(KINDS))
     shape = provider.PickValueInList([[256], [256, 1], [0], [], [2, provider.ConsumeIntInRange(0, 128)]])

@@ -72,6 +72,17 @@ KNOWN_FAILURES = {
             "A released engine is alive and not ready; a dead one is neither.",
         ),
         KnownFailure(
+            "generation answered from memory whose content was discarded",
+            "Discarded content is reported as lost and admission stays closed until it is written.",
+        ),
+        KnownFailure(
+            "a misspelt field was ignored, and everything was released",
+            "A field close to a known one is refused by name; other unknown ones are named in the answer.",
+        ),
+        KnownFailure(
+            "one large request held up all others", "The bodies of memory calls are small; prompts have limited values."
+        ),
+        KnownFailure(
             "a request during sleep hung or used released memory",
             "It is refused with 503 and Retry-After, or queued if the caller or the settings ask for it.",
         ),
@@ -147,6 +158,30 @@ KNOWN_FAILURES = {
         KnownFailure(
             "a process was killed in the middle of an operation",
             "Its memory is free at once, no lock or file stays, and the next process works.",
+        ),
+        KnownFailure(
+            "a rank did not come to a collective suspend, and the others waited for ever",
+            "All ranks agree first; the call has a deadline, names the rank, and leaves nothing half suspended.",
+        ),
+        KnownFailure(
+            "a rank was killed while memory was released, and probes went on saying that it was well",
+            "It is seen within a second, without an operation: `/livez` answers 503 and names the rank.",
+        ),
+        KnownFailure(
+            "idle NCCL communicators held gigabytes while the engine slept",
+            "They are suspended with the release if NCCL can; if not, it is told what stays and what to do.",
+        ),
+        KnownFailure(
+            "checkpointing one rank of several hung the next one",
+            "All are locked before any is checkpointed, all restored before any is unlocked; each step can be undone.",
+        ),
+        KnownFailure(
+            "a process with imported device memory was checkpointed and could never be restored",
+            "It is refused before the checkpoint, with what imports the memory and what to change.",
+        ),
+        KnownFailure(
+            "calibrated FP8 scales or adapters were wrong after a wake-up",
+            "Their content is kept, whatever becomes of the KV cache.",
         ),
     ),
 }

@@ -45,6 +45,10 @@ class LedgerDriver final : public Driver {
   // Where the destructor writes its report.
   void report_to(Report* report) { report_ = report; }
 
+  // Host memory of copies need not be pinned from now on; drivers take longer then.
+  void allow_unpinned_copies() {
+    with_lock([&] { unpinned_copies_ = true; });
+  }
   // The next `count` ranges to be unmapped are not, however often that is tried, until let_go().
   void refuse_unmaps(std::size_t count) {
     with_lock([&] {
@@ -86,7 +90,9 @@ class LedgerDriver final : public Driver {
   [[nodiscard]] std::size_t created_bytes(int device) const {
     return with_lock([&] {
       std::size_t sum = 0;
-      for (const auto& [handle, owned] : handles_) sum += owned.device == device ? owned.bytes : 0;
+      for (const auto& [handle, owned] : handles_) {
+        if (owned.device == device && !owned.imported) sum += owned.bytes;
+      }
       return sum;
     });
   }
@@ -144,8 +150,21 @@ class LedgerDriver final : public Driver {
   }
   Handle create(int device, std::size_t bytes) override {
     const Handle handle = driver_->create(device, bytes);
-    with_lock([&] { handles_[{device, handle}] = {device, bytes, false}; });
-    return handle;
+    return noted(device, handle, bytes, false);
+  }
+  Handle create_exportable(int device, std::size_t bytes) override {
+    const Handle handle = driver_->create_exportable(device, bytes);
+    return noted(device, handle, bytes, false);
+  }
+  int export_handle(int device, Handle handle) override {
+    with_lock([&] {
+      if (handles_.count({device, handle}) == 0) misuse("export of an unknown handle");
+    });
+    return driver_->export_handle(device, handle);
+  }
+  Handle import_handle(int device, int file, std::size_t bytes) override {
+    const Handle handle = driver_->import_handle(device, file, bytes);
+    return noted(device, handle, bytes, true);
   }
   void release(int device, Handle handle, std::size_t bytes) override {
     with_lock([&] {
@@ -177,6 +196,7 @@ class LedgerDriver final : public Driver {
       const auto found = mappings_.find(address);
       if (found == mappings_.end() || found->second.bytes != bytes) return misuse("access to what is not mapped");
       found->second.accessible = true;
+      if (handles_.at({device, found->second.handle}).imported) return;
       std::memset(reinterpret_cast<void*>(address), 0xa5, bytes);  // the content of fresh memory is undefined
     });
   }
@@ -325,10 +345,15 @@ class LedgerDriver final : public Driver {
     int device;
     std::size_t bytes;
     bool mapped;
+    bool imported;  // the memory is another process's
   };
 
   void misuse(const std::string& what) { misuses_.push_back(what); }
 
+  Handle noted(int device, Handle handle, std::size_t bytes, bool imported) {
+    with_lock([&] { handles_[{device, handle}] = {device, bytes, false, imported}; });
+    return handle;
+  }
   void enqueue(int device, Stream stream, std::vector<Range> device_ranges, std::vector<Range> host_ranges,
                std::function<void()> work) {
     with_lock([&] {
@@ -346,7 +371,7 @@ class LedgerDriver final : public Driver {
       for (const auto& [address, bytes] : work.device_ranges) possible = possible && accessible(address, bytes);
       if (!possible) misuse("work on memory that is not there");
       for (const auto& [address, bytes] : work.host_ranges) {
-        const bool pinned = is_registered(address, bytes);
+        const bool pinned = unpinned_copies_ || is_registered(address, bytes);
         if (!pinned) misuse("work on host memory that is not pinned");
         possible = possible && pinned;
       }
@@ -401,6 +426,7 @@ class LedgerDriver final : public Driver {
   std::vector<std::string> misuses_;
   Report* report_ = nullptr;
   const bool digests_;
+  bool unpinned_copies_ = false;
   std::size_t refusals_ = 0;
   bool holding_ = false;
   std::set<Address> stuck_;

@@ -510,6 +510,21 @@ inline std::vector<Scenario> scenarios() {
                   },
                   let_go_and_resume});
 
+  // Buffers of several processes, here of one.
+  const auto share = [](World& world) { world.share(3); };
+  const auto take_away = [](World& world) { world.take_shared_away(); };
+  const auto bring_back = [](World& world) { world.bring_shared_back(); };
+  list.push_back({"shared, made", {}, nothing, share, {}});
+  list.push_back({"shared, taken away", {}, share, take_away, bring_back});
+  list.push_back({"shared, brought back",
+                  {},
+                  [](World& world) {
+                    world.share(3);
+                    world.take_shared_away();
+                  },
+                  bring_back,
+                  take_away});
+
   list.push_back({"allocate, a margin of memory",
                   {},
                   [](World& world) { world.saver->set_memory_margin(std::size_t{2} << 20); },

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import OutOfHostMemoryError
+from memsaver_core.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from tests.reliability.surroundings import (
     ControlGroup,
     control_group,
@@ -215,5 +215,35 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
         saver.resume([])
         assert [content(address, part) for address in addresses] == written
         assert saver.audit() == []
+
+    in_child(body)
+
+
+@pytest.mark.parametrize("policy", ["file", "zero"])
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_host_device_keeps_to_the_control_group(group: ControlGroup, tmp_path: Path, policy: str) -> None:
+    """Its memory is host memory: a resume and an allocation beyond the limit are refused, and with room they work."""
+    nbytes = 112 * MIB
+
+    def body() -> None:
+        group.enter()
+        saver = make(tmp_path)
+        address = saver.allocate(0, "t", policy, nbytes)
+        mark(address, nbytes)
+        if policy == "file":  # tight, with the memory for transfers
+            tight = bytearray(44 * MIB)
+            saver.release([], [], {})
+            del tight
+        saver.release([], [], {})
+        ballast = bytearray(112 * MIB)
+        for refused in (lambda: saver.resume([]), lambda: saver.allocate(0, "u", "discard", nbytes)):
+            with pytest.raises(OutOfDeviceMemoryError, match="control group") as error:
+                refused()
+            assert error.value.needed_bytes > error.value.free_bytes
+            assert error.value.free_bytes < GROUP - len(ballast)
+        assert saver.audit() == []
+        del ballast
+        saver.resume([])
+        assert policy == "zero" or is_marked(address, nbytes)
 
     in_child(body)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -17,7 +18,9 @@
 #include "driver/host.hpp"
 #include "faults/faulty_driver.hpp"
 #include "ledger_driver.hpp"
+#include "support/scope_exit.hpp"
 #include "vmm/saver.hpp"
+#include "vmm/shared_buffer.hpp"
 
 namespace memsaver {
 
@@ -177,6 +180,33 @@ class World {
     }
   }
 
+  // Two buffers of one memory, the second an import of the first; made unless they are there.
+  void share(std::size_t pages) {
+    concerned_.clear();
+    ledger->allow_unpinned_copies();
+    sharing_ = true;
+    const ScopeExit at_end([this] { rests_may_stay_ = rests_may_stay_ || ((undo_may_fail || no_waits) && !imported); });
+    if (!shared) {
+      shared = std::make_unique<SharedBuffer>(*saver, 0, pages * kPage);
+      const std::string content(reinterpret_cast<const char*>(shared->address()), shared->bytes());
+      if (content.find_first_not_of('\0') != std::string::npos) problems.push_back("a shared buffer is not zeros");
+      std::memset(reinterpret_cast<void*>(shared->address()), 0x3c, shared->bytes());
+    }
+    if (!imported)
+      with_export([&](int file) { imported = std::make_unique<ImportedBuffer>(*saver, file, shared->bytes(), 0); });
+    check_shared();
+  }
+  void take_shared_away() {
+    imported->drop();
+    shared->release();
+    if (ledger->created_bytes(0) != 0) problems.push_back("a shared buffer was not released");
+  }
+  void bring_shared_back() {
+    shared->restore();
+    if (!imported->mapped()) with_export([&](int file) { imported->map_again(file); });
+    check_shared();
+  }
+
   // Where the backups must lie now, in pages.
   void check_kept(std::size_t host_pages, std::size_t file_pages) {
     const SaverStatus status = saver->status();
@@ -203,7 +233,8 @@ class World {
   // Checks the invariants on the saver's structures, the ledger's record and the content of every page.
   void check() {
     for (const auto& misuse : ledger->misuses()) problems.push_back("misuse of the driver: " + misuse);
-    if (ledger->pending() != 0) problems.push_back("work is still under way on the device");
+    if (ledger->pending() != 0 && !(sharing_ && undo_may_fail))
+      problems.push_back("work is still under way on the device");
     if (ledger->events() != 0) problems.push_back("events were not recycled");
     for (auto& problem : audit(*saver)) problems.push_back(std::move(problem));
     const SaverStatus status = saver->status();
@@ -230,21 +261,31 @@ class World {
     }
   }
 
+  // Their content, seen by both.
+  void check_shared() {
+    for (const Address address : {shared->address(), imported->address()}) {
+      const std::string content(reinterpret_cast<const char*>(address), shared->bytes());
+      if (content.find_first_not_of('\x3c') != std::string::npos) problems.push_back("a shared buffer lost content");
+    }
+  }
+
   // Frees everything, destroys the saver and checks that nothing remains.
   void end(bool context_lost) {
+    imported.reset();
+    shared.reset();
     if (!context_lost) {
       for (std::size_t number = 0; number < memories_.size(); ++number) free(number);
       saver->release({}, {}, {});  // what a failed free left, and what a failed release did
       check();
       const SaverStatus status = saver->status();
-      for (int device = 0; device < devices_; ++device) {
+      for (int device = 0; device < devices_ && !rests_may_stay_; ++device) {
         if (ledger->created_bytes(device) != 0) problems.push_back("device memory is left after everything was freed");
       }
       if (status.pool.used_bytes != 0) problems.push_back("host memory is left after everything was freed");
       if (status.file_bytes != 0) problems.push_back("file space is left after everything was freed");
     }
     for (const auto& [what, count] : take_down()) {
-      const bool kept = what == std::string("streams") && streams_may_stay;
+      const bool kept = rests_may_stay_ || (what == std::string("streams") && (streams_may_stay || sharing_));
       if (!context_lost && !kept) problems.push_back("left behind: " + std::to_string(count) + " " + what);
     }
   }
@@ -258,9 +299,12 @@ class World {
   }
 
   std::unique_ptr<Saver> saver;
+  std::unique_ptr<SharedBuffer> shared;
+  std::unique_ptr<ImportedBuffer> imported;
   FaultyDriver* faulty = nullptr;
   LedgerDriver* ledger = nullptr;
   bool undo_may_fail = false;     // a failure of the undo is planned too
+  bool no_waits = false;          // every wait for a device is made to fail
   bool streams_may_stay = false;  // one that the driver did not destroy stays to the end
   std::vector<std::string> problems;
 
@@ -278,6 +322,11 @@ class World {
     bool unreadable = false;  // so it seemed to the last resume
   };
 
+  void with_export(const std::function<void(int)>& use) const {
+    const int file = shared->export_fd();
+    const ScopeExit at_end([file] { close(file); });
+    use(file);
+  }
   static bool selected(const Saver::Tags& tags, const std::string& tag) {
     return tags.empty() || std::find(tags.begin(), tags.end(), tag) != tags.end();
   }
@@ -377,6 +426,8 @@ class World {
   }
 
   Settings settings_;
+  bool sharing_ = false;         // each copy of a shared buffer has a stream of its own
+  bool rests_may_stay_ = false;  // of a shared buffer that was never made, if its undo failed
   std::set<std::string> concerned_;
   std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed
   LedgerDriver::Report report_;

@@ -72,9 +72,15 @@ class ContinueGenerationReqInput:
     torch_empty_cache: bool = False
 
 
+@dataclass
+class UpdateWeightsFromTensorReqInput:
+    table: torch.Tensor
+
+
 MESSAGES = (
     TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput,
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
+    UpdateWeightsFromTensorReqInput,
 )  # fmt: skip
 
 # sglang.srt.utils.torch_memory_saver_adapter
@@ -168,6 +174,7 @@ class Scheduler:
         self.ps = SimpleNamespace(**{"tp_size": 1, "pp_size": 1, "dp_size": 1, **ranks})
         self.disaggregation_mode = DisaggregationMode.NULL
         self.rust_server = None
+        self.server_args = SimpleNamespace(model_path="/models/a table")
         self.draft_worker = None
         self.memory_saver_adapter = Adapter(enable_memory_saver)
         with self.memory_saver_adapter.region("weights", enable_cpu_backup=enable_weights_cpu_backup):
@@ -221,6 +228,9 @@ class Scheduler:
                 self.process_input_requests(list(request))
             elif isinstance(request, AbortReq):
                 self.abort_request(request)
+            elif isinstance(request, UpdateWeightsFromTensorReqInput):
+                with torch.no_grad():
+                    self.tp_worker.model_runner.model.table.copy_(request.table)
             else:
                 raise TypeError(request)
 

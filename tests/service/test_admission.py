@@ -10,6 +10,9 @@ import httpx
 import pytest
 import safetensors.torch
 
+from memsaver_server import attach
+from memsaver_server.lifecycle import NotResidentError
+
 from .tensor_engine import ALL_TAGS, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
@@ -107,6 +110,112 @@ def test_weights_are_not_written_into_released_memory(http: httpx.Client, engine
     assert post(http, "/update_weights_from_tensor", **body).status_code == 200
     assert post(http, "/update_weights_from_tensor", serialized_named_tensors=["AAAA"]).status_code == 400
     assert post(http, "/update_weights_from_disk", model_path="/no/such/folder").status_code == 400
+
+
+def lost(http: httpx.Client) -> set[str]:
+    return {tag["tag"] for tag in http.get("/memory_occupation").json()["tags"] if tag["content"] == "lost"}
+
+
+def payload(engine: TensorEngine) -> list[str]:
+    return [base64.b64encode(safetensors.torch.save({"weights": engine.weights.clone()})).decode()]
+
+
+def discard_weights(http: httpx.Client) -> None:
+    post(http, "/release_memory_occupation", restore={"weights": "discard"}).raise_for_status()
+
+
+def sleep_at_level_2(http: httpx.Client) -> None:
+    http.post("/sleep?level=2").raise_for_status()
+
+
+@pytest.mark.parametrize("release", [discard_weights, sleep_at_level_2])
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_discarded_weights_are_lost_until_an_update_writes_them(
+    http: httpx.Client, engine: TensorEngine, caplog: pytest.LogCaptureFixture, release: Callable[[httpx.Client], None]
+) -> None:
+    """Status, probe, metric, log and admission say so, whatever is resumed or continued meanwhile."""
+    expected, weights = generate(http).json()["output_ids"], payload(engine)
+    release(http)
+    assert lost(http) == {"weights"}
+    post(http, "/resume_memory_occupation", tags=["weights"])
+    post(http, "/continue_generation")
+    post(http, "/resume_memory_occupation")
+    assert lost(http) == {"weights"}
+    now = http.get("/readyz")
+    assert now.status_code == 503
+    assert "the content of weights was discarded" in now.json()["reason"]
+    assert http.get("/livez").status_code == 200
+    assert 'memsaver_content_lost{tag="weights"} 1.0' in http.get("/metrics").text
+    assert 'memsaver_content_lost{tag="kv_cache"} 0.0' in http.get("/metrics").text
+    assert "the content of weights was discarded" in caplog.text
+    refused = generate(http)
+    assert refused.status_code == 503
+    assert "POST /content_written" in refused.json()["message"]
+    assert post(http, "/update_weights_from_tensor", serialized_named_tensors=["AAAA"]).status_code == 400
+    assert generate(http).status_code == 503
+    post(http, "/update_weights_from_tensor", serialized_named_tensors=weights).raise_for_status()
+    assert lost(http) == set()
+    assert http.get("/readyz").status_code == 200
+    assert 'memsaver_content_lost{tag="weights"} 0.0' in http.get("/metrics").text
+    assert generate(http).json()["output_ids"] == expected
+
+
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_a_caller_that_writes_content_by_other_means_says_so(http: httpx.Client, engine: TensorEngine) -> None:
+    """Also content that an engine cannot compute again under other tags than weights."""
+    expected = generate(http).json()["output_ids"]
+    post(http, "/release_memory_occupation", restore={"cuda_graph": "zero", "workspace": "discard"})
+    assert post(http, "/content_written", tags=["cuda_graph"]).status_code == 409
+    post(http, "/resume_memory_occupation")
+    assert lost(http) == {"cuda_graph"}
+    assert post(http, "/content_written", tags=["no such tag"]).status_code == 400
+    assert post(http, "/content_written", tags=["weights"]).status_code == 200
+    assert generate(http).status_code == 503
+    engine.graph.fill_(31)
+    assert post(http, "/content_written").json()["message"] == "Content counts as written."
+    assert generate(http).json()["output_ids"] == expected
+
+
+def test_content_with_a_backup_is_not_lost(http: httpx.Client) -> None:
+    """A release that discards what was released before, and kept, discards nothing."""
+    expected = generate(http).json()["output_ids"]
+    post(http, "/release_memory_occupation", tags=["weights"])
+    post(http, "/release_memory_occupation", restore={"weights": "discard"})
+    assert lost(http) == set()
+    post(http, "/resume_memory_occupation")
+    assert generate(http).json()["output_ids"] == expected
+
+
+def test_garbage_that_was_kept_is_still_lost(http: httpx.Client, engine: TensorEngine) -> None:
+    discard_weights(http)
+    post(http, "/resume_memory_occupation")
+    post(http, "/release_memory_occupation")
+    post(http, "/resume_memory_occupation")
+    assert lost(http) == {"weights"}
+    assert generate(http).status_code == 503
+
+
+def test_a_paused_engine_without_weights_holds_no_request(http: httpx.Client) -> None:
+    """They would wait for an update that may never come."""
+    post(http, "/pause_generation")
+    discard_weights(http)
+    post(http, "/resume_memory_occupation")
+    assert generate(http).status_code == 503
+
+
+def test_the_program_of_an_engine_writes_weights_itself(engine: TensorEngine) -> None:
+    weights = engine.weights.clone()
+    with attach(engine) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        discard_weights(http)
+        with pytest.raises(NotResidentError), server.lifecycle.writing():
+            pass
+        post(http, "/resume_memory_occupation")
+        with pytest.raises(ZeroDivisionError), server.lifecycle.writing():
+            engine.weights[0] = 1 // 0
+        assert generate(http).status_code == 503
+        with server.lifecycle.writing():
+            engine.weights.copy_(weights)
+        assert generate(http).status_code == 200
 
 
 def test_a_pause_outlives_a_release_and_a_resume(http: httpx.Client, engine: TensorEngine) -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from memsaver_core._native import Saver as Driver
+from memsaver_core.communicators.graphs import nccl_registers_graphs
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import attach, create_app
-from memsaver_server.attachment import nccl_registers_graphs
 from tests.waiting import wait_until
 
 from .tensor_engine import Memory, TensorEngine

@@ -109,3 +109,12 @@ def test_any_other_text_is_repeated_as_it_came(http: httpx.Client) -> None:
         for ascii_only in (True, False):
             body = json.dumps({"text": text, "rid": text}, ensure_ascii=ascii_only).encode()
             assert http.post("/generate", content=body).json()["meta_info"]["id"] == text
+
+
+@pytest.mark.parametrize("stream", [True, 1, "true", {"a": 1}])
+def test_an_answer_in_parts_is_refused(http: httpx.Client, stream: object) -> None:
+    """A client that reads events would wait for the first one."""
+    response = http.post("/generate", json={"text": PROMPT, "stream": stream})
+    assert response.status_code == 400
+    assert "stream is not supported" in response.json()["message"]
+    assert http.post("/generate", json={"text": PROMPT, "stream": False}).status_code == 200

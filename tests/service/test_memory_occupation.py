@@ -226,8 +226,22 @@ def test_a_restore_policy_for_one_release(http: httpx.Client) -> None:
     answer = release(http, {"restore": {"weights": "discard"}})
     assert tags_of(answer)["weights"]["backed_up_bytes"] == 0
     assert resume(http).json()["state"] == "resident"
+    http.post("/content_written")
     assert release(http, {"restore": {"weights": "keep it"}}).status_code == 400
     assert release(http, {"restore": {"wieghts": "discard"}}).status_code == 400
+
+
+def test_the_policy_that_was_used_is_told(http: httpx.Client) -> None:
+    """By the release, by its repeats with other policies, and by the resume."""
+    for policy in ("file", "host", "discard", "zero"):
+        for _ in range(2):
+            assert tags_of(release(http, {"restore": {"weights": policy}}))["weights"]["restore"] == policy
+        assert tags_of(release(http))["weights"]["restore"] == policy
+        assert tags_of(resume(http))["weights"]["restore"] == policy
+        assert tags_of(resume(http))["weights"]["restore"] == "host"
+    release(http, {"restore": {"kv_cache": "file"}, "tags": ["kv_cache"]})
+    assert tags_of(release(http))["kv_cache"]["restore"] == "file"
+    assert tags_of(resume(http))["kv_cache"]["restore"] == "file"
 
 
 @pytest.mark.parametrize("call", ["unmap", "copy_to_host", "synchronize"])

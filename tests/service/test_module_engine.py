@@ -11,6 +11,7 @@ from torch import nn
 
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client, DrainDeadlineError
+from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.integrations.module import ModuleEngine
 from tests.waiting import wait_until
 
@@ -103,7 +104,9 @@ def test_weights_that_are_given_up_come_back_by_a_state_dict_and_the_rest_by_its
     with attach(engine) as server, Client(server.url) as client:
         client.release(restore={"weights": "discard"})
         client.resume()
-        with engine.request():
+        with pytest.raises(AdmissionClosedError, match="content of weights"):
+            model(inputs)
+        with server.lifecycle.writing():
             model.load_state_dict(saved)
         assert torch.equal(model(inputs) + model.table + model.offsets[0], expected)
     engine.close()

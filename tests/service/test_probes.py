@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 import httpx
 import pytest
@@ -80,6 +81,28 @@ def test_metrics_are_not_in_the_default_registry(http: httpx.Client) -> None:
 
     names = [family.name for family in REGISTRY.collect()]
     assert not [name for name in names if name.startswith("memsaver")]
+
+
+def test_probes_answer_head_as_get_without_a_body(http: httpx.Client) -> None:
+    for state in ("resident", "released"):
+        for path in ("/livez", "/health", "/readyz", "/metrics"):
+            head, get = http.head(path), http.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"")
+            assert head.headers["content-type"] == get.headers["content-type"]
+        assert http.get("/memory_occupation").json()["state"] == state
+        http.post("/release_memory_occupation")
+
+
+def test_the_version_and_the_model_are_told(serve: Serve, engine: TensorEngine) -> None:
+    http = serve(api_key="a key")
+    assert http.get("/version").status_code == 401
+    http.headers["Authorization"] = "Bearer a key"
+    told = http.get("/version").json()
+    assert told["version"] == version("memsaver")
+    assert (told["engine"], told["driver"]) == ("tensor engine", "host")
+    assert http.get("/memory_occupation").json()["model"] == ""
+    engine.model_name = "a model"  # type: ignore[attr-defined]
+    assert http.get("/memory_occupation").json()["model"] == "a model"
 
 
 @pytest.mark.parametrize("protect", [False, True])

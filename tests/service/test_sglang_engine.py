@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver
@@ -82,8 +82,9 @@ def serve(make: type[standin.Scheduler]) -> Iterator[Callable[..., Serving]]:
         return servings[-1]
 
     yield start
-    for each in servings:
-        each.close()
+    while servings:
+        servings.pop().close()
+    gc.collect()  # else the weights of the next test are of two schedulers, with a backup and without
 
 
 def waiting(serving: Serving, count: int) -> None:
@@ -218,17 +219,24 @@ def test_health_checks_by_generation_are_answered_while_released(serve: Callable
     serving.call("/resume_memory_occupation")
 
 
-def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
-    """An update rewrites the weights but never the buffers, which are kept beside them."""
+@pytest.mark.parametrize("resumed_first", [["weights"], []])
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_weights_without_a_backup(serve: Callable[..., Serving], resumed_first: list[str]) -> None:
+    """Nothing is generated before SGLang's update, which rewrites the weights but never the buffers beside them."""
     serving = serve(weights_cpu_backup=False)
     expected = serving.generate()
     model = serving.scheduler.tp_worker.model_runner.model
     weights = model.table.detach().clone()
     serving.call("/release_memory_occupation")
     serving.call("/release_memory_occupation")  # the kept buffers survive a release of nothing
-    serving.call("/resume_memory_occupation", tags=["weights"])
-    with torch.no_grad():
-        model.table.copy_(weights)
+    serving.call("/resume_memory_occupation", tags=resumed_first)
+    if not resumed_first:
+        refused = serving.answer(serving.send())
+        assert refused.finished_reason["status_code"] == 503
+        assert "content of weights" in refused.finished_reason["message"]
+        assert serving.http.get("/readyz").status_code == 503
+    serving.scheduler.received.put(standin.UpdateWeightsFromTensorReqInput(weights))
+    wait_until(lambda: "content of weights" not in serving.http.get("/readyz").json()["reason"])
     serving.call("/resume_memory_occupation")
     assert float(model.scale) == 3.0
     assert serving.generate() == expected

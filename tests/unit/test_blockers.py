@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,10 @@ import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.hibernation import helper, preconditions
 from memsaver_core.hibernation.preconditions import Facts, obstacles
+from memsaver_core.reports import CommunicatorStatus
+
+OLD = CommunicatorStatus("old", 2, 0, obstacle="NCCL 2.28.9 cannot suspend it; install NCCL 2.29.7")
+NEW = CommunicatorStatus("new", 2, 0, suspendable_bytes=1)
 
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's answer")
 
@@ -25,7 +30,9 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host drive
     [
         (Facts(can_checkpoint=False), "the NVIDIA driver cannot checkpoint", "570 or later"),
         (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS (/tmp/nvidia-mps/control)", "without MPS"),
-        (Facts(nccl_groups=("default", "tp")), "NCCL communicators are alive ('default', 'tp')", "destroy"),
+        (Facts(communicators=(OLD,)), "NCCL communicator old is alive: NCCL 2.28.9 cannot", "install NCCL 2.29.7"),
+        (Facts(communicators=(NEW,)), "NCCL communicator new is alive", "suspend it first, or destroy it"),
+        (Facts(others=("a buffer is shared; free it",)), "a buffer is shared", "free it"),
         (Facts(ipc_tensors=3), "3 tensors are shared with other processes by CUDA IPC", "drop them"),
         (Facts(peers=((0, 1), (1, 0))), "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
         (Facts(managed_bytes=1 << 30), "1073741824 bytes of managed memory", "free it"),
@@ -40,7 +47,21 @@ def test_each_has_a_reason_that_says_what_to_do(facts: Facts, reason: str, remed
 
 
 def test_all_of_them_are_told_at_once() -> None:
-    assert len(obstacles(Facts(can_checkpoint=False, mps="here", ipc_tensors=1, nccl_groups=("a",)))) == 4
+    assert len(obstacles(Facts(can_checkpoint=False, mps="here", ipc_tensors=1, communicators=(OLD,)))) == 4
+
+
+def test_communicators_that_are_or_will_be_suspended_are_no_reason() -> None:
+    suspended = replace(NEW, suspendable_bytes=0, suspended_bytes=1, suspended=True)
+    assert obstacles(Facts(communicators=(suspended,))) == []
+    assert obstacles(Facts(communicators=(NEW, suspended)), suspending=True) == []
+    [told] = obstacles(Facts(communicators=(OLD, NEW)), suspending=True)
+    assert "communicator old" in told
+
+
+def test_what_only_an_integration_sees_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditions, "_checks", [])
+    preconditions.register_check(lambda: ["the engine shares a buffer; start it without"])
+    assert preconditions.registered_checks() == ("the engine shares a buffer; start it without",)
 
 
 def test_nothing_stands_in_the_way_of_a_plain_process() -> None:

@@ -90,14 +90,20 @@ def test_from_tensors_in_buckets(engine: TransformersEngine, trained: Trained) -
 
 
 def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, trained: Trained) -> None:
-    """Values computed at load (rotary frequencies) are in no update; the repair restores them."""
+    """Values computed at load (rotary frequencies) are in no update; the repair restores them. An update in parts is
+    complete with its last part."""
     engine.close_admission("released")
     engine.drain(60)
     with torch.no_grad():
         for _, tensor in checkpoint.tensors_of(engine._runner.model):
             tensor.fill_(float("nan"))  # as undefined pages may hold
-    engine.repair(["weights"], ["weights"])
-    engine.update_weights_from_tensor(payload(trained[1]))
+    assert engine.repair(["weights", "cuda_graph"], ["weights", "cuda_graph"]) == ["cuda_graph"]
+    tensors = dict(trained[1])
+    last = dict([tensors.popitem()])
+    engine.update_weights_from_tensor(payload(tensors))
+    assert engine.unwritten_weights == frozenset(last)
+    engine.update_weights_from_tensor(payload(last))
+    assert not engine.unwritten_weights
     engine.open_admission()
     assert answer_of(engine) == trained[2]
 

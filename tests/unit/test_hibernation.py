@@ -167,10 +167,11 @@ def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyP
     calls["hibernate"]()
     if step == "hibernate":
         ms.resume()
+    asked = {"hibernate": "lock", "wake": "restore"}[step]
     pid = hibernation.helper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(ms.MemsaverError, match=f"process {pid}\\) did not answer for 0.2 s during '{step}'; repeat"):
+    with pytest.raises(ms.MemsaverError, match=f"process {pid}\\) did not answer for 0.2 s during '{asked}'; repeat"):
         calls[step]()
     assert ms.status().hibernated is (step == "wake")
     assert (used_bytes() == 0) is (step == "wake")
@@ -179,6 +180,80 @@ def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyP
         os.kill(pid, 0)
     calls[step]()
     ms.resume()
+    assert kept.is_intact()
+
+
+@pytest.mark.guards("checkpointing one rank of several hung the next one")
+def test_each_step_is_taken_alone_and_a_repeat_does_nothing(kept: Kept) -> None:
+    """While locked, the process holds its memory and allocations wait; the checkpoint gives the memory back."""
+    before = used_bytes()
+
+    def allocate() -> torch.Tensor:
+        with ms.region(kept.tag, restore="host"):
+            return torch.ones(10)
+
+    assert set(hibernation.lock()) == {"lock_seconds"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(allocate)
+        assert (hibernation.lock(), used_bytes(), ms.status().hibernated) == ({}, before, True)
+        assert set(hibernation.checkpoint()) == {"checkpoint_seconds"}
+        assert (hibernation.lock(), hibernation.checkpoint(), used_bytes()) == ({}, {}, 0)
+        assert set(hibernation.restore()) == {"restore_seconds"}
+        assert (hibernation.restore(), used_bytes(), ms.status().hibernated) == ({}, before, True)
+        assert not waiting.done()
+        assert set(hibernation.unlock()) == {"unlock_seconds"}
+        assert float(waiting.result().sum()) == 10
+    assert (hibernation.unlock(), hibernation.restore(), ms.status().hibernated) == ({}, {}, False)
+    assert kept.is_intact()
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore", "unlock"])
+@pytest.mark.guards("checkpointing one rank of several hung the next one")
+def test_a_step_that_fails_leaves_the_state_before_it(kept: Kept, step: str) -> None:
+    """So the steps before it can be undone, in reverse order, and the failed one can be repeated."""
+    steps = ["lock", "checkpoint", "restore", "unlock"]
+    before = used_bytes()
+    held = {"lock": before, "checkpoint": before, "restore": 0, "unlock": before}[step]
+    for earlier in steps[: steps.index(step)]:
+        getattr(hibernation, earlier)()
+    injection.fail_step(step, times=2)
+    with pytest.raises(ms.DriverError, match=f"{step} failed: INJECTED"):
+        getattr(hibernation, step)()
+    if step != "unlock":  # of which the second fault met the repeat
+        with pytest.raises(ms.DriverError, match=f"{step} failed: INJECTED"):
+            getattr(hibernation, step)()
+    assert (used_bytes(), ms.status().hibernated) == (held, step != "lock")
+    getattr(hibernation, step)()
+    assert hibernation.restore().keys() <= {"restore_seconds"}
+    hibernation.unlock()
+    assert (used_bytes(), ms.status().hibernated) == (before, False)
+    assert kept.is_intact()
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint"])
+@pytest.mark.guards("checkpointing one rank of several hung the next one")
+def test_a_step_that_failed_after_it_was_done_is_undone(kept: Kept, step: str) -> None:
+    """The driver, not the answer, tells what was done."""
+    before = used_bytes()
+    if step == "checkpoint":
+        hibernation.lock()
+    injection.fail_step(step, after=True)
+    with pytest.raises(ms.DriverError, match=f"{step} failed: INJECTED"):
+        getattr(hibernation, step)()
+    assert (used_bytes(), ms.status().hibernated) == (before, step == "checkpoint")
+    hibernation.unlock()
+    assert kept.is_intact()
+
+
+def test_steps_in_a_wrong_order_are_refused(kept: Kept) -> None:
+    with pytest.raises(ms.DriverError, match="checkpoint failed: ILLEGAL_STATE; the process runs on as before"):
+        hibernation.checkpoint()
+    hibernation.lock()
+    hibernation.checkpoint()
+    with pytest.raises(ms.DriverError, match="unlock failed: ILLEGAL_STATE; the process is still hibernated"):
+        hibernation.unlock()
+    hibernation.restore()
+    hibernation.unlock()
     assert kept.is_intact()
 
 

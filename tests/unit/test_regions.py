@@ -282,3 +282,8 @@ def run(code: str, **environment: str) -> list[str]:
     assert result.returncode == 0, result.stderr
     assert "memsaver: warning" not in result.stderr
     return result.stdout.strip().splitlines()
+
+
+def test_a_tag_that_no_answer_can_carry_is_refused() -> None:
+    with pytest.raises(ms.ConfigurationError, match="unpaired surrogate"):
+        ms.region("weights\ud800")

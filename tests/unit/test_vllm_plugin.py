@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ import pytest
 from memsaver_core import PhaseLog, ReleaseOptions, ResumeOptions
 from memsaver_core.compat.vllm import config
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import (
     ANSWERS,
     REQUESTS,
@@ -182,11 +183,17 @@ class Executor:
         answers: list[Plain] = [json.loads(json.dumps(rank.answer(json.loads(plain)))) for rank in self.ranks]
         return answers
 
-    def sleep(self, level: int) -> None:
+    def put_to_sleep(self, level: int) -> None:
         if not self.is_sleeping:
             for rank in self.ranks:
                 rank.sleep(level)
         self.is_sleeping = True
+
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return started(lambda: self.call(message))
+
+    def sleep(self, level: int) -> Future[None]:
+        return started(lambda: self.put_to_sleep(level))
 
 
 @pytest.fixture(scope="module")
@@ -536,7 +543,7 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
         raise RuntimeError("worker 1 died")
 
     executor.call = call  # type: ignore[method-assign]
-    with pytest.raises(MemsaverError, match="cannot be reached: worker 1 died"):
+    with pytest.raises(MemsaverError, match="cannot be reached for the preparation: worker 1 died"):
         memory.release(ReleaseOptions())
 
 

@@ -44,14 +44,14 @@ class EngineClient:
         self.errored = False
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return await asyncio.to_thread(self.executor.call, *args)
+        return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.paused.set()
         if mode == "wait":
             await asyncio.gather(*(running.wait() for running in self.running.values()))
         if level:
-            await asyncio.to_thread(self.executor.sleep, level)
+            await asyncio.to_thread(self.executor.put_to_sleep, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         if tags is None:
@@ -78,6 +78,7 @@ class World:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=60)
 
     async def _serve(self, ranks: list[Rank]) -> None:
+        self._loop = asyncio.get_running_loop()
         self.client = EngineClient(ranks)
         app = FastAPI()
 
@@ -102,6 +103,10 @@ class World:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def collective_rpc(self, method: str) -> None:
+        """As vLLM's own routes, and a trainer in its process, call the workers."""
+        asyncio.run_coroutine_threadsafe(self.client.collective_rpc(method), self._loop).result(30)
 
     def close(self) -> None:
         self.http.close()
@@ -137,12 +142,18 @@ def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
     assert not world.client.executor.is_sleeping
 
 
-def test_vllms_own_sleep_passes_by_the_service(world: World) -> None:
+@pytest.mark.parametrize("wake_ups", [["/wake_up?tags=weights", "/wake_up?tags=kv_cache"], ["/wake_up"]])
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_vllms_own_sleep_passes_by_the_service(world: World, wake_ups: list[str]) -> None:
+    """After level 2 nothing is generated until a call to the workers has reloaded the weights."""
     answer = world.post("/sleep?level=2").json()
     assert {tag["tag"] for tag in answer["tags"] if tag["released_bytes"]} == ALL
-    assert world.http.get("/health").json() == "vLLM's own"
-    assert world.post("/wake_up?tags=weights").json()["success"]
-    assert world.post("/wake_up?tags=kv_cache").json()["success"]
+    assert world.http.get("/health").json()["status"] == "ok"  # ours: asleep is not dead
+    for wake_up in wake_ups:
+        assert world.post(wake_up).json()["success"]
+    for method, status in (("start_weight_update", 503), ("get_load", 503), ("reload_weights", 200)):
+        world.collective_rpc(method)
+        assert world.post("/v1/completions").status_code == status
     content = world.post("/v1/completions").json()
     assert content["buffers"]
     assert content["runtime"]
@@ -279,12 +290,12 @@ class Offline:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         with self._alone():
-            return self.executor.call(*args)
+            return self.executor.call(*args) if method == "memsaver" else []
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         with self._alone():
             if level:
-                self.executor.sleep(level)
+                self.executor.put_to_sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         with self._alone():
@@ -339,6 +350,18 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
         assert http.get("/flush_cache").status_code == 200
         assert http.post("/resume_memory_occupation").json()["success"]
         assert llm.generate()["weights"]
+
+
+@pytest.mark.guards("generation answered from memory whose content was discarded")
+def test_beside_an_llm_a_reload_is_seen(group: list[Rank]) -> None:
+    llm = Offline(group)
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/sleep?level=2").raise_for_status()
+        http.post("/wake_up").raise_for_status()
+        with pytest.raises(AdmissionClosedError, match="content of weights"):
+            llm.generate()
+        llm.collective_rpc("reload_weights")
+        assert llm.generate()["runtime"]
 
 
 def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:

@@ -40,33 +40,19 @@ class WorkerConfig:
 
     Attributes:
         enabled: the worker's memory is memsaver's.
-        tags_graphs: CUDA graphs are captured into a pool of their own tag.
         tags_cache_alone: while the KV cache is made: its tag is for the cache itself, not for all that is made then.
     """
 
     def __init__(self) -> None:
         self.enabled = False
-        self.tags_graphs = False
         self.tags_cache_alone = False
 
     def decide(self, vllm_config: Any) -> None:
         """Decide for the worker that is being made in this process."""
         model_config = getattr(vllm_config, "model_config", None)
         self.enabled = is_wanted(model_config) and ms.enabled()
-        if not self.enabled:
-            if switch() and not getattr(model_config, "enable_sleep_mode", False):
-                logger.warning(
-                    "%s=1 has no effect without sleep mode; start the engine with --enable-sleep-mode", SWITCH
-                )
-            return
-        parallel = getattr(vllm_config, "parallel_config", None)
-        shared = getattr(parallel, "tensor_parallel_size", 1) > 1
-        self.tags_graphs = not (shared and not getattr(parallel, "disable_custom_all_reduce", False))
-        if not self.tags_graphs:
-            logger.warning(
-                "CUDA graphs stay resident: vLLM's custom all-reduce shares their memory between processes, and memory "
-                "that can be released cannot be shared. --disable-custom-all-reduce makes them releasable"
-            )
+        if not self.enabled and switch() and not getattr(model_config, "enable_sleep_mode", False):
+            logger.warning("%s=1 has no effect without sleep mode; start the engine with --enable-sleep-mode", SWITCH)
 
 
 #: Of this process: vLLM has one worker in each.

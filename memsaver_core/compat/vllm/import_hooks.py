@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import logging
 import sys
 import threading
@@ -32,7 +33,8 @@ def wrap(owner: Any, name: str, wrapper: Function) -> None:
         return wrapper(original, *args, **kwargs)
 
     call._memsaver_wraps = original  # type: ignore[attr-defined]
-    setattr(owner, name, call)
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(call) if is_static else call)
 
 
 def when_imported(name: str, patch: Patch) -> None:

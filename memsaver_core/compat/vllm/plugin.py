@@ -20,7 +20,9 @@ from memsaver_core import process
 from memsaver_core.compat.vllm import rpc
 from memsaver_core.compat.vllm.allocator import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE, MemsaverAllocator, vllm_allocator
 from memsaver_core.compat.vllm.config import BACKEND, switch, worker_config
+from memsaver_core.compat.vllm.custom_all_reduce import patch_custom_all_reduce
 from memsaver_core.compat.vllm.import_hooks import Function, when_imported, wrap
+from memsaver_core.compat.vllm.symmetric_memory import patch_symmetric_memory
 from memsaver_core.errors import ConfigurationError
 
 
@@ -87,8 +89,7 @@ def patch_platforms(module: ModuleType) -> None:
     """``vllm.platforms.interface``: graphs are captured into our pool."""
 
     def get_global_graph_pool(original: Function, platform: Any) -> Any:
-        ours = worker_config.enabled and worker_config.tags_graphs
-        return vllm_allocator().graph_pool() if ours else original(platform)
+        return vllm_allocator().graph_pool() if worker_config.enabled else original(platform)
 
     wrap(module.Platform, "get_global_graph_pool", get_global_graph_pool)
 
@@ -267,6 +268,8 @@ PATCHES = (
     ("vllm.v1.sample.ops.topk_topp_triton", patch_sampling),
     ("vllm.v1.attention.backends.flashinfer", patch_flashinfer),
     ("vllm.distributed.parallel_state", patch_captures),
+    ("vllm.distributed.device_communicators.custom_all_reduce", patch_custom_all_reduce),
+    ("vllm.distributed.device_communicators.symm_mem", patch_symmetric_memory),
     ("vllm.v1.worker.gpu_worker", patch_worker),
 )
 

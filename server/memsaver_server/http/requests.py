@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from memsaver_server.http.auth import check_key, check_origin
 from memsaver_server.http.errors import BadRequestError, BodyTooLargeError
 from memsaver_server.http.service import Service
+from memsaver_server.http.unknown_fields import check_names
 from memsaver_server.schemas import ErrorAnswer, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
@@ -24,6 +25,11 @@ logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
 #: Larger bodies are parsed in a thread, because that would delay other requests.
 LARGE_BYTES = 1 << 20
+#: Values that a body may have whose size is not limited to that of a memory call: parsing more holds up all requests.
+MAX_VALUES = 1 << 20
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+#: Errors of a request that are named.
+MAX_ERRORS = 8
 #: The JSON escape of a surrogate, which may be unpaired.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -39,6 +45,11 @@ class Limit:
 def limit_of(settings: Settings, name: str = "max_body_bytes") -> Limit:
     """Return the limit in the setting ``name``."""
     return Limit(getattr(settings, name), f"MEMSAVER_{name.upper()} sets the limit")
+
+
+def memory_call_limit(settings: Settings) -> Limit:
+    """Return the limit of calls that carry neither prompts nor weights: an engine's tags take some hundred bytes."""
+    return min(Limit(64 << 10, "a memory call needs no more"), limit_of(settings), key=lambda limit: limit.bytes)
 
 
 def service_of(request: Request) -> Service:
@@ -85,13 +96,18 @@ async def body_of(request: Request, limit: Limit | None = None) -> bytes:
 async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any]:
     """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type.
 
+    Args:
+        limit: as for ``body_of``; without one, the number of values is limited, too.
+
     Raises:
-        BadRequestError: the body is not a JSON object.
+        BadRequestError: the body is not a JSON object, or has too many values.
     """
     body = await body_of(request, limit)
     if not body.strip():
         return {}
     try:
+        if limit is None:
+            _check_few_values(body)
         value = _parse(body) if len(body) < LARGE_BYTES else await in_thread(_parse, body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
@@ -100,6 +116,20 @@ async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any
     if not isinstance(value, dict):
         raise BadRequestError(f"the body must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def _check_few_values(body: bytes) -> None:
+    """Raise ValueError if ``body`` has more than MAX_VALUES values; takes a fraction of the time of parsing them."""
+    if _values(body) <= MAX_VALUES:
+        return
+    # Text may have any number of commas and brackets.
+    strings = (body.count(b'"') - body.count(b'\\"')) // 2
+    if strings > MAX_VALUES or _values(_STRING.sub(b"", body)) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} values")
+
+
+def _values(body: bytes) -> int:
+    return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def _parse(body: bytes) -> Any:
@@ -119,25 +149,30 @@ def _parse(body: bytes) -> Any:
     return value
 
 
-def fields_of(model: type[Model], limit: str = "max_body_bytes") -> Callable[..., Awaitable[Model]]:
+def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awaitable[Model]]:
     """Return the dependency that reads ``model`` from query and body. The body takes precedence; null is absent.
 
     Args:
         model: the fields.
-        limit: the setting that limits the body's size.
+        limit: the setting that limits the body's size; None: that of a memory call.
     """
+    known = {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
 
     async def read(request: Request) -> Model:
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
-        body = await json_of(request, limit_of(service_of(request).settings, limit))
+        settings = service_of(request).settings
+        body = await json_of(request, limit_of(settings, limit) if limit else memory_call_limit(settings))
         given = {key: value for key, value in {**query, **body}.items() if value is not None}
+        request.state.memsaver_ignored = check_names(given, known)
         try:
             return model.model_validate(given)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-            raise BadRequestError(f"cannot use the request: {wrong}") from None
+            errors = error.errors(include_url=False)
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in errors[:MAX_ERRORS])
+            more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+            raise BadRequestError(f"cannot use the request: {wrong}{more}") from None
 
     return read
 

@@ -6,10 +6,13 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport
+from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport, TagStatus
 from memsaver_server.device_monitor import Sample
+from memsaver_server.dry_run import Plan
+from memsaver_server.engine import Engine, model_name_of
 from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
@@ -62,6 +65,24 @@ def accepted_answer(operation: Operation) -> dict[str, Any]:
     }
 
 
+def plan_answer(plan: Plan) -> dict[str, Any]:
+    """Return the answer to a dry run."""
+    moved = _readable(sum(tag.bytes for tag in plan.tags))
+    names = ", ".join(tag.tag for tag in plan.tags if tag.bytes)
+    would = f"would {plan.operation} {moved} of {names}" if names else f"nothing to {plan.operation}"
+    return {
+        "success": True,
+        "message": f"dry run: {would}" if not plan.blockers else f"dry run: would fail: {'; '.join(plan.blockers)}",
+        "dry_run": True,
+        "operation": plan.operation,
+        "tags": [asdict(tag) for tag in plan.tags],
+        "host": asdict(plan.host),
+        "file": asdict(plan.file),
+        "devices": [{"index": index, **asdict(room)} for index, room in plan.devices.items()],
+        "blockers": list(plan.blockers),
+    }
+
+
 def operation_status(operation: Operation) -> dict[str, Any]:
     """Return an operation in any status."""
     return {
@@ -104,8 +125,8 @@ def progress(operation: Operation) -> dict[str, Any] | None:
     }
 
 
-def message_answer(message: str) -> dict[str, Any]:
-    return {"success": True, "message": message, "status": "ok"}
+def message_answer(message: str) -> JSONResponse:
+    return JSONResponse({"success": True, "message": message, "status": "ok"})
 
 
 def event(name: str, data: dict[str, Any]) -> str:
@@ -113,7 +134,7 @@ def event(name: str, data: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
-def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict[str, Any]:
+def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> dict[str, Any]:
     """Return what the process holds now, with the devices as in ``sample``."""
     now = lifecycle.snapshot()
     status = now.status
@@ -122,12 +143,14 @@ def occupation_answer(lifecycle: Lifecycle, engine: str, sample: Sample) -> dict
         "driver": status.driver,
         "state": now.state,
         "hibernated": status.hibernated,
-        "engine": engine,
+        "engine": engine.name,
+        "model": model_name_of(engine),
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
-        "tags": [_fields(TagStatusAnswer, tag) for tag in status.tags],
+        "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
+        "ranks": [asdict(rank) for rank in status.ranks],
     }
 
 
@@ -164,6 +187,11 @@ def phase_answer(phase: PhaseReport) -> dict[str, Any]:
 def _fields(model: type[BaseModel], source: object) -> dict[str, Any]:
     """Return the attributes of ``source`` that are fields of ``model``."""
     return {name: getattr(source, name) for name in model.model_fields}
+
+
+def _tag_status(tag: TagStatus, *, lost: bool) -> dict[str, Any]:
+    names = [name for name in TagStatusAnswer.model_fields if name != "content"]
+    return {**{name: getattr(tag, name) for name in names}, "content": "lost" if lost else "ok"}
 
 
 def _occupied(device: DeviceMemory, sample: Sample) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from memsaver_core import MemsaverError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_server import audit, tracing
 from memsaver_server.device_monitor import DeviceMonitor
+from memsaver_server.dry_run import plan_release, plan_resume
 from memsaver_server.engine import DrainMode, Engine, memory_of
 from memsaver_server.http.auth import caller
 from memsaver_server.http.errors import error_response
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
-from memsaver_server.http.serializers import accepted_answer, operation_answer
+from memsaver_server.http.serializers import accepted_answer, operation_answer, plan_answer
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
@@ -27,8 +28,8 @@ from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
 
-#: Longest interval at which waiters check for a stall, seconds.
-STALL_CHECK_S = 1.0
+#: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
+STALL_CHECK_S = 0.5
 
 
 class PhaseTimeoutError(MemsaverError):
@@ -87,18 +88,30 @@ class Service:
             ServerEndsError: the server shuts down first.
             Also as Lifecycle.release.
         """
-        options = ReleaseOptions.of(**fields.core_options())
-        asked = ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
-        return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
+        return await self._run(request, self._release_request(fields), wait=fields.wait, run_async=fields.run_async)
 
     async def resume(self, request: Request, fields: ResumeFields) -> Operation:
         """As release, for a resume."""
-        asked = ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
-        return await self._run(request, asked, wait=fields.wait, run_async=fields.run_async)
+        return await self._run(request, _resume_request(fields), wait=fields.wait, run_async=fields.run_async)
+
+    async def plan(self, fields: ReleaseFields | ResumeFields) -> JSONResponse:
+        """Return the response to a dry run: what the release or the resume would do.
+
+        Raises:
+            UnknownTagError, NotEnoughToReleaseError: as the operation would.
+        """
+        if isinstance(fields, ReleaseFields):
+            return JSONResponse(plan_answer(plan_release(self.lifecycle, self._release_request(fields))))
+        sample = await self.monitor.fresh()
+        return JSONResponse(plan_answer(plan_resume(self.lifecycle, _resume_request(fields), sample.devices)))
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
         """See Lifecycle.pause."""
         await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+
+    def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
+        options = ReleaseOptions.of(**fields.core_options())
+        return ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
 
     def _drain_timeout_s(self, asked_s: float | None) -> float:
         return self.settings.drain_timeout_s if asked_s is None else asked_s
@@ -132,6 +145,7 @@ class Service:
         Raises:
             PhaseTimeoutError: the operation in progress stalls.
             ServerEndsError: the server shuts down first.
+            Also the error of a rank of the engine that has ended, whose drain may take long.
         """
         ended = operation.ended()
         while not ended.done():
@@ -141,6 +155,8 @@ class Service:
                 if self.closing.is_set():
                     raise ServerEndsError(operation) from None
                 raise
+            if not ended.done():
+                self.lifecycle.raise_if_rank_lost()
             running = self.lifecycle.operations.running
             stall = running.stall() if running is not None and not ended.done() else None
             if running is not None and stall is not None:
@@ -157,6 +173,10 @@ class Service:
         tracing.record(operation, outcome)
         if operation.phases:
             self.monitor.note(operation.phases[-1].devices)
+
+
+def _resume_request(fields: ResumeFields) -> ResumeRequest:
+    return ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

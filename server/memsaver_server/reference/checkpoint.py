@@ -72,6 +72,14 @@ def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(found.values())
 
 
+def names_of_same(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return every name of the parameters that ``names`` name: tied ones have several."""
+    given = set(names)
+    named = list(model.named_parameters(remove_duplicate=False))
+    same = {id(parameter) for name, parameter in named if name in given}
+    return {name for name, parameter in named if id(parameter) in same}
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages behind ``tensors``; shared ones count once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

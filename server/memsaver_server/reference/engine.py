@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class TransformersEngine:
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
+        unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
     name = "transformers"
@@ -98,6 +99,7 @@ class TransformersEngine:
 
         self._scheduler = Scheduler(make_runner)
         self._runner = self._scheduler.runner
+        self.unwritten_weights: frozenset[str] = frozenset()
         atexit.register(self.close)
 
     # The methods of ``Engine``.
@@ -124,7 +126,7 @@ class TransformersEngine:
     def flush_cache(self) -> None:
         self._scheduler.forget_prefixes()
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
         """See ``Engine``. Lost graphs are captured anew.
 
         Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
@@ -132,6 +134,7 @@ class TransformersEngine:
         """
         if lost:
             self._scheduler.call(lambda: self._repair(lost))
+        return [tag for tag in lost if tag != "weights"]
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ``Engine``; ``rid`` names the request.
@@ -215,6 +218,7 @@ class TransformersEngine:
 
         def write() -> int:
             written = checkpoint.write_tensors(self._runner.model, given)
+            self.unwritten_weights -= checkpoint.names_of_same(self._runner.model, given)
             if flush_cache:
                 self._scheduler.forget_cache()
             return written
@@ -223,6 +227,8 @@ class TransformersEngine:
 
     def _repair(self, lost: Sequence[str]) -> None:
         self._runner.repair(lost)
+        if "weights" in lost:
+            self.unwritten_weights = frozenset(name for name, _ in self._runner.model.named_parameters())
         if "kv_cache" in lost:
             self._scheduler.forget_cache()
 

@@ -88,7 +88,7 @@ async def _feed(service: Service) -> AsyncIterator[str]:
             sent = now
             due = time.monotonic() + (RUNNING_INTERVAL_S if service.lifecycle.operations.running else IDLE_INTERVAL_S)
             sample = await service.monitor.fresh()
-            occupation = occupation_answer(service.lifecycle, service.engine.name, sample)
+            occupation = occupation_answer(service.lifecycle, service.engine, sample)
             yield event("occupation", {"at": sample.at, **occupation})
         await asyncio.sleep(TICK_S)
 

@@ -11,13 +11,16 @@ from starlette.requests import Request
 from memsaver_server.engine import GeneratingEngine
 from memsaver_server.http.errors import BadRequestError
 from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, json_of
+from memsaver_server.http.unknown_fields import NamesIgnored, check_names
 
-router = APIRouter(tags=["generation"], dependencies=[Depends(guard)])
+router = APIRouter(route_class=NamesIgnored, tags=["generation"], dependencies=[Depends(guard)])
 _SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
 _FIELDS = {
     "text": {"type": "string"},
     "input_ids": {"type": "array", "items": {"type": "integer"}},
     "sampling_params": {"type": "object", "properties": _SAMPLING},
+    "rid": {"type": "string"},
+    "stream": {"type": "boolean", "enum": [False]},
 }
 _CONTENT = {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}
 
@@ -27,6 +30,9 @@ async def generate(request: Request, service: ServiceOf) -> JSONResponse:
     """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine accepts no requests."""
     engine = cast(GeneratingEngine, service.engine)
     asked: dict[str, Any] = await json_of(request)
+    request.state.memsaver_ignored = check_names([name for name in asked if asked[name] is not None], _FIELDS)
+    if asked.get("stream"):
+        raise BadRequestError("stream is not supported: the answer comes whole. Send the request without it")
     try:
         generated = await engine.generate(asked)
     except ValueError as error:

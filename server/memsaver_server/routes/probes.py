@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+from importlib import metadata
 
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from memsaver_server.engine import AdmissionClosedError, GeneratingEngine
-from memsaver_server.http.requests import ERROR_RESPONSES, Responses, ServiceOf, guard, guard_probes
+from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
 from memsaver_server.lifecycle import Snapshot
 from memsaver_server.schemas import HealthAnswer
+
+
+class VersionAnswer(BaseModel):
+    """What serves. ``driver`` is memsaver's: ``cuda``, ``host`` or ``none``."""
+
+    version: str
+    python: str
+    torch: str
+    driver: str
+    engine: str
+
 
 router = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
 _UNWELL: Responses = {
@@ -23,6 +37,8 @@ _UNWELL: Responses = {
 GENERATE_TIMEOUT_S = 20.0
 
 
+@router.head("/livez", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
 @router.get("/livez", response_model=HealthAnswer, responses=_UNWELL)
 @router.get("/health", response_model=HealthAnswer, responses=_UNWELL)
 async def alive(service: ServiceOf) -> JSONResponse:
@@ -31,6 +47,7 @@ async def alive(service: ServiceOf) -> JSONResponse:
     return _health(now, _failed_reason(service, now))
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=HealthAnswer, responses=_UNWELL)
 async def ready(service: ServiceOf) -> JSONResponse:
     """Whether the engine accepts requests now."""
@@ -57,10 +74,23 @@ async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResp
     return _health(now, reason)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse, responses={401: ERROR_RESPONSES[401]})
 async def metrics(service: ServiceOf) -> Response:
     """Prometheus metrics."""
     return Response(service.metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version", response_model=VersionAnswer, responses=REFUSED_RESPONSES)
+async def version(service: ServiceOf, _key: None = Depends(guard)) -> dict[str, str]:
+    """Versions of what serves, for bug reports and rollouts."""
+    return {
+        "version": metadata.version("memsaver"),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "driver": service.lifecycle.snapshot().status.driver,
+        "engine": service.engine.name,
+    }
 
 
 def _failed_reason(service: Service, now: Snapshot) -> str:

@@ -16,27 +16,24 @@ from memsaver_server.http.request_signing import has_valid_signature, is_signed
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
     REFUSED_RESPONSES,
-    Limit,
     ReleaseOf,
     Responses,
     ResumeOf,
     ServiceOf,
     body_of,
-    limit_of,
+    memory_call_limit,
     service_of,
     takes,
 )
 from memsaver_server.http.service import answer
+from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, ReleaseFields, ResumeFields
+from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, PlanAnswer, ReleaseFields, ResumeFields
 from memsaver_server.tag_selection import released_tags
 
 #: TensorRT-LLM's names of the tag ``weights``.
 WEIGHT_TAGS = ("model", "model_weights")
 STATES = {"resident": "running", "releasing": "parking", "released": "parked", "resuming": "waking", "failed": "failed"}
-
-#: Limit for a signed body, which is read before its sender is authenticated. An engine's tags take some hundred bytes.
-SIGNED = Limit(64 << 10, "send a larger one with 'Authorization: Bearer KEY'")
 
 
 async def guard_signed(request: Request) -> None:
@@ -47,21 +44,23 @@ async def guard_signed(request: Request) -> None:
     if key is None or has_valid_key(request, key.get_secret_value()) or not is_signed(request.headers):
         check_key(request, service.settings)
         return
-    body = await body_of(request, min(SIGNED, limit_of(service.settings), key=lambda limit: limit.bytes))
+    body = await body_of(request, memory_call_limit(service.settings))
     if not has_valid_signature(
         key.get_secret_value(), request.method, request.url.path, request.headers, body, service.nonces
     ):
         raise UnauthorizedError("the signature is wrong, expired or used before; sign each request anew with the key")
 
 
-router = APIRouter(tags=["runtime memory"], dependencies=[Depends(guard_signed)])
-_RESPONSES: Responses = {200: {"model": OperationAnswer}, **ERROR_RESPONSES}
+router = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
+_RESPONSES: Responses = {200: {"model": OperationAnswer | PlanAnswer}, **ERROR_RESPONSES}
 
 
 @router.post("/release_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
 async def release_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
     """Release memory, as ``/release_memory_occupation`` does."""
     ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
+    if ours.dry_run:
+        return await service.plan(ours)
     return _answer(await service.release(request, ours))
 
 
@@ -69,6 +68,8 @@ async def release_memory(request: Request, service: ServiceOf, fields: ReleaseOf
 async def resume_memory(request: Request, service: ServiceOf, fields: ResumeOf) -> JSONResponse:
     """Resume memory, as ``/resume_memory_occupation`` does."""
     ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
+    if ours.dry_run:
+        return await service.plan(ours)
     return _answer(await service.resume(request, ours))
 
 

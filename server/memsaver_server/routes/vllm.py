@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from starlette.requests import Request
 
 from memsaver_server.http.requests import (
@@ -20,18 +21,45 @@ from memsaver_server.http.requests import (
 )
 from memsaver_server.http.serializers import message_answer
 from memsaver_server.http.service import answer
+from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.schemas import (
+    DrainMode,
+    DryRun,
+    Fields,
     MessageAnswer,
     OperationAnswer,
+    PlanAnswer,
     ReleaseFields,
     ResumeFields,
-    SleepFields,
+    Seconds,
     SleepingAnswer,
-    WakeFields,
+    Tags,
 )
 
-router = APIRouter(tags=["sleep mode"], dependencies=[Depends(guard)])
-_RESPONSES: Responses = {200: {"model": OperationAnswer | MessageAnswer}, **ERROR_RESPONSES}
+
+class SleepFields(Fields):
+    """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3, an
+    extension, is 1 with hibernation."""
+
+    level: Annotated[int, Field(ge=0, le=3)] = 1
+    mode: DrainMode = "abort"
+    tags: Tags | None = None
+    timeout_s: Seconds | None = None
+    dry_run: DryRun = False
+    wait: bool = False
+
+
+class WakeFields(Fields):
+    """vLLM's wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
+
+    tags: Tags | None = None
+    wait_for_memory_s: Seconds = 0.0
+    dry_run: DryRun = False
+    wait: bool = False
+
+
+router = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
+_RESPONSES: Responses = {200: {"model": OperationAnswer | PlanAnswer | MessageAnswer}, **ERROR_RESPONSES}
 #: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
 
@@ -41,9 +69,11 @@ async def sleep(
     request: Request, service: ServiceOf, fields: Annotated[SleepFields, Depends(fields_of(SleepFields))]
 ) -> JSONResponse:
     """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3 hibernates."""
+    if fields.level == 0 and fields.dry_run:
+        return message_answer("Dry run: scheduling would be paused; memory stays.")
     if fields.level == 0:
         await service.pause(fields.mode, fields.timeout_s, asleep=True)
-        return JSONResponse(message_answer("Scheduling paused; memory stays."))
+        return message_answer("Scheduling paused; memory stays.")
     discards = fields.level == 2 and (not fields.tags or "weights" in fields.tags)
     release = ReleaseFields(
         tags=fields.tags,
@@ -53,6 +83,8 @@ async def sleep(
         restore={"weights": "discard"} if discards else {},
         hibernate=fields.level == 3,
     )
+    if fields.dry_run:
+        return await service.plan(release)
     return answer(await service.release(request, release))
 
 
@@ -62,10 +94,14 @@ async def wake_up(
 ) -> JSONResponse:
     """Resume memory, and scheduling when all of it is resident."""
     tags = [tag for tag in fields.tags or [] if tag != SCHEDULING]
+    resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
+    if fields.dry_run and (tags or not fields.tags):
+        return await service.plan(resume)
+    if fields.dry_run:
+        return message_answer("Dry run: scheduling would continue.")
     if fields.tags and not tags:
         service.lifecycle.continue_generation()
-        return JSONResponse(message_answer("Scheduling continues."))
-    resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
+        return message_answer("Scheduling continues.")
     operation = await service.resume(request, resume)
     if operation.error is None:
         service.lifecycle.continue_generation()
@@ -75,7 +111,10 @@ async def wake_up(
 @router.post("/release_kv_cache_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
 async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
     """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
-    return answer(await service.release(request, fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})))
+    release = fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})
+    if fields.dry_run:
+        return await service.plan(release)
+    return answer(await service.release(request, release))
 
 
 @router.get("/is_sleeping", response_model=SleepingAnswer, responses=REFUSED_RESPONSES)

@@ -67,6 +67,7 @@ void FaultyDriver::enter(const std::string& call) {
 }
 
 const char* FaultyDriver::name() const noexcept { return driver_->name(); }
+bool FaultyDriver::in_host_memory() const noexcept { return driver_->in_host_memory(); }
 int FaultyDriver::device_count() { return driver_->device_count(); }
 
 DeviceInfo FaultyDriver::device_info(int device) {
@@ -92,6 +93,18 @@ Handle FaultyDriver::create(int device, std::size_t bytes) {
 void FaultyDriver::release(int device, Handle handle, std::size_t bytes) {
   enter("release");
   driver_->release(device, handle, bytes);
+}
+Handle FaultyDriver::create_exportable(int device, std::size_t bytes) {
+  enter("create_exportable");
+  return driver_->create_exportable(device, bytes);
+}
+int FaultyDriver::export_handle(int device, Handle handle) {
+  enter("export_handle");
+  return driver_->export_handle(device, handle);
+}
+Handle FaultyDriver::import_handle(int device, int file, std::size_t bytes) {
+  enter("import_handle");
+  return driver_->import_handle(device, file, bytes);
 }
 void FaultyDriver::map(int device, Address address, std::size_t bytes, Handle handle) {
   enter("map");

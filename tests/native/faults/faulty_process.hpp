@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -7,11 +8,11 @@
 
 namespace memsaver::hibernate {
 
-// Any process, with steps that fail on request, without reaching the driver.
+// Any process, with steps that fail on request, before they reach the driver or after.
 //
 // The plan is a file next to the program's own, `step-faults.<process id>`, with one line for each step ("lock",
-// "checkpoint", "restore", "unlock"): "<step> <times> <error | lost>". After "lost" the process counts as one that
-// cannot be restored. Written by tests.native.injection.fail_step().
+// "checkpoint", "restore", "unlock"): "<step> <times> <error | after | lost>". With "after" the driver takes the
+// step first; after "lost" the process counts as one that cannot be restored. Written by tests.native.injection.fail_step().
 class FaultyProcess final : public Process {
  public:
   FaultyProcess(std::unique_ptr<Process> process, const std::string& pid);
@@ -23,7 +24,7 @@ class FaultyProcess final : public Process {
   void unlock() override;
 
  private:
-  void enter(const std::string& step);
+  void take(const std::string& step, const std::function<void()>& real);
 
   std::unique_ptr<Process> process_;
   std::string plan_;

@@ -32,6 +32,10 @@ class SglangEngine(Engine):
 
     name = "sglang"
 
+    @property
+    def model_name(self) -> str:
+        return str(getattr(getattr(self._scheduler, "server_args", None), "model_path", ""))
+
     def __init__(self, scheduler: Any) -> None:
         """Take over the intake of ``scheduler``, before its event loop runs.
 
@@ -47,6 +51,8 @@ class SglangEngine(Engine):
         self._drains: list[Future[None]] = []
         self._frozen = False
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Called in the scheduler's thread after it has carried out a weight update; the plugin sets it.
+        self.on_weights_updated: Callable[[], None] = lambda: None
         self._process_input_requests = scheduler.process_input_requests
         scheduler.process_input_requests = self._process
 
@@ -124,6 +130,8 @@ class SglangEngine(Engine):
         """Stands in for ``Scheduler.process_input_requests``, which the event loop calls in each iteration."""
         self._thread.note_current()
         self._process_input_requests(self._intake.admit(received or ()))
+        if any(_is_weight_update(each) for each in received or ()):
+            self.on_weights_updated()
         self._thread.run_pending()
         self._end_drains()
 
@@ -199,6 +207,16 @@ class SglangEngine(Engine):
         scheduler = self._scheduler
         running = sorted(request.rid for request in scheduler.collect_inflight_reqs())
         return [*running, *(request.rid for request in list(scheduler.waiting_queue))]
+
+
+def _is_weight_update(request: Any) -> bool:
+    """Whether ``request`` is one by which SGLang's server writes weights: from disk, tensors, a group or by IPC.
+
+    An update in several requests counts with its first, as nothing marks the last: its clients resume the KV cache, or
+    continue generation, after all of them. Whether one succeeded is told to its client alone, which has to stop then.
+    """
+    name = type(request).__name__
+    return name.startswith("UpdateWeight") and "From" in name
 
 
 def _check(scheduler: Any) -> None:

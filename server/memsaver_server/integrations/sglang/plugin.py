@@ -40,7 +40,10 @@ def attach(scheduler: Any, **options: Any) -> Attachment:
     from memsaver_server import attach as serve
     from memsaver_server.integrations.sglang.engine import SglangEngine
 
-    return serve(SglangEngine(scheduler), **options)
+    engine = SglangEngine(scheduler)
+    attachment = serve(engine, **options)
+    engine.on_weights_updated = attachment.lifecycle.weights_updated
+    return attachment
 
 
 def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:

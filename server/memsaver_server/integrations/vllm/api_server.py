@@ -17,11 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
+from memsaver_server.integrations.vllm.engine_cores import ask_workers, processes
 
 logger = logging.getLogger("memsaver")
 
-#: Paths of vLLM's own sleep mode that our routes replace, as the service must see these calls.
-REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory"})
+#: Paths of vLLM's own that our routes replace: the service must see the calls of its sleep mode, and knows of a worker
+#: that has ended before vLLM does.
+REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/health"})
 
 #: Paths, or beginnings of paths, that need the device.
 WORK = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank")
@@ -34,12 +36,15 @@ class AsyncClient:
         self._engine = engine
         self._loop = loop
 
-    def call(self, message: Plain) -> list[Plain]:
-        answers: list[Plain] = self._wait(self._engine.collective_rpc("memsaver", args=(message,)))
-        return answers
+    @property
+    def processes(self) -> dict[str, int]:
+        return processes(getattr(self._engine, "engine_core", None))
 
-    def sleep(self, level: int) -> None:
-        self._wait(self._engine.sleep(level, "keep"))
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return self._start(ask_workers(self._engine, message))
+
+    def sleep(self, level: int) -> Future[None]:
+        return self._start(self._engine.sleep(level, "keep"))
 
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
@@ -59,6 +64,10 @@ class AsyncClient:
 
     def is_alive(self) -> bool:
         return not self._engine.errored
+
+    def model_name(self) -> str:
+        config = getattr(getattr(self._engine, "vllm_config", None), "model_config", None)
+        return str(getattr(config, "model", ""))
 
     def _pending(self) -> list[str]:
         states = getattr(getattr(self._engine, "output_processor", None), "request_states", {})

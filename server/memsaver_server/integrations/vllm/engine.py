@@ -6,7 +6,8 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from memsaver_core.errors import MemsaverError
 from memsaver_core.options import ReleaseOptions
@@ -16,7 +17,7 @@ from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, never
 from memsaver_server.gate import Gate
 from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
 from memsaver_server.integrations.vllm.offline import OfflineClient
-from memsaver_server.ranks import RankMemory
+from memsaver_server.ranks import GroupFailedError, RankMemory
 
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
@@ -25,16 +26,20 @@ SCHEDULING = "scheduling"
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(self, ranks: VllmEngine) -> None:
-        super().__init__(ranks)
+    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int] | None = None) -> None:
+        super().__init__(ranks, processes)
         self._ranks = ranks
 
     def release_awake(self, options: ReleaseOptions) -> list[Answer]:
-        self._check(self.ask(ExpectRelease(options)))
+        answers = self.ask(ExpectRelease(options))
+        if any(answer.failure is not None for answer in answers):
+            return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
         try:
-            self._ranks.sleep(level)
+            self.wait(self._ranks.sleep(level))
+        except GroupFailedError:
+            raise
         except Exception as error:
             self.ask(TakeOutcome())  # so that no rank still expects the release
             raise MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
@@ -55,17 +60,21 @@ class VllmEngine(Engine):
         self._admission = admission
         self._asleep = False
         self._paused = False
-        self.memory = VllmMemory(self)
+        self.memory = VllmMemory(self, client.processes)
 
     # The ranks, for ``memory``.
 
-    def call(self, message: Plain) -> list[Plain]:
-        return self._client.call(message)
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return self._client.start(message)
 
-    def sleep(self, level: int) -> None:
-        """Put the engine to sleep in its own way: 1 keeps the weights, 2 discards them."""
+    def sleep(self, level: int) -> Future[None]:
+        """Put the engine to sleep in its own way: 1 keeps the weights, 2 discards them. Does not block."""
         self._asleep = True
-        self._client.sleep(level)
+        return self._client.sleep(level)
+
+    @property
+    def model_name(self) -> str:
+        return self._client.model_name()
 
     # The methods of ``Engine``.
 

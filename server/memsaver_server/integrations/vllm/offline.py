@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DrainMode
 from memsaver_server.gate import Gate
+from memsaver_server.integrations.vllm.engine_cores import processes
+
+_T = TypeVar("_T")
 
 #: The methods by which an ``LLM`` generates.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
@@ -22,14 +27,15 @@ class OfflineClient:
         self._llm = llm
         self.lock = threading.Lock()
 
-    def call(self, message: Plain) -> list[Plain]:
-        with self.lock:
-            answers: list[Plain] = self._llm.collective_rpc("memsaver", args=(message,))
-            return answers
+    @property
+    def processes(self) -> dict[str, int]:
+        return processes(self._llm.llm_engine.engine_core)
 
-    def sleep(self, level: int) -> None:
-        with self.lock:
-            self._llm.sleep(level, "keep")
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return self._started(lambda: self._llm.collective_rpc("memsaver", args=(message,)))
+
+    def sleep(self, level: int) -> Future[None]:
+        return self._started(lambda: self._llm.sleep(level, "keep"))
 
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
         with self.lock:
@@ -42,6 +48,18 @@ class OfflineClient:
     def reset_prefix_cache(self) -> None:
         with self.lock:
             self._llm.reset_prefix_cache()
+
+    def _started(self, call: Callable[[], _T]) -> Future[_T]:
+        """Begin a call. A thread for each: one that hangs must not keep the process from ending."""
+
+        def locked() -> _T:
+            with self.lock:
+                return call()
+
+        return started(locked)
+
+    def model_name(self) -> str:
+        return str(getattr(getattr(self._llm.llm_engine, "model_config", None), "model", ""))
 
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)

@@ -22,6 +22,7 @@ from memsaver_server.http.errors import error_response
 from memsaver_server.integrations.vllm.api_server import AsyncClient, ClosedRoute, HttpAdmission, OverlayRoute
 from memsaver_server.integrations.vllm.engine import VllmEngine
 from memsaver_server.integrations.vllm.offline import OfflineClient, gate_calls
+from memsaver_server.integrations.vllm.weight_updates import watch_updates
 
 logger = logging.getLogger("memsaver")
 
@@ -69,7 +70,9 @@ async def serve_in(app: FastAPI, engine_client: Any, settings: Settings) -> Vllm
     admission = HttpAdmission()
     client = AsyncClient(engine_client, asyncio.get_running_loop())
     engine = await asyncio.to_thread(VllmEngine, client, admission)
-    app.router.routes[:0] = [ClosedRoute(app, admission, _refusal), OverlayRoute(create_app(engine, settings), app)]
+    ours = create_app(engine, settings)
+    app.router.routes[:0] = [ClosedRoute(app, admission, _refusal), OverlayRoute(ours, app)]
+    watch_updates(engine_client, ours.state.memsaver.lifecycle.weights_updated)
     return engine
 
 
@@ -108,4 +111,6 @@ def attach_to(
             "on a CUDA device"
         )
     gate_calls(llm, gate, client.lock)
-    return attach(engine, host=host, port=port, uds=uds, settings=settings)
+    attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
+    watch_updates(llm, attachment.lifecycle.weights_updated)
+    return attachment

@@ -1,0 +1,130 @@
+"""What NCCL holds between ranks of plain torch, and what is left when it is suspended and every rank is hibernated.
+
+One process for each GPU, in one NCCL group, with a CUDA graph that has captured an all-reduce. Each step is taken on
+all ranks side by side before the next; its time is that of the slowest rank. After each cycle the old graph is
+replayed.
+
+    python benchmarks/communicators.py                     # two GPUs, 20 cycles
+    python benchmarks/communicators.py --ranks 4 --cycles 3 --out /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+from _record import command
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu import plain_ranks  # noqa: E402
+from tests.native.nccl import Ranks  # noqa: E402
+
+MIB = 1 << 20
+STEPS = {
+    "release": "ms.release()",
+    "suspend communicators": "communicators.suspend()",
+    "lock": "hibernation.lock()",
+    "checkpoint": "hibernation.checkpoint()",
+    "restore": "hibernation.restore()",
+    "unlock": "hibernation.unlock()",
+    "resume communicators": "communicators.resume()",
+    "resume": "ms.resume()",
+}
+COUNTED = "[(each.suspendable_bytes, each.persistent_bytes, each.obstacle) for each in communicators.found()]"
+
+
+def used_mib(ranks: int) -> list[float]:
+    """Device memory in use by all processes on each GPU, MiB, as nvidia-smi shows it."""
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(ranks)]
+    return [pynvml.nvmlDeviceGetMemoryInfo(each, version=pynvml.nvmlMemory_v2).used / MIB for each in handles]
+
+
+def cycle(pair: Ranks, ranks: int, number: int, empty: list[float]) -> dict[str, Any]:
+    """Take every step on all ranks: its milliseconds, and MiB on the fullest GPU after it; at last check the sums."""
+    row: dict[str, Any] = {"milliseconds": {}, "mib": {}}
+    for name, call in STEPS.items():
+        answers = pair.ask(f"seconds(lambda: {call})")
+        if failed := [answer for answer in answers if "Error" in answer]:
+            raise RuntimeError(f"{name}: {failed[0]}")
+        row["milliseconds"][name] = max(map(float, answers)) * 1e3
+        row["mib"][name] = max(now - before for now, before in zip(used_mib(ranks), empty, strict=True))
+    expected = [str(plain_ranks.total_over(ranks, number))] * ranks
+    row["right"] = pair.ask(f"replayed({number})") == expected == pair.ask(f"reduced({number})")
+    return row
+
+
+def measure(ranks: int, cycles: int) -> dict[str, Any]:
+    empty = used_mib(ranks)
+    with tempfile.TemporaryDirectory() as folder, plain_ranks.started(ranks, Path(folder)) as pair:
+        pair.ask("replayed(0)")
+        counted = [ast.literal_eval(answer) for answer in pair.ask(COUNTED)]
+        if obstacles := [told for _, _, told in counted[0] if told]:
+            raise SystemExit(obstacles[0])
+        awake = max(now - before for now, before in zip(used_mib(ranks), empty, strict=True))
+        [version, *_] = pair.ask("loaded().version_text")
+        rows = [cycle(pair, ranks, number, empty) for number in range(1, cycles + 1)]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command("communicators.py"),
+        "gpu": torch.cuda.get_device_name(0),
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "torch": torch.__version__,
+        "nccl": ast.literal_eval(version),
+        "ranks": ranks,
+        "communicators": len(counted[0]),
+        "suspendable_mib": sum(size for size, _, _ in counted[0]) / MIB,
+        "persistent_mib": sum(size for _, size, _ in counted[0]) / MIB,
+        "awake_mib": awake,
+        "cycles": rows,
+    }
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    rows = result["cycles"]
+    lines = [
+        f"# NCCL between ranks: {result['ranks']} x {result['gpu']}, driver {result['driver']}, torch "
+        f"{result['torch']}, NCCL {result['nccl']}",
+        "",
+        f"{result['date']}, `{result['command']}`. Device memory of the fullest GPU as nvidia-smi counts it; each step "
+        f"on all ranks side by side, {len(rows)} cycles. {result['communicators']} communicators: "
+        f"{result['suspendable_mib']:,.0f} MiB can be suspended, {result['persistent_mib']:,.0f} MiB stay.",
+        "",
+        "| step | median ms | slowest ms | MiB left, most |",
+        "|---|---|---|---|",
+        f"| awake | | | {result['awake_mib']:,.0f} |",
+    ]
+    for name in STEPS:
+        times = [row["milliseconds"][name] for row in rows]
+        left = max(row["mib"][name] for row in rows)
+        lines.append(f"| {name} | {statistics.median(times):,.1f} | {max(times):,.1f} | {left:,.0f} |")
+    right = sum(row["right"] for row in rows)
+    return "\n".join([*lines, "", f"The graph's all-reduce and a new one were right after {right} of {len(rows)}.", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    pynvml.nvmlInit()
+    result = measure(options.ranks, options.cycles)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "communicators.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "communicators.md").write_text(to_markdown(result))
+    print(to_markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""NCCL communicators: found, counted, suspended and resumed through the libnccl that the process has loaded.
+
+Suspending is collective: every rank of a communicator enters it. A service agrees first, then tells all ranks. A
+trainer whose ranks run the same program calls this on all of them, between two steps::
+
+    from memsaver_core import communicators
+
+    communicators.suspend()  # device memory of every communicator is the driver's again
+    ...
+    communicators.resume()
+
+CUDA graphs with NCCL calls replay as before, if NCCL_GRAPH_REGISTER=0 was set when they were captured. Needs NCCL
+2.29.7; ``found`` tells for each communicator what it holds, and what prevents its suspension.
+"""
+
+from memsaver_core.communicators.communicators import TIMEOUT_S, Communicators
+from memsaver_core.communicators.discovery import nccl_groups
+from memsaver_core.communicators.graphs import warn_of_registered_graphs
+
+__all__ = [
+    "TIMEOUT_S", "found", "nccl_groups", "register", "register_buffers", "resume", "statuses", "suspend", "tag_status",
+    "unregister", "warn_of_registered_graphs",
+]  # fmt: skip
+
+this_process = Communicators()
+found = this_process.found
+register = this_process.register
+register_buffers = this_process.register_buffers
+resume = this_process.resume
+statuses = this_process.statuses
+suspend = this_process.suspend
+tag_status = this_process.tag_status
+unregister = this_process.unregister

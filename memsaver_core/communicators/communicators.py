@@ -1,0 +1,259 @@
+"""The one object that counts, suspends and resumes the NCCL communicators of this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, replace
+
+from memsaver_core import process
+from memsaver_core.communicators import discovery
+from memsaver_core.communicators.discovery import Communicator
+from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
+from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
+from memsaver_core.peer_buffers import PeerBuffers
+from memsaver_core.policies import COMMUNICATORS, RestorePolicy
+from memsaver_core.reports import CommunicatorStatus, TagStatus
+
+#: Deadline of a suspend or a resume, seconds. One of 480 MiB takes half a second.
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call into NCCL that has not returned by its deadline."""
+
+    what: str
+    name: str
+    outcome: Future[None]
+
+
+class Communicators:
+    """The communicators of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # one operation at a time
+        self._registered: dict[str, Communicator] = {}
+        self._statuses: tuple[CommunicatorStatus, ...] = ()
+        self._devices: dict[str, int | None] = {}
+        self._late: _Call | None = None
+
+    def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
+        """Have a communicator suspended that memsaver does not find by itself.
+
+        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator.
+
+        Args:
+            name: the same on all of its ranks, and of no other communicator that a rank of the engine has.
+            comm: the ncclComm_t, as a number.
+            ranks: how many it has; one of a single rank is passed over.
+            rank: this process's number among them.
+            device: torch's index of its device.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
+        if name in self._registered:
+            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
+        if ranks > 1:
+            made = Communicator.of(name, comm, ranks=ranks, rank=rank, device=device, nccl=loaded())
+            self._registered[name] = made
+
+    def register_buffers(self, name: str, buffers: PeerBuffers) -> None:
+        """Have the buffers of an engine's own all-reduce suspended; ``name`` and errors as of ``register``."""
+        if name in self._registered:
+            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
+
+        def held() -> Held:
+            return Held(suspendable=buffers.nbytes, persistent=0, suspended=buffers.suspended)
+
+        calls = (held, buffers.suspend, buffers.resume)
+        self._registered[name] = Communicator(
+            name, buffers.ranks, buffers.rank, buffers.device_index, None, *calls, is_nccl=False
+        )
+
+    def unregister(self, name: str) -> None:
+        """Forget a communicator that was registered; call it before ncclCommDestroy."""
+        self._registered.pop(name, None)
+
+    def found(self) -> tuple[CommunicatorStatus, ...]:
+        """Find and count the communicators of more than one rank, in the order of their creation.
+
+        Must not be called while the process is hibernated, when device calls block.
+        """
+        present = self._present()
+        self._statuses = tuple(self._status(each) for each in present)
+        self._devices = {each.name: each.device for each in present}
+        return self._statuses
+
+    def statuses(self) -> tuple[CommunicatorStatus, ...]:
+        """Return what was counted last. Calls no driver."""
+        return self._statuses
+
+    def tag_status(self) -> TagStatus | None:
+        """Return what was counted last as a tag; None if there are no communicators. Calls no driver."""
+        counted = self._statuses
+        if not counted:
+            return None
+        mapped: dict[int, int] = {}
+        for each in counted:
+            if (device := self._devices.get(each.name)) is not None:
+                mapped[device] = mapped.get(device, 0) + each.suspendable_bytes
+        resident = sum(each.suspendable_bytes for each in counted)
+        released = sum(each.suspended_bytes for each in counted)
+        return TagStatus(
+            tag=COMMUNICATORS,
+            restore=RestorePolicy.HOST.value,
+            state="released" if any(each.suspended for each in counted) else "resident",
+            bytes=resident + released,
+            resident_bytes=resident,
+            released_bytes=released,
+            retained_bytes=0,
+            backed_up_bytes=0,
+            allocations=len(counted),
+            chunks=0,
+            mapped_by_device=mapped,
+        )
+
+    def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
+        """Give back the device memory of communicators, which cannot be used until ``resume``.
+
+        Every rank of each communicator must call this, with no communication in flight: NCCL waits for all of them.
+        If it fails on any rank, call ``resume`` on all of them.
+
+        Args:
+            names: which; None for all that can be suspended. One that is suspended already is passed over.
+            timeout_s: deadline for all of them together.
+
+        Returns:
+            Bytes given back, by name.
+
+        Raises:
+            UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
+            MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
+        """
+        with self._lock:
+            deadline = time.monotonic() + timeout_s
+            self._await_late(deadline)
+            chosen = [each for each, status in self._chosen(names) if not status.suspended]
+            freed = {}
+            try:
+                for each in chosen:
+                    freed[each.name] = each.held().suspendable
+                    self._call("suspend", each, each.suspend, deadline)
+            finally:
+                self.found()
+            return freed
+
+    def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        """Bring communicators back, with the same addresses. Every rank of each must call this.
+
+        Args:
+            names: which; None for all. One that is not suspended is passed over.
+            timeout_s: deadline for all of them together.
+
+        Raises:
+            UnsupportedError: one of ``names`` does not exist; nothing was done.
+            MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
+        """
+        with self._lock:
+            deadline = time.monotonic() + timeout_s
+            self._await_late(deadline)
+            chosen = [each for each, status in self._chosen(names, resuming=True) if status.suspended]
+            try:
+                for each in chosen:
+                    self._call("resume", each, each.resume, deadline)
+            finally:
+                self.found()
+
+    def _present(self) -> list[Communicator]:
+        return [*discovery.found(), *self._registered.values()] if process.enabled() else []
+
+    def _chosen(
+        self, names: Sequence[str] | None, resuming: bool = False
+    ) -> list[tuple[Communicator, CommunicatorStatus]]:
+        """Return the communicators ``names`` in the order of their creation, which is the same on all ranks."""
+        pairs = list(zip(self._present(), self.found(), strict=True))
+        if names is None:
+            return [(each, status) for each, status in pairs if resuming or not status.obstacle]
+        if missing := set(names) - {each.name for each, _ in pairs}:
+            raise UnsupportedError(f"this process has no communicator {sorted(missing)[0]!r}; nothing was done")
+        chosen = [(each, status) for each, status in pairs if each.name in names]
+        if not resuming and (refused := [status for _, status in chosen if status.obstacle]):
+            told = "; ".join(f"communicator {each.name}: {each.obstacle}" for each in refused)
+            raise UnsupportedError(f"{told}; nothing was suspended")
+        return chosen
+
+    def _status(self, each: Communicator) -> CommunicatorStatus:
+        status = CommunicatorStatus(each.name, each.ranks, each.rank)
+        if self._late is not None and self._late.name == each.name and not self._late.outcome.done():
+            return replace(
+                status, obstacle=f"its {self._late.what} has not returned, because another rank did not come"
+            )
+        if reason := _unable(each):
+            return replace(status, obstacle=reason)
+        try:
+            held = each.held()
+        except (MemsaverError, RuntimeError) as error:
+            return replace(status, obstacle=f"{error}; unset NCCL_DISABLE_MEM_MANAGER if it is set")
+        off = process.settings().communicators == "off"
+        return replace(
+            status,
+            suspendable_bytes=0 if held.suspended else held.suspendable,
+            suspended_bytes=held.suspendable if held.suspended else 0,
+            persistent_bytes=held.persistent,
+            suspended=held.suspended,
+            obstacle="MEMSAVER_COMMUNICATORS=off; unset it" if off else "",
+        )
+
+    def _call(self, what: str, each: Communicator, function: Callable[[], None], deadline: float) -> None:
+        """Run a call that waits for the other ranks, in a thread that is left behind if they do not come."""
+        outcome: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
+
+        threading.Thread(target=run, name=f"memsaver-{what}", daemon=True).start()
+        self._late = _Call(what, each.name, outcome)
+        self._await_late(deadline)
+
+    def _await_late(self, deadline: float) -> None:
+        """Wait for the call under way, which may be one that an earlier operation gave up."""
+        if (call := self._late) is None:
+            return
+        try:
+            call.outcome.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError:
+            raise MemsaverError(
+                f"the {call.what} of communicator {call.name} has not returned: another rank has not called it. It is "
+                "still waited for; restart the engine if that rank is gone"
+            ) from None
+        except (MemsaverError, RuntimeError) as error:
+            self._late = None
+            raise MemsaverError(f"the {call.what} of communicator {call.name} failed: {error}") from error
+        self._late = None
+
+
+def _unable(each: Communicator) -> str:
+    """Return why ``each`` cannot be suspended and what to do, or an empty string."""
+    if not each.is_nccl:
+        return ""
+    if each.nccl is None:
+        return "its libnccl cannot be found among the loaded libraries; use a torch with a shared libnccl"
+    if each.nccl.version < SUSPENDS:
+        return (
+            f"NCCL {each.nccl.version_text} can neither suspend nor count it, so what it holds stays; "
+            "install NCCL 2.29.7 or later"
+        )
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return "NCCL_CUMEM_ENABLE=0, so what it holds stays; unset it before the engine starts"
+    return ""

@@ -1,0 +1,137 @@
+"""Finds the NCCL communicators of this process, in the order of their creation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from memsaver_core.communicators.nccl import Held, Nccl, loaded
+
+#: Modules of engines that register their groups of ranks by name, and the engines' names.
+_ENGINES = {"vllm.distributed.parallel_state": "vllm", "sglang.srt.distributed.parallel_state": "sglang"}
+
+#: torch's own calls are compiled in from this version of NCCL on.
+_TORCH_SUSPENDS = (2, 29, 7)
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One communicator of more than one rank, and the calls for it."""
+
+    name: str  # the same on all of its ranks, and of no other communicator that a rank of the engine has
+    ranks: int
+    rank: int
+    device: int | None  # torch's index of its device; None if not known
+    nccl: Nccl | None  # the library that it belongs to; None if that cannot be found
+    held: Callable[[], Held]
+    suspend: Callable[[], None]
+    resume: Callable[[], None]
+    is_nccl: bool = True
+
+    @classmethod
+    def of(cls, name: str, comm: int, *, ranks: int, rank: int, device: int | None, nccl: Nccl | None) -> Communicator:
+        """Return the communicator ``comm``, an ncclComm_t."""
+
+        def call(function: Callable[[Nccl, int], Any]) -> Any:
+            assert nccl is not None
+            with _on(device):
+                return function(nccl, comm)
+
+        held, suspend, resume = (partial(call, each) for each in (Nccl.held, Nccl.suspend, Nccl.resume))
+        return cls(name, ranks, rank, device, nccl, held, suspend, resume)
+
+
+def nccl_groups() -> tuple[str, ...]:
+    """Return the names of torch's process groups on NCCL, without groups of one process, which share no memory."""
+    return tuple(name for name, _ in _torch_groups())
+
+
+def found() -> Iterator[Communicator]:
+    """Return torch's communicators, then vLLM's and SGLang's own. Groups that never communicated have none yet."""
+    yield from _of_torch()
+    for module, engine in _ENGINES.items():
+        if module in sys.modules:
+            yield from _of_engine(engine, sys.modules[module])
+
+
+def _torch_groups() -> Iterator[tuple[str, Any]]:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or not torch.distributed.is_available():
+        return
+    world = c10d._world
+    for group in tuple(world.pg_map):
+        if "nccl" in str(world.pg_backend_config.get(group, "")) and group.size() > 1:
+            yield str(world.pg_names.get(group, "default")), group
+
+
+def _of_torch() -> Iterator[Communicator]:
+    library = loaded()
+    for group_name, group in _torch_groups():
+        backend = group._get_backend(torch.device("cuda"))
+        name = _name("torch", group_name, torch.distributed.get_process_group_ranks(group))
+        for device in _devices():
+            with _on(device):
+                comm = backend._comm_ptr()  # of the current device; 0 if there is none, and none is made
+            if not comm:
+                continue
+            made = Communicator.of(name, comm, ranks=group.size(), rank=group.rank(), device=device, nccl=library)
+            yield _by_torch(backend, made) if _suspends(backend) else made
+            break
+
+
+def _suspends(backend: Any) -> bool:
+    """Return whether torch can suspend this backend by itself."""
+    return hasattr(backend, "memory_stats") and tuple(backend.get_build_nccl_version()) >= _TORCH_SUSPENDS
+
+
+def _by_torch(backend: Any, found: Communicator) -> Communicator:
+    """Return ``found`` with torch's calls, which exclude torch's own threads."""
+
+    def held() -> Held:
+        told = backend.memory_stats()
+        return Held(int(told["suspend"]), int(told["persist"]), bool(told["suspended"]))
+
+    return Communicator(
+        found.name, found.ranks, found.rank, found.device, found.nccl, held, backend.suspend, backend.resume
+    )
+
+
+def _of_engine(engine: str, parallel_state: Any) -> Iterator[Communicator]:
+    """Return the communicators of the groups that ``parallel_state`` keeps, PyNcclCommunicators in both engines."""
+    for reference in tuple(parallel_state._groups.values()):
+        group = reference()
+        own = getattr(group, "pynccl_comm", None)
+        own = own or getattr(getattr(group, "device_communicator", None), "pynccl_comm", None)
+        if own is None or not own.available or own.world_size < 2:
+            continue
+        comm = own.comm.value if hasattr(own.comm, "value") else own.comm
+        yield Communicator.of(
+            _name(engine, group.unique_name, group.ranks),
+            comm,
+            ranks=own.world_size,
+            rank=own.rank,
+            device=own.device.index,
+            nccl=Nccl(own.nccl.lib),
+        )
+
+
+def _name(kind: str, group: str, ranks: Sequence[int]) -> str:
+    return f"{kind}:{group}:{','.join(map(str, ranks))}"
+
+
+def _devices() -> list[int | None]:
+    """Return the devices on which this process has a context."""
+    if not torch.cuda.is_initialized():
+        return [None]
+    has_context: Any = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
+
+
+def _on(device: int | None) -> AbstractContextManager[Any]:
+    return nullcontext() if device is None else torch.cuda.device(device)

@@ -1,0 +1,91 @@
+"""libnccl by ctypes: the copy that this process has loaded already. Nothing is linked, and nothing is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from memsaver_core.errors import MemsaverError
+
+#: The first version with ncclCommSuspend, ncclCommResume and ncclCommMemStats, as ncclGetVersion encodes it (nccl.h).
+SUSPENDS = 22907
+
+#: NCCL_SUSPEND_MEM of nccl.h.
+_SUSPEND_MEMORY = 1
+#: ncclCommMemStat_t of nccl.h.
+_SUSPENDABLE, _SUSPENDED, _PERSISTENT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Device memory of one communicator, bytes. ``suspendable`` stays the same while it is suspended."""
+
+    suspendable: int
+    persistent: int
+    suspended: bool
+
+
+class Nccl:
+    """A loaded libnccl. Each call of a function that fails raises MemsaverError with NCCL's own word for it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        version = ctypes.c_int()
+        self._call("ncclGetVersion", ctypes.byref(version))
+        self.version = version.value
+
+    @property
+    def version_text(self) -> str:
+        """The version as people write it: 2.29.7."""
+        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+
+    def held(self, comm: int) -> Held:
+        """Count what a communicator holds. Needs NCCL 2.29.7, as do ``suspend`` and ``resume``."""
+        suspendable, suspended, persistent = (
+            self._statistic(comm, each) for each in (_SUSPENDABLE, _SUSPENDED, _PERSISTENT)
+        )
+        return Held(suspendable, persistent, bool(suspended))
+
+    def suspend(self, comm: int) -> None:
+        """Give back its memory; returns when every rank has called it. The device must be the calling thread's."""
+        self._call("ncclCommSuspend", ctypes.c_void_p(comm), _SUSPEND_MEMORY)
+
+    def resume(self, comm: int) -> None:
+        """Take its memory again, at the same addresses; returns when every rank has called it."""
+        self._call("ncclCommResume", ctypes.c_void_p(comm))
+
+    def _statistic(self, comm: int, which: int) -> int:
+        value = ctypes.c_uint64()
+        self._call("ncclCommMemStats", ctypes.c_void_p(comm), which, ctypes.byref(value))
+        return value.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        # By subscript: a function object of our own, since another user of the library may have declared arguments.
+        if result := self._library[name](*arguments):
+            describe = self._library["ncclGetErrorString"]
+            describe.restype = ctypes.c_char_p
+            raise MemsaverError(f"{name} failed: {(describe(result) or b'unknown error').decode()}")
+
+
+def loaded() -> Nccl | None:
+    """Return torch's libnccl, else another that this process has loaded, or None."""
+    torch_library = Path(torch.__file__).with_name("lib") / "libtorch_cuda.so"  # finds what it is linked with, too
+    for path in (str(torch_library), *loaded_paths()):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+        if hasattr(library, "ncclGetVersion"):
+            return Nccl(library)
+    return None
+
+
+def loaded_paths(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
+    """Return the paths of the libnccl copies that are mapped into this process."""
+    with maps.open() as lines:
+        fields = (line.rstrip("\n").split(maxsplit=5) for line in lines if "/libnccl.so" in line)
+        return tuple(dict.fromkeys(each[5] for each in fields))

@@ -1,0 +1,176 @@
+"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them.
+
+Takes the place of CUDA IPC in an engine's own all-reduce: these buffers can be released and come back at the same
+addresses, and a process that has dropped them can be checkpointed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from memsaver_core.errors import MemsaverError
+from memsaver_core.shared_buffers import ImportedBuffer, SharedBuffer
+
+#: How long a rank waits for another one, seconds.
+TIMEOUT_S = 30.0
+
+#: Gathers one value of each rank, in their order.
+Gather = Callable[[Any], list[Any]]
+
+
+class PeerSockets:
+    """A connection to each other rank of a group, for file descriptors. All ranks make it at the same time."""
+
+    def __init__(self, rank: int, gather: Gather) -> None:
+        """Connect to the other ranks, which run on this host under the same user.
+
+        Raises:
+            MemsaverError: a rank did not come within ``TIMEOUT_S``.
+        """
+        self.rank = rank
+        folder = Path(tempfile.mkdtemp(prefix="memsaver-"))  # of mode 0700
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.settimeout(TIMEOUT_S)
+                listener.bind(str(folder / "rank"))
+                listener.listen()
+                paths = gather(str(folder / "rank"))
+                self._peers = dict(_connect(rank, number, path) for number, path in enumerate(paths[:rank]))
+                while len(self._peers) < len(paths) - 1:
+                    number, connection = _accept(listener)
+                    self._peers[number] = connection
+        except OSError as error:
+            raise MemsaverError(f"rank {rank} cannot reach the other ranks of its group: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def ranks(self) -> int:
+        return len(self._peers) + 1
+
+    def exchange(self, descriptor: int) -> Mapping[int, int]:
+        """Send a file descriptor to each other rank; return theirs by rank, which the caller closes.
+
+        Raises:
+            MemsaverError: a rank did not send its own within ``TIMEOUT_S``; names it. No later exchange succeeds.
+        """
+        received: dict[int, int] = {}
+        asked = self.rank
+        try:
+            for asked, peer in self._peers.items():  # noqa: B007  # named in the error
+                socket.send_fds(peer, [b"\0"], [descriptor])
+            for asked, peer in self._peers.items():
+                received[asked] = _receive(peer)
+        except OSError as error:
+            for each in received.values():
+                os.close(each)
+            for peer in self._peers.values():
+                peer.close()  # a descriptor that comes late must not be taken for that of the next exchange
+            raise MemsaverError(
+                f"rank {self.rank} of a group did not get the memory of rank {asked}: {error}; restart the engine"
+            ) from error
+        return received
+
+
+class PeerBuffers:
+    """A buffer of this rank, and the buffers of the other ranks of its group.
+
+    Attributes:
+        device_index: torch's index of the device.
+        suspended: whether the memory is given back.
+    """
+
+    def __init__(self, nbytes: int, device_index: int, sockets: PeerSockets) -> None:
+        """Make a buffer of zeros and map those of the others. All ranks do so at the same time, in the same order.
+
+        Raises:
+            MemsaverError: as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do.
+        """
+        self._sockets = sockets
+        self.device_index = device_index
+        self.suspended = False
+        self._own = SharedBuffer(device_index, nbytes)
+        self._others: dict[int, ImportedBuffer] = {}
+
+        def map_new(rank: int, descriptor: int) -> None:
+            self._others[rank] = ImportedBuffer(descriptor, self._own.nbytes, device_index)
+
+        self._exchange(map_new)
+
+    @property
+    def rank(self) -> int:
+        return self._sockets.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._sockets.ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of this rank's buffer."""
+        return self._own.nbytes
+
+    @property
+    def addresses(self) -> list[int]:
+        """The address of each rank's buffer in this process, in the order of the ranks. They never change."""
+        others = {rank: each.address for rank, each in self._others.items()}
+        return [address for _, address in sorted({**others, self._sockets.rank: self._own.address}.items())]
+
+    def suspend(self) -> None:
+        """Give the memory back; nothing on any rank may use it. Does nothing while suspended."""
+        self.suspended = True
+        for other in self._others.values():
+            other.drop()
+        self._own.release()
+
+    def resume(self) -> None:
+        """Bring the memory and its content back; returns when every rank has called it."""
+        self._own.restore()
+
+        def map_again(rank: int, descriptor: int) -> None:
+            self._others[rank].drop()
+            self._others[rank].map_again(descriptor)
+
+        self._exchange(map_again)
+        self.suspended = False
+
+    def _exchange(self, use: Callable[[int, int], None]) -> None:
+        """Call ``use`` with each other rank and a descriptor of its buffer."""
+        exported = self._own.export_fd()
+        try:
+            received = self._sockets.exchange(exported)
+        finally:
+            os.close(exported)
+        try:
+            for rank, descriptor in received.items():
+                use(rank, descriptor)
+        finally:
+            for descriptor in received.values():
+                os.close(descriptor)
+
+
+def _connect(rank: int, other: int, path: str) -> tuple[int, socket.socket]:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(TIMEOUT_S)
+    connection.connect(path)
+    connection.sendall(rank.to_bytes(4, "little"))
+    return other, connection
+
+
+def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
+    connection, _ = listener.accept()
+    connection.settimeout(TIMEOUT_S)
+    return int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection
+
+
+def _receive(peer: socket.socket) -> int:
+    _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+    if not descriptors:
+        raise ConnectionError("it closed the connection")
+    return descriptors[0]

@@ -1,0 +1,106 @@
+"""What an operation would do on this rank, and whether it could: nothing is changed to find out.
+
+A check here refuses only what the operation itself would refuse. It finds it before any rank has done anything.
+"""
+
+from __future__ import annotations
+
+import memsaver_core as ms
+from memsaver_core import _native, communicators, hibernation, process
+from memsaver_core.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
+from memsaver_core.options import ReleaseOptions, ResumeOptions
+from memsaver_core.policies import COMMUNICATORS, RestorePolicy
+from memsaver_core.ranks.protocol import Plan
+from memsaver_core.reports import Status, TagStatus
+
+
+def plan_release(options: ReleaseOptions) -> Plan:
+    """Return what a release would do.
+
+    Raises:
+        UnknownTagError, ContextLostError: as ``memsaver_core.release``.
+        OutOfHostMemoryError: the backups would not fit.
+    """
+    tags, status = _look(options.tags)
+    ms.check_tags(list(options.restore))
+    needed = sum(
+        max(0, tag.resident_bytes - tag.backed_up_bytes)
+        for tag in tags
+        if options.restore.get(tag.tag, tag.restore) in (RestorePolicy.HOST, "mixed")
+    )
+    free = _free_host_bytes(status)
+    if needed > free:  # what torch holds free is not backed up; asking for it takes time
+        needed = max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))
+    if needed > free:
+        raise OutOfHostMemoryError(
+            f"the backups need {needed} bytes of host memory, and {free} may be used; release fewer tags, discard "
+            "some, or raise MEMSAVER_HOST_BACKUP_LIMIT",
+            needed,
+            free,
+        )
+    away = status.hibernated
+    return Plan(
+        tag_bytes={tag.tag: tag.resident_bytes for tag in tags},
+        host_bytes_needed=needed,
+        host_bytes_free=free,
+        communicators=() if away else communicators.found(),
+        obstacles=tuple(hibernation.obstacles(suspending=True)) if options.hibernate and not away else (),
+    )
+
+
+def plan_resume(options: ResumeOptions) -> Plan:
+    """Return what a resume would do.
+
+    Raises:
+        UnknownTagError, ContextLostError: as ``memsaver_core.resume``.
+        OutOfDeviceMemoryError: a device has less free memory than the tags need.
+    """
+    tags, status = _look(options.tags)
+    needed: dict[int, int] = {}
+    for tag in tags:
+        if tag.released_bytes:
+            for index, size in tag.bytes_by_device.items():
+                needed[index] = needed.get(index, 0) + max(0, size - tag.mapped_by_device.get(index, 0))
+    free = _free_device_bytes()
+    if _short(needed, free) is not None and not status.hibernated and process.backend().make_room():
+        free = _free_device_bytes()
+    device = _short(needed, free)
+    if device is not None:
+        raise OutOfDeviceMemoryError(
+            f"device {device} has too little free memory to resume [{needed[device]} bytes needed, {free[device]} "
+            "free]; everything stays released with its backup; let other processes free memory and repeat",
+            needed[device],
+            free[device],
+            device,
+        )
+    return Plan(
+        tag_bytes={tag.tag: tag.released_bytes for tag in tags},
+        device_bytes_needed=needed,
+        device_bytes_free=free,
+        communicators=communicators.statuses(),
+    )
+
+
+def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
+    ms.check_tags(names)
+    hibernation.raise_if_lost()
+    status = ms.status()
+    tags = [tag for tag in status.tags if tag.tag != COMMUNICATORS]
+    return [tag for tag in tags if not names or tag.tag in names], status
+
+
+def _free_host_bytes(status: Status) -> int:
+    """Return how much more backups may take: within the limit, and of what the host has beyond the pool's memory."""
+    backup = status.host_backup
+    used = backup.bytes - backup.file_bytes
+    pinned = max(backup.capacity_bytes, backup.target_bytes)
+    return max(0, min(backup.limit_bytes, pinned + _native.available_memory_bytes()) - used)
+
+
+def _free_device_bytes() -> dict[int, int]:
+    return {device.index: device.total_bytes - device.used_bytes for device in ms.read_devices()}
+
+
+def _short(needed: dict[int, int], free: dict[int, int]) -> int | None:
+    """Return the first device that has too little free memory."""
+    return next((device for device, size in needed.items() if size > free.get(device, size)), None)

@@ -1,0 +1,127 @@
+"""Device memory that the processes of one engine share, and that can go away and come back at the same addresses.
+
+CUDA IPC handles are of memory that cannot be released, and a process that has used one cannot be checkpointed. These
+buffers are virtual memory instead: a process makes one and hands a file descriptor of it to the others, for example by
+``socket.send_fds``; each maps it at an address of its own, which stays its address for good.
+
+Before a hibernation every process drops what it imported, then each owner releases its buffers. Afterwards each owner
+restores and exports anew, then the others map again.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from memsaver_core import _native, process
+
+_imported: weakref.WeakSet[ImportedBuffer] = weakref.WeakSet()
+
+
+class SharedBuffer:
+    """A buffer of this process, for other processes to map.
+
+    Every method may raise DriverError, ContextLostError or ForkedProcessError; the buffer is then as it was, and the
+    call can be repeated.
+    """
+
+    def __init__(self, device_index: int, nbytes: int) -> None:
+        """Allocate zeros on a device.
+
+        Args:
+            device_index: torch's index of the device.
+            nbytes: size in bytes; rounded up to what the device maps at once (2 MiB on NVIDIA GPUs).
+
+        Raises:
+            ConfigurationError: there is no such device.
+            OutOfDeviceMemoryError: the device has too little free memory.
+        """
+        self._native = _native.SharedBuffer(process.saver(), device_index, nbytes)
+
+    @property
+    def address(self) -> int:
+        """The device address in this process; it never changes."""
+        return self._native.address
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes that importers name."""
+        return self._native.bytes
+
+    def export_fd(self) -> int:
+        """Return a new descriptor of the memory, for :class:`ImportedBuffer` in another process; the caller closes it.
+
+        Raises:
+            ConfigurationError: the buffer is released.
+        """
+        return self._native.export_fd()
+
+    def release(self) -> None:
+        """Copy the content to host memory and give the device memory back; does nothing while released.
+
+        The device gets it once no other process maps it and no exported descriptor is open.
+
+        Raises:
+            OutOfHostMemoryError: there is no host memory for the content.
+        """
+        self._native.release()
+
+    def restore(self) -> None:
+        """Bring memory and content back; does nothing while resident. The memory is new and has to be exported again.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; the buffer stays released.
+        """
+        self._native.restore()
+
+
+class ImportedBuffer:
+    """A :class:`SharedBuffer` of another process, at an address of this process.
+
+    Every method may raise DriverError, ContextLostError or ForkedProcessError; the call can be repeated.
+    """
+
+    def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
+        """Map the memory of a descriptor for a device of this process.
+
+        Args:
+            fd: a descriptor that ``SharedBuffer.export_fd`` returned; remains the caller's, who may close it now.
+            nbytes: ``SharedBuffer.nbytes``.
+            device_index: torch's index of the device that uses the memory, which may lie on another one.
+
+        Raises:
+            ConfigurationError: there is no such device, or the descriptor is of another size.
+        """
+        self._native = _native.ImportedBuffer(process.saver(), fd, nbytes, device_index)
+        _imported.add(self)
+
+    @property
+    def address(self) -> int:
+        """The device address in this process; it never changes."""
+        return self._native.address
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return self._native.bytes
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory is mapped now; if not, nothing may use the address."""
+        return self._native.mapped()
+
+    def drop(self) -> None:
+        """Unmap the memory and let go of it; does nothing while dropped."""
+        self._native.drop()
+
+    def map_again(self, fd: int) -> None:
+        """Map the memory of a descriptor, which remains the caller's, at the same address as before.
+
+        Raises:
+            ConfigurationError: the buffer is mapped, or the descriptor is of another size.
+        """
+        self._native.map_again(fd)
+
+
+def imported_bytes() -> int:
+    """Return the bytes that this process maps of other processes' memory now."""
+    return sum(buffer.nbytes for buffer in list(_imported) if buffer.mapped)

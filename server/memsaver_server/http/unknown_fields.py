@@ -1,0 +1,75 @@
+"""Fields of a request that the service does not have: passed over, named in the answer, or refused as misspelt."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+
+from memsaver_server.http.errors import BadRequestError
+
+#: What known clients send beside our fields, and need no answer to.
+PASSED_OVER = frozenset(
+    (
+        *("reset_connector", "rid", "http_worker_ipc", "timeout"),  # verl; SGLang's base of all requests; its flush
+        # SGLang's weight updates and pauses, as slime, miles and AReaL send them
+        *("weight_version", "model_version", "is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"),
+        *("token_step", "disable_draft_model", "target_modules", "manifest", "load_format", "clear_cache"),
+        *("model", "model_name", "options", "operation_id"),  # Ray Serve, AIBrix
+    )
+)
+#: Least similarity of a misspelt name, by difflib: one wrong letter in four.
+SIMILARITY = 0.75
+#: More unknown fields than this are refused; comparing them would take long.
+MAX_UNKNOWN = 64
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return the names of ``given`` that are to be named in the answer as ignored.
+
+    Raises:
+        BadRequestError: a name is close to a known one, or there are too many unknown ones.
+    """
+    unknown = [name for name in given if name not in known]
+    if len(unknown) > MAX_UNKNOWN:
+        raise BadRequestError(f"the request has {len(unknown)} unknown fields; send at most {MAX_UNKNOWN}")
+    plain = {_plain(name): name for name in known}
+    ignored = []
+    for name in unknown:
+        near = plain.get(_plain(name))
+        if near is None and name in PASSED_OVER:
+            continue
+        if near is None and len(name) <= 2 * max(map(len, known), default=0):  # comparing takes len(name) squared
+            near = next(iter(difflib.get_close_matches(name.lower(), known, 1, SIMILARITY)), None)
+        if near is not None:
+            raise BadRequestError(f"unknown field {name!r}; did you mean {near!r}? Nothing was done")
+        ignored.append(name)
+    return ignored
+
+
+def _plain(name: str) -> str:
+    """Return ``name`` without what is easily mistaken: case, separators and the plural."""
+    return re.sub(r"[^a-z0-9]", "", name.lower()).rstrip("s")
+
+
+class NamesIgnored(APIRoute):
+    """A route whose JSON answer has the request's ``ignored`` fields, if there are any."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def named(request: Request) -> Response:
+            response = await handle(request)
+            ignored = getattr(request.state, "memsaver_ignored", None)
+            if not ignored or not isinstance(response, JSONResponse):
+                return response
+            headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+            return JSONResponse({**json.loads(bytes(response.body)), "ignored": ignored}, response.status_code, headers)
+
+        return named

@@ -1,0 +1,210 @@
+"""The processes of an engine: asks all of them at once; waits for all answers, a deadline or the end of a process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError
+from memsaver_core.ranks.progress import GroupProgress
+from memsaver_core.ranks.protocol import (
+    ANSWERS,
+    REQUESTS,
+    Answer,
+    Failure,
+    Introduce,
+    Introduction,
+    Plain,
+    Request,
+)
+from memsaver_core.reports import RankStatus, Status
+from memsaver_server.ranks.merging import RankDevices
+from memsaver_server.ranks.watch import ProcessWatch
+
+logger = logging.getLogger("memsaver")
+
+_T = TypeVar("_T")
+
+#: Longest interval at which a wait looks at the ranks' progress, seconds.
+LOOK_S = 1.0
+#: How long a call that failed may wait for the end of the process that explains it, seconds.
+EXPLAIN_S = 0.5
+
+
+class Channel(Protocol):
+    """How an engine reaches its ranks."""
+
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        """Send a message of the rank protocol to every rank. The result is the answer of each, in order, once all have
+        answered. Does not block."""
+
+
+class GroupFailedError(MemsaverError):
+    """A rank has ended, hangs, or could not undo what it did. The ranks' states differ, or cannot be known."""
+
+    kind = "rank_failed"
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """After how many seconds a step counts as hung.
+
+    Attributes:
+        idle_s: of a release or a resume: without progress on any rank.
+        prepare_s, communicators_s, hibernation_s: of such a step as a whole.
+    """
+
+    idle_s: float = 120.0
+    prepare_s: float = 60.0
+    communicators_s: float = 30.0
+    hibernation_s: float = 120.0
+
+
+class Group:
+    """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name.
+
+    Attributes:
+        failure: why no operation is possible any more, or an empty string.
+        step: what the ranks do now, as messages call it, or an empty string.
+    """
+
+    def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
+        self._channel = channel
+        self.deadlines = deadlines
+        self.failure = ""
+        self._failing = threading.Lock()
+        self._failed: Future[None] = Future()
+        self.step = "start"
+        self.progress = GroupProgress([])
+        answers = _decoded(self.wait(channel.start(REQUESTS.encode(Introduce())), deadlines.prepare_s))
+        self.step = ""
+        self._statuses = [answer.status for answer in answers]
+        self.check(answers)
+        self.ranks = [answer.introduction or Introduction() for answer in answers]
+        self.devices = RankDevices(self.ranks)
+        self.progress = GroupProgress([rank.progress for rank in self.ranks])
+        self._ended: set[int | None] = set()
+        seen = {self.ranks[rank].pid: self.name(rank) for rank in self.progress.seen}
+        self._names = {pid: name for pid, name in seen.items() if pid is not None}
+        self._names |= {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._watch = ProcessWatch(self._names, self._note_end)
+
+    def name(self, rank: int) -> str:
+        """Return what messages call ``rank``."""
+        return f"rank {rank} (process {self.ranks[rank].pid})"
+
+    @property
+    def several(self) -> bool:
+        return len(self.ranks) > 1
+
+    @property
+    def statuses(self) -> list[Status | None]:
+        """What each rank held when it last answered; None if it does not use memsaver, or has ended."""
+        pairs = zip(self.ranks, self._statuses, strict=True)
+        return [None if rank.pid in self._ended else status for rank, status in pairs]
+
+    def rank_statuses(self) -> tuple[RankStatus, ...]:
+        """Return each rank with the state that it last told."""
+
+        def alive(pid: int | None) -> bool | None:
+            if pid in self._ended:
+                return False
+            return True if pid in self._watch.pids else None
+
+        pairs = enumerate(zip(self.ranks, self.statuses, strict=True))
+        return tuple(
+            RankStatus(
+                rank, told.pid, alive(told.pid), status.state if status else "failed" if told.pid else "resident"
+            )
+            for rank, (told, status) in pairs
+        )
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once the group has failed, at once if it has."""
+        self._failed.add_done_callback(lambda _: call())
+
+    def raise_if_failed(self) -> None:
+        if self.failure:
+            raise GroupFailedError(self.failure)
+
+    def fail(self, cause: str) -> GroupFailedError:
+        """Refuse all operations from now on, those that are waited for included. The first cause is the one told."""
+        with self._failing:
+            if not self.failure:
+                self.failure = f"{cause}; restart the engine"
+                logger.error("the engine's ranks have failed: %s", self.failure)
+                self._failed.set_result(None)
+        return GroupFailedError(self.failure)
+
+    def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
+        """Send ``request`` to every rank, and take over the status that each answers.
+
+        Args:
+            limit_s: deadline; None is ``Deadlines.idle_s`` without progress.
+
+        Raises:
+            GroupFailedError: the ranks have failed, before or by this step.
+        """
+        self.raise_if_failed()
+        self.progress.asking()
+        try:
+            answers = _decoded(self.wait(self._channel.start(REQUESTS.encode(request)), limit_s))
+        except GroupFailedError:
+            raise
+        except Exception as error:
+            raise self.fail(f"the engine's ranks cannot be reached for the {self.step}: {error}") from error
+        self._statuses = [answer.status for answer in answers]
+        return answers
+
+    def wait(self, call: Future[_T], limit_s: float | None = None) -> _T:
+        """Return the result of ``call``, in which all ranks do something; ``limit_s`` and errors as of ``ask``."""
+        limit = self.deadlines.idle_s if limit_s is None else limit_s
+        since, figures = time.monotonic(), self.progress.figures()
+        waited: set[Future[Any]] = {call, self._failed}
+        while not wait_for(waited, min(LOOK_S, limit / 4), FIRST_COMPLETED).done:
+            if limit_s is None and figures != (now := self.progress.figures()):
+                since, figures = time.monotonic(), now
+            if time.monotonic() - since > limit:
+                raise self.fail(f"the {self.step} did not end: no answer in {limit:g} s{self._late()}")
+        if call.done() and call.exception() is not None:
+            wait_for({self._failed}, EXPLAIN_S)
+        self.raise_if_failed()
+        return call.result()
+
+    def check(self, answers: Sequence[Answer]) -> None:
+        """Raise the error of a rank, as the type that it was, with what others say besides."""
+        failures = {rank: answer.failure for rank, answer in enumerate(answers) if answer.failure is not None}
+        if not failures:
+            return
+        # A rank that only waited for another one has a plain error.
+        first = min(failures, key=lambda rank: failures[rank].error == "MemsaverError")
+        error = failures[first].to_error(f"rank {first}: " if len(answers) > 1 else "", self._others(first, failures))
+        if isinstance(error, OutOfDeviceMemoryError):
+            error.device = self.devices.number(first, error.device)
+        raise error
+
+    def _others(self, first: int, failures: Mapping[int, Failure]) -> str:
+        """Return what ranks besides ``first`` say that is different."""
+        told = {failures[first].message: first}
+        for rank, failure in failures.items():
+            told.setdefault(failure.message, rank)
+        return "".join(f"; rank {rank}: {message}" for message, rank in told.items() if rank != first)
+
+    def _late(self) -> str:
+        return "".join(f"; {self.name(rank)} {what}" for rank, what in self.progress.late().items())
+
+    def _note_end(self, pid: int) -> None:
+        """A process has ended; called by the watch."""
+        self._ended.add(pid)
+        during = f" during the {self.step}" if self.step else ""
+        self.fail(f"{self._names[pid]} has ended{during}")
+
+
+def _decoded(told: list[Plain]) -> list[Answer]:
+    return [ANSWERS.decode(each) for each in told]

@@ -1,0 +1,142 @@
+"""What the ranks tell, merged: their devices, statuses, phases and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from memsaver_core.ranks.protocol import Introduction
+from memsaver_core.reports import (
+    CommunicatorStatus,
+    DeviceDelta,
+    DeviceMemory,
+    HostBackupStatus,
+    OperationReport,
+    PhaseReport,
+    Progress,
+    Status,
+    TagReport,
+    TagStatus,
+)
+
+_Tag = TypeVar("_Tag", TagReport, TagStatus)
+
+#: The worst first: a group is in the state of its worst rank.
+_STATES = ("failed", "releasing", "resuming", "released", "resident")
+
+
+class RankDevices:
+    """The devices of all ranks, numbered for the group: ranks may call different devices by the same index.
+
+    Attributes:
+        readings: one for each device, with the group's number as index.
+    """
+
+    def __init__(self, introductions: Iterable[Introduction]) -> None:
+        self.readings: list[DeviceMemory] = []
+        self._numbers: list[dict[int, int]] = []  # by rank: the group's number of each of its indices
+        by_uuid: dict[str, int] = {}
+        for introduction in introductions:
+            numbers = {}
+            for device in introduction.devices:
+                number = by_uuid.setdefault(device.uuid, len(by_uuid))
+                if number == len(self.readings):
+                    self.readings.append(replace(device, index=number))
+                numbers[device.index] = number
+            self._numbers.append(numbers)
+
+    def number(self, rank: int, index: int) -> int:
+        """Return the group's number of the device that ``rank`` calls ``index``."""
+        return self._numbers[rank].get(index, index)
+
+    def merged_status(self, statuses: Sequence[Status | None]) -> Status:
+        """Merge what each rank holds; None is a rank that does not use memsaver."""
+        told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
+        if not told:
+            return Status(False, "none", "resident", "", (), HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0))
+        tags = [self._renumbered(rank, tag) for rank, status in told for tag in status.tags]
+        backups = [status.host_backup for _, status in told]
+        sums = {each.name: sum(getattr(backup, each.name) for backup in backups) for each in fields(HostBackupStatus)}
+        return Status(
+            enabled=True,
+            driver=told[0][1].driver,
+            state=_worst(status.state for _, status in told),
+            failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in told if status.failure),
+            tags=merged_tags(tags),
+            host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
+            progress=Progress("", 0, 0, 0, 0.0),
+            hibernated=any(status.hibernated for _, status in told),
+            communicators=_merged_communicators(each for _, status in told for each in status.communicators),
+        )
+
+    def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:
+        """Merge the phases of ranks that did the same at the same time: each takes as long as its slowest rank."""
+        merged = []
+        for phases in zip(*(report.phases for report in reports), strict=False):
+            devices: dict[int, DeviceDelta] = {}
+            details: dict[str, float] = {}
+            for rank, phase in enumerate(phases):
+                for device in phase.devices:
+                    number = self.number(rank, device.index)
+                    devices[number] = replace(device, index=number)
+                for name, value in phase.details.items():
+                    joined: Callable[..., float] = max if "second" in name else lambda one, other: one + other
+                    details[name] = joined(details[name], value) if name in details else value
+            seconds = max(phase.seconds for phase in phases)
+            merged.append(PhaseReport(phases[0].name, seconds, tuple(devices.values()), details))
+        return merged
+
+    def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:
+        def by_number(by_index: Mapping[int, int]) -> dict[int, int]:
+            return {self._numbers[rank].get(index, 0): size for index, size in by_index.items()}
+
+        return replace(
+            tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
+        )
+
+
+def _merged_communicators(found: Iterable[CommunicatorStatus]) -> tuple[CommunicatorStatus, ...]:
+    """Merge what is about the same communicator: bytes are added up."""
+    merged: dict[str, CommunicatorStatus] = {}
+    for one in found:
+        before = merged.get(one.name)
+        merged[one.name] = (
+            one
+            if before is None
+            else replace(
+                before,
+                suspendable_bytes=before.suspendable_bytes + one.suspendable_bytes,
+                persistent_bytes=before.persistent_bytes + one.persistent_bytes,
+                suspended=before.suspended and one.suspended,
+                obstacle=before.obstacle or one.obstacle,
+            )
+        )
+    return tuple(merged.values())
+
+
+def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:
+    """Merge what is about the same tag: numbers are added up."""
+    merged: dict[str, _Tag] = {}
+    for tag in tags:
+        merged[tag.tag] = _added(merged[tag.tag], tag) if tag.tag in merged else tag
+    return tuple(merged.values())
+
+
+def _added(one: _Tag, other: _Tag) -> _Tag:
+    changes: dict[str, Any] = {}
+    for each in fields(one):
+        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        if isinstance(mine, bool):
+            changes[each.name] = mine and theirs
+        elif isinstance(mine, int):
+            changes[each.name] = mine + theirs
+        elif isinstance(mine, Mapping):
+            changes[each.name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
+    changes["state"] = _worst((one.state, other.state))
+    changes["restore"] = one.restore if one.restore == other.restore else "mixed"
+    return replace(one, **changes)
+
+
+def _worst(states: Iterable[str]) -> str:
+    return min(states, key=_STATES.index)

@@ -1,0 +1,129 @@
+"""vLLM's own API server with the plugin, and requests to it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+import memsaver_core as ms
+from tests.waiting import wait_until
+
+CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
+START_S = 240
+#: Graphs of a few sizes, and no compilation: an engine that starts in seconds.
+QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+
+ENVIRONMENT = {
+    "MEMSAVER_VLLM": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc, by which weights are loaded again
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def missing() -> str:
+    """What vLLM's tests need and this machine lacks, or an empty string."""
+    if not torch.cuda.is_available() or ms.driver_name() != "cuda":
+        return "needs an NVIDIA GPU and the CUDA driver"
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed"
+    names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
+    return "" if "memsaver" in names else "memsaver is not installed, so that vLLM does not find its plugin"
+
+
+def write_model(folder: Path) -> None:
+    """Write a checkpoint of seeded random weights: four layers of Qwen2-1.5B's shape."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 4}
+    (folder / "config.json").write_text(json.dumps(shape))
+    torch.manual_seed(3)
+    random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    state = {name: tensor.contiguous() for name, tensor in random.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def serving(
+    model: Path, log: Path, *arguments: str, **environment: str
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+    """Start the server in the usual way."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name"]
+    command += ["m", "--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--gpu-memory-utilization", "0.15", "--max-model-len", "2048", *arguments]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, **ENVIRONMENT, **environment}, stdout=output, stderr=output
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            _wait_until_up(client, process, log)
+            yield client, process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_up(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text()[-6000:]
+        try:
+            return client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(is_up, START_S, interval_s=0.2)
+    except AssertionError:
+        raise AssertionError(log.read_text()[-6000:]) from None
+
+
+def prompt(number: int) -> list[int]:
+    return [(7919 * (place + 3) * (number + 1)) % 150_000 + 10 for place in range(30 + 50 * number)]
+
+
+def complete(client: httpx.Client, number: int, tokens: int = 24, model: str = "m") -> list[int]:
+    body = {
+        "model": model,
+        "prompt": prompt(number),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+    }
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def completions(client: httpx.Client, model: str = "m") -> list[list[int]]:
+    """One prompt at a time and none from the prefix cache, because only then greedy tokens are reproducible."""
+    answers = []
+    for number in range(3):
+        client.post("/flush_cache").raise_for_status()
+        answers.append(complete(client, number, model=model))
+    return answers
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
