@@ -11,6 +11,7 @@ import ssl
 import stat
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 import uvicorn
@@ -26,6 +27,7 @@ from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.port_holders import port_holders
 from memsaver_server.settings import Settings, warn_of_misspelt_variables
+from memsaver_server.threads import start_thread
 
 logger = logging.getLogger("memsaver")
 _Path: TypeAlias = "str | os.PathLike[str]"
@@ -132,8 +134,11 @@ def attach(
         ssl_certfile=ssl_certfile,
     )
     server = _Server(config)
-    thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
-    thread.start()
+    try:
+        thread = start_thread("memsaver-http", partial(server.serve_here, bound))
+    except MemsaverError:
+        bound.close()
+        raise
     server.settled.wait()
     if server.failure is not None:
         bound.close()

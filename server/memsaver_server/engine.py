@@ -11,6 +11,14 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.schemas import DrainMode as DrainMode
 
+#: How often a drain looks whether its caller has given it up, seconds.
+DRAIN_POLL_S = 0.05
+
+
+def never() -> bool:
+    """The caller of a drain does not give it up."""
+    return False
+
 
 class DrainTimeoutError(MemsaverError):
     """The requests ``pending``, by name, did not end in time. The engine continues as before."""
@@ -136,13 +144,16 @@ class Engine(Protocol):
     def open_admission(self) -> None:
         """Take requests again: frozen ones continue, held and new ones start. Idempotent. Must not block."""
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Wait until no request is in flight; held and frozen requests are not.
 
         Args:
             timeout_s: deadline, seconds.
             mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
                 admission opens.
+            given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
+                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter is
+                not told; the release is then cancelled after its drain.
 
         Raises:
             DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.

@@ -20,6 +20,8 @@ from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, Unsuppor
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.admission import Admission
+from memsaver_server.cancellation import Cancellation
+from memsaver_server.drain import drain
 from memsaver_server.engine import DrainMode, Engine, Memory, WatchedMemory, memory_of, unwritten_weights
 from memsaver_server.memory_lock import MemoryLock
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
@@ -79,8 +81,7 @@ class Lifecycle:
         self._engine = engine
         #: The engine's memory: of this process, or of the ranks that the engine reaches.
         self.memory = memory_of(engine)
-        self._on_finished = on_finished
-        self.operations = OperationQueue(settings.history, self._finished, self.memory, settings.phase_timeout_s)
+        self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
         self._admission = Admission(engine, self.memory, settings)
         if isinstance(self.memory, WatchedMemory):
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
@@ -99,7 +100,7 @@ class Lifecycle:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
             VerificationUnavailableError: it cannot be verified. Nothing was started.
-            ConflictError, IdempotencyKeyError, TooManyOperationsError: see OperationQueue.submit.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))
@@ -108,7 +109,7 @@ class Lifecycle:
         self._verification.check_release(asked=request.verify)
         return self.operations.submit(request, partial(self._release, request), wait=wait, key=key, client=client)
 
-    def _release(self, request: ReleaseRequest, log: PhaseLog) -> OperationReport:
+    def _release(self, request: ReleaseRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
             return self.memory.release(request.options, log=log)
         self._check_usable()
@@ -116,15 +117,16 @@ class Lifecycle:
         options = options_for(request, before)
         self._admission.close_for("memory is being released")
         try:
-            with ExitStack() as exclusive:
+            with ExitStack() as until_released:
                 with log.phase("drain"):
-                    deadline = time.monotonic() + request.timeout_s
-                    self._engine.drain(request.timeout_s, request.mode)
-                    exclusive.enter_context(self._lock.for_release(request.timeout_s, deadline))
+                    drain(self._engine, self._lock, operation, until_released)
+                    operation.cancellation.begin_moving()
                 self._verification.before_release(log, asked=request.verify)
-                return self.memory.release(options, log=log)
+                try:
+                    return self.memory.release(options, log=log)
+                finally:
+                    self._note_released(request, options, before)
         finally:
-            self._note_released(request, options, before)
             self._admission.reopen()
 
     def resume(
@@ -140,7 +142,7 @@ class Lifecycle:
         self.memory.check_tags(request.tags)
         return self.operations.submit(request, partial(self._resume, request), wait=wait, key=key, client=client)
 
-    def _resume(self, request: ResumeRequest, log: PhaseLog) -> OperationReport:
+    def _resume(self, request: ResumeRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
             return self.memory.resume(request.options, log=log)
         self._check_usable()
@@ -151,7 +153,7 @@ class Lifecycle:
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
-            report = self._restore(options, request.wait_for_memory_s, log)
+            report = self._restore(options, request.wait_for_memory_s, operation.cancellation, log)
             self._note_resumed(released)
             with log.phase("repair"):
                 self._admission.repair()
@@ -170,17 +172,21 @@ class Lifecycle:
         """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released."""
         return self._implicit.complete(requested, released_tags(self.memory.status()))
 
-    def _restore(self, options: ResumeOptions, wait_for_memory_s: float, log: PhaseLog) -> OperationReport:
+    def _restore(
+        self, options: ResumeOptions, wait_for_memory_s: float, cancellation: Cancellation, log: PhaseLog
+    ) -> OperationReport:
         deadline = time.monotonic() + wait_for_memory_s
         while True:
             try:
-                with self._lock.for_resume(log):
+                with self._lock.for_resume(log, cancellation):
+                    cancellation.begin_moving()
                     return self.memory.resume(options, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
                     raise
                 with log.phase("wait_for_memory"):
-                    _wait_for_memory(self.memory, short, deadline)
+                    cancellation.move_later()
+                    _wait_for_memory(self.memory, short, deadline, cancellation)
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
         """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
@@ -302,17 +308,14 @@ class Lifecycle:
         self._admission.resumed(resumed)
         self._implicit.resumed(resumed)
 
-    def _finished(self, operation: Operation) -> None:
-        try:
-            self._on_finished(operation)
-        except Exception:
-            logger.exception("operation %s has ended, but could not be recorded", operation.id)
 
-
-def _wait_for_memory(memory: Memory, short: OutOfDeviceMemoryError, deadline: float) -> None:
+def _wait_for_memory(
+    memory: Memory, short: OutOfDeviceMemoryError, deadline: float, cancellation: Cancellation
+) -> None:
     """Poll until the device has the missing memory free, or the deadline. Other processes do not signal a release."""
     while time.monotonic() < deadline:
         time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - time.monotonic())))
+        cancellation.check()
         for device in memory.read_devices():
             if device.index == short.device and device.total_bytes - device.used_bytes >= short.needed_bytes:
                 return

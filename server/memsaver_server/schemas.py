@@ -233,11 +233,12 @@ class OperationStatusAnswer(BaseModel):
 
     operation_id: str
     operation: Literal["release", "resume"]
-    status: Literal["queued", "running", "succeeded", "failed"]
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
     phase: str
     stalled: StallAnswer | None
     tags: list[str] | None
     client: str
+    callers: int = Field(description="How many calls it answers.")
     created_at: float
     started_at: float | None
     finished_at: float | None

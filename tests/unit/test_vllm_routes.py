@@ -235,6 +235,26 @@ def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
     assert not world.client.paused.is_set()
 
 
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_drain_that_is_cancelled_is_undone(world: World) -> None:
+    """Generation goes on."""
+    world.client.running["request-7"] = asyncio.Event()
+    started = world.post("/release_memory_occupation", **{"timeout_s": 3600, "async": True}).json()
+    wait_until(world.client.paused.is_set)
+    assert world.http.delete(started["location"]).json()["status"] == "cancelled"
+    assert world.post("/v1/completions").json()["weights"]
+    wait_until(lambda: not world.client.paused.is_set())
+
+
+@pytest.mark.guards("an abort waited behind the drain of another release")
+def test_an_abort_overtakes_the_drain_of_another_release(world: World) -> None:
+    world.client.running["request-7"] = asyncio.Event()
+    weak = world.post("/release_memory_occupation", **{"timeout_s": 3600, "async": True}).json()
+    wait_until(world.client.paused.is_set)
+    strong = world.post("/release_memory_occupation", mode="abort").json()
+    assert (strong["operation_id"], strong["success"]) == (weak["operation_id"], True)
+
+
 def test_requests_wait_while_generation_is_paused(world: World) -> None:
     assert world.post("/pause_generation", mode="keep").json()["success"]
     with ThreadPoolExecutor(1) as pool:

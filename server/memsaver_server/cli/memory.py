@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
 from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url
-from memsaver_server.cli.progress import while_running
+from memsaver_server.cli.progress import until_ended
 from memsaver_server.cli.tables import make_console, operation_view, status_view
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def release(
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Release the device memory of TAGS (default: all) to the driver."""
+    """Release the device memory of TAGS (default: all) to the driver. Ctrl-C cancels before memory is released."""
     options: ReleaseArguments = {
         "timeout_s": timeout,
         "mode": mode,
@@ -88,10 +87,8 @@ def release(
         "wait": wait,
     }
     with connected(url, uds, api_key, as_json=as_json) as client, sizes_as_asked(at_least):
-        if background:
-            _show(client.start_release(tags, **options), as_json)
-        else:
-            _show(while_running(client, "release", lambda: client.release(tags, **options)), as_json)
+        accepted = client.start_release(tags, **options)
+        _show(accepted if background else until_ended(client, accepted), as_json)
 
 
 def resume(
@@ -111,13 +108,13 @@ def resume(
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Bring back the device memory of TAGS (default: all that are released), at the same addresses."""
+    """Bring back the device memory of TAGS (default: all that are released), at the same addresses.
+
+    Ctrl-C cancels before memory is mapped.
+    """
     with connected(url, uds, api_key, as_json=as_json) as client:
-        if background:
-            _show(client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait), as_json)
-        else:
-            call = partial(client.resume, tags, wait_for_memory_s=wait_for_memory, wait=wait)
-            _show(while_running(client, "resume", call), as_json)
+        accepted = client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait)
+        _show(accepted if background else until_ended(client, accepted), as_json)
 
 
 def status(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:

@@ -38,3 +38,4 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 6
     DEADLINE = 7
     NOT_NOW = 8
+    INTERRUPTED = 130

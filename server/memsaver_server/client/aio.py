@@ -146,6 +146,14 @@ class AsyncClient:
         """Return the status of one operation."""
         return parse(OperationStatusAnswer, await self._send(Call("GET", f"/operations/{operation_id}")))
 
+    async def cancel(self, operation_id: str) -> OperationStatusAnswer:
+        """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+        """
+        return parse(OperationStatusAnswer, await self._send(Call("DELETE", f"/operations/{operation_id}", long=True)))
+
     async def events(self, operation_id: str) -> AsyncIterator[Event]:
         """Yield the events of one operation until it has ended."""
         parser = EventParser()

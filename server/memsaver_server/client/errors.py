@@ -67,6 +67,10 @@ class ConflictError(AnswerError):
     """A conflicting operation is in progress; the message names it."""
 
 
+class OperationCancelledError(AnswerError):
+    """Another caller has cancelled the operation; the message names it. Memory is as before."""
+
+
 class UnavailableError(AnswerError):
     """Admission is closed because memory is released, or too many operations wait. Retry later.
 
@@ -99,6 +103,7 @@ _CLASSES: dict[str | int, type[AnswerError]] = {
     "out_of_host_memory": HostMemoryError,
     "drain_timeout": DrainDeadlineError,
     "phase_timeout": PhaseDeadlineError,
+    "cancelled": OperationCancelledError,
     401: UnauthorizedError,
     403: UnauthorizedError,
     409: ConflictError,

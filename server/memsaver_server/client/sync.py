@@ -142,6 +142,14 @@ class Client:
         """Return the status of one operation."""
         return parse(OperationStatusAnswer, self._send(Call("GET", f"/operations/{operation_id}")))
 
+    def cancel(self, operation_id: str) -> OperationStatusAnswer:
+        """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+        """
+        return parse(OperationStatusAnswer, self._send(Call("DELETE", f"/operations/{operation_id}", long=True)))
+
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended."""
         parser = EventParser()

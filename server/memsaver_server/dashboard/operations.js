@@ -43,6 +43,7 @@ export function operationRows(operations, open, cancel, toggle) {
 function outcome({ status, phase, answer }) {
   if (status === "failed") return el("span", { class: "outcome bad" }, answer?.error?.type?.replaceAll("_", " ") ?? "failed");
   if (status === "running") return el("span", { class: "outcome busy" }, phase || "running");
+  if (status === "cancelled") return el("span", { class: "outcome" }, "cancelled");
   if (status === "queued") return el("span", { class: "outcome busy" }, "queued");
   if (status === "cancelled") return el("span", { class: "outcome quiet" }, "cancelled");
   return el("span", { class: "outcome good" }, "done");

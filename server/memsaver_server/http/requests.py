@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -20,6 +19,7 @@ from memsaver_server.http.service import Service
 from memsaver_server.http.unknown_fields import check_names
 from memsaver_server.schemas import ErrorAnswer, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
 
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
@@ -108,7 +108,7 @@ async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any
     try:
         if limit is None:
             _check_few_values(body)
-        value = _parse(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(_parse, body)
+        value = _parse(body) if len(body) < LARGE_BYTES else await in_thread(_parse, body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     if value is None:

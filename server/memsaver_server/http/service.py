@@ -29,6 +29,7 @@ from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
 from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
 
 #: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
 STALL_CHECK_S = 0.5
@@ -115,7 +116,7 @@ class Service:
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
         """See Lifecycle.pause."""
-        await asyncio.to_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+        await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
 
     def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
         options = ReleaseOptions.of(**fields.core_options())
@@ -137,7 +138,7 @@ class Service:
             raise
         self._log_stalls(operation)
         if not run_async:
-            await self._finished(operation)
+            await self.finished(operation)
         return operation
 
     def _log_stalls(self, operation: Operation) -> None:
@@ -148,9 +149,14 @@ class Service:
         self._stall_loggers[operation.id] = task
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
-    async def _finished(self, operation: Operation) -> None:
-        """Wait until ``operation`` has ended, the operation in progress stalls, or a rank of the engine has ended: the
-        drain of an engine that lost a rank may take long."""
+    async def finished(self, operation: Operation) -> None:
+        """Wait until ``operation`` has ended.
+
+        Raises:
+            PhaseTimeoutError: the operation in progress stalls.
+            ServerEndsError: the server shuts down first.
+            Also the error of a rank of the engine that has ended, whose drain may take long.
+        """
         ended = operation.ended()
         while not ended.done():
             try:

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import functools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engine import DrainMode, check_drain_mode, memory_of
+from memsaver_server.engine import DrainMode, check_drain_mode, memory_of, never
 from memsaver_server.ranks import RankMemory
 from memsaver_server.reference import checkpoint, tokenizer
 from memsaver_server.reference.builtin_model import small_checkpoint
@@ -157,7 +157,7 @@ class TransformersEngine:
     def open_admission(self) -> None:
         self._scheduler.open_admission()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """See ``Engine``. Frozen requests continue from the KV cache if it was kept, else by computing it again.
 
         Raises:
@@ -165,7 +165,7 @@ class TransformersEngine:
             ValueError: the mode is unknown.
         """
         check_drain_mode(mode)
-        self._scheduler.drain(timeout_s, mode)
+        self._scheduler.drain(timeout_s, mode, given_up)
 
     def flush_cache(self) -> None:
         self._scheduler.forget_prefixes()

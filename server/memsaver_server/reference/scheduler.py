@@ -10,12 +10,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
+from memsaver_server.threads import start_thread
 
 if TYPE_CHECKING:
     from memsaver_server.reference.runner import ModelRunner
@@ -35,7 +37,7 @@ class Scheduler:
     """
 
     def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
-        """Start the thread and wait for its runner; raise what ``make_runner`` raises there."""
+        """Start the thread and wait for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
         self._make_runner = make_runner
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -50,8 +52,7 @@ class Scheduler:
         self._decode_next = False
         self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
-        self._thread = threading.Thread(target=self._main, args=(ready,), name="memsaver-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("memsaver-engine", partial(self._main, ready))
         self.runner = ready.result()
 
     @property
@@ -95,11 +96,11 @@ class Scheduler:
                 request.held = False
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode) -> None:
+    def drain(self, timeout_s: float, mode: DrainMode, given_up: Callable[[], bool] = never) -> None:
         """Drain as ``mode`` says, and compute nothing until `open_admission`.
 
         Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``; nothing is frozen that was not before.
+            DrainTimeoutError: it took longer than ``timeout_s`` or was given up. Nothing is frozen that was not before.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -108,8 +109,9 @@ class Scheduler:
             if mode == "abort":
                 self.abort("aborted: generation was stopped")
             while not self._is_drained():
-                # After a timeout check again: the last change may have come with the deadline.
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and not self._is_drained():
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+                # Check again: the last change may have come with the deadline.
+                if (given_up() or time.monotonic() >= deadline) and not self._is_drained():
                     self._quiesced = quiesced_before
                     self._changed.notify_all()
                     raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])

@@ -15,7 +15,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError
-from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, check_drain_mode
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, check_drain_mode, never
 from memsaver_server.integrations.sglang.scheduler import Intake, SchedulerThread
 
 #: The longest iteration of an idle event loop, with --sleep-on-idle, and some more, seconds.
@@ -68,13 +68,13 @@ class SglangEngine(Engine):
         self._intake.open()
         self._thread.submit(lambda: self._thaw() if self._intake.is_open else None)
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring the scheduler to a standstill until `open_admission`.
 
         With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens.
 
         Raises:
-            DrainTimeoutError: it took longer; the scheduler continues as before.
+            DrainTimeoutError: it took longer, or was given up; the scheduler continues as before.
             ValueError: the mode is unknown.
         """
         check_drain_mode(mode)
@@ -98,11 +98,12 @@ class SglangEngine(Engine):
                     self._thaw()
 
         begun = self._thread.submit(begin)
-        self._thread.wait_for(begun, max(timeout_s, ITERATION_S))  # without any time left, too, one iteration is tried
+        # Without any time left, too, one iteration is tried.
+        self._thread.wait_for(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
             raise DrainTimeoutError(timeout_s, self._in_flight())
         begun.result()
-        self._thread.wait_for(still, begun_at + timeout_s - time.monotonic())
+        self._thread.wait_for(still, begun_at + timeout_s - time.monotonic(), given_up)
         if not still.done():
             self._thread.submit(give_up)
             raise DrainTimeoutError(timeout_s, self._in_flight())

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 import memsaver_core as ms
 from memsaver_core.errors import MemsaverError
-
-#: How often a caller that waits for the scheduler checks that it still runs, seconds.
-LIVENESS_S = 1.0
+from memsaver_server.engine import DRAIN_POLL_S, never
 
 T = TypeVar("T")
 
@@ -58,13 +56,14 @@ class SchedulerThread:
         self.wait_for(future, float("inf"))
         return future.result()
 
-    def wait_for(self, future: Future[Any], timeout_s: float) -> None:
-        """Return once ``future`` is done, or after ``timeout_s`` seconds; raise MemsaverError as ``run``."""
+    def wait_for(self, future: Future[Any], timeout_s: float, given_up: Callable[[], bool] = never) -> None:
+        """Return once ``future`` is done or ``given_up()``, or after ``timeout_s`` seconds; raise MemsaverError as
+        ``run``."""
         deadline = time.monotonic() + timeout_s
-        while not wait([future], max(0.0, min(LIVENESS_S, deadline - time.monotonic()))).done:
+        while not wait([future], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
             if not self.is_alive():
                 raise MemsaverError("SGLang's scheduler has stopped; restart the engine")
-            if time.monotonic() >= deadline:
+            if given_up() or time.monotonic() >= deadline:
                 return
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.ranks.protocol import Plain
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.integrations.vllm.engine_cores import ask_workers, processes
 
 logger = logging.getLogger("memsaver")
@@ -46,13 +46,14 @@ class AsyncClient:
     def sleep(self, level: int) -> Future[None]:
         return self._start(self._engine.sleep(level, "keep"))
 
-    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
         pausing = self._start(self._engine.sleep(0, mode))
-        try:
-            pausing.result(timeout_s)
-        except (FutureTimeoutError, TimeoutError):
-            pausing.cancel()
-            raise DrainTimeoutError(timeout_s, self._pending()) from None
+        while not wait([pausing], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
+            if given_up() or time.monotonic() >= deadline:
+                pausing.cancel()
+                raise DrainTimeoutError(timeout_s, self._pending())
+        pausing.result()
 
     def wake_up(self, tags: list[str] | None) -> None:
         """Have vLLM resume ``tags``, all if None. Does not block."""
@@ -108,7 +109,7 @@ class HttpAdmission:
     def is_closed(self) -> bool:
         return self._closed is not None
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Do nothing: an admitted request is vLLM's to drain."""
 
     async def enter(self) -> None:

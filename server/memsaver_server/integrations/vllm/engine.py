@@ -6,14 +6,14 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from memsaver_core.errors import MemsaverError
 from memsaver_core.options import ReleaseOptions
 from memsaver_core.policies import RestorePolicy
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
-from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, never
 from memsaver_server.gate import Gate
 from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
 from memsaver_server.integrations.vllm.offline import OfflineClient
@@ -90,10 +90,10 @@ class VllmEngine(Engine):
         self._paused = self._asleep = False
         self._admission.open_admission()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
-        self._admission.drain(timeout_s, mode)
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        self._admission.drain(timeout_s, mode, given_up)
         try:
-            self._client.pause(mode, timeout_s)
+            self._client.pause(mode, timeout_s, given_up)
         except DrainTimeoutError:
             if not self._paused:
                 self._client.wake_up([SCHEDULING])

@@ -37,7 +37,7 @@ class OfflineClient:
     def sleep(self, level: int) -> Future[None]:
         return self._started(lambda: self._llm.sleep(level, "keep"))
 
-    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
         with self.lock:
             self._llm.sleep(0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
 
