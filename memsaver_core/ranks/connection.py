@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,27 +87,41 @@ class SocketChannel:
     def start(self, message: Plain) -> Future[list[Plain]]:
         return started(lambda: self._ask(message))
 
+    def tell(self, message: Plain) -> None:
+        """Send a message that is not answered to the other ranks, after all that was sent before.
+
+        Raises:
+            OSError: a rank has closed its connection.
+        """
+        with self._lock:
+            self._send(message)
+
     def close(self) -> None:
         """End the ranks' loops."""
         for connection, replies in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # ends a read in another thread
             connection.close()
             replies.close()
 
     def _ask(self, message: Plain) -> list[Plain]:
-        line = json.dumps(message).encode() + b"\n"
         with self._lock:
-            for rank, (connection, _) in enumerate(self._connections, self._first):
-                with _open(rank):
-                    connection.sendall(line)
+            self._send(message)
             answers = [] if self._answer is None else [self._answer(message)]
             for rank, (_, replies) in enumerate(self._connections, self._first):
                 with _open(rank):
                     answers.append(json.loads(replies.readline()))
             return answers
 
+    def _send(self, message: Plain) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for rank, (connection, _) in enumerate(self._connections, self._first):
+            with _open(rank):
+                connection.sendall(line)
 
-def serve(path: str, rank: int, answer: AnswerMessage) -> None:
-    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends.
+
+def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None:
+    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer.
 
     Raises:
         OSError: the service cannot be reached.
@@ -117,7 +131,8 @@ def serve(path: str, rank: int, answer: AnswerMessage) -> None:
         connection.sendall(f"{rank}\n".encode())
         with connection.makefile("r") as messages:
             for line in messages:
-                connection.sendall(json.dumps(answer(json.loads(line))).encode() + b"\n")
+                if (reply := answer(json.loads(line))) is not None:
+                    connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def started(call: Callable[[], _T]) -> Future[_T]:

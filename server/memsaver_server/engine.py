@@ -180,6 +180,23 @@ class GeneratingEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class VerifiableEngine(Engine, Protocol):
+    """An engine whose weights can be verified by the tokens that it computes from them."""
+
+    def verify_tokens(self) -> list[int]:
+        """Return the tokens that greedy decoding appends to a fixed prompt; a handful is enough.
+
+        Called before a release and after a resume, while all memory is resident, admission is closed and no request is
+        in flight; frozen ones continue afterwards as if nothing had been. Each call does the same computation: from
+        the prompt's first token, bypassing cached prefixes (or forgetting them), in the same batch shape. Does not open
+        admission, and leaves nothing of the prompt in a cache that requests use. Blocks.
+
+        Raises:
+            Any error: the tokens could not be computed, and why.
+        """
+
+
+@runtime_checkable
 class UpdatableEngine(Engine, Protocol):
     """An engine whose weights can be overwritten in place. Neither call overlaps a release or a resume."""
 

@@ -2,7 +2,8 @@
 
 Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
 settle; optionally hibernate) -> report.
-Resume: check tags -> resume the memory (wake, restore) -> repair -> reopen admission if nothing is released -> report.
+Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
+released -> report.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import ImplicitTags, lost_tags, needs_writing, options_for, released_tags
+from memsaver_server.verification import Verification
 
 logger = logging.getLogger("memsaver")
 
@@ -84,6 +86,7 @@ class Lifecycle:
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
+        self._verification = Verification(engine, self._admission, self.memory, settings)
 
     def release(
         self, request: ReleaseRequest, *, wait: bool = False, key: str | None = None, client: str = ""
@@ -95,12 +98,14 @@ class Lifecycle:
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
+            VerificationUnavailableError: it cannot be verified. Nothing was started.
             ConflictError, IdempotencyKeyError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))
         if request.options.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+        self._verification.check_release(asked=request.verify)
         return self.operations.submit(request, partial(self._release, request), wait=wait, key=key, client=client)
 
     def _release(self, request: ReleaseRequest, log: PhaseLog) -> OperationReport:
@@ -116,6 +121,7 @@ class Lifecycle:
                     deadline = time.monotonic() + request.timeout_s
                     self._engine.drain(request.timeout_s, request.mode)
                     exclusive.enter_context(self._lock.for_release(request.timeout_s, deadline))
+                self._verification.before_release(log, asked=request.verify)
                 return self.memory.release(options, log=log)
         finally:
             self._note_released(request, options, before)
@@ -138,6 +144,7 @@ class Lifecycle:
         if not self.memory.enabled():
             return self.memory.resume(request.options, log=log)
         self._check_usable()
+        self._verification.check_resume(asked=request.verify)
         status = self.memory.status()
         released = released_tags(status)
         options = replace(request.options, tags=self.tags_to_resume(request.tags))
@@ -148,12 +155,15 @@ class Lifecycle:
             self._note_resumed(released)
             with log.phase("repair"):
                 self._admission.repair()
-            with log.phase("reopen"):
-                self._admission.reopen()
         except BaseException:
             self._note_resumed(released)
             self._admission.reopen()
             raise
+        try:
+            self._verification.after_resume(log, asked=request.verify, resumed=bool(released) or status.hibernated)
+        finally:
+            with log.phase("reopen"):
+                self._admission.reopen()
         return replace(report, phases=log.phases)
 
     def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
@@ -206,6 +216,7 @@ class Lifecycle:
         with self._lock.for_update(lambda: self.operations.running):
             self._check_resident([tag])
             yield
+            self._verification.content_changed()
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
 
@@ -222,11 +233,13 @@ class Lifecycle:
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
+        self._verification.content_changed()
         return self._admission.written(written)
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
         if "weights" not in released_tags(self.memory.status()):
+            self._verification.content_changed()
             self._admission.written(["weights"])
 
     def _check_resident(self, tags: Iterable[str]) -> None:
@@ -274,6 +287,8 @@ class Lifecycle:
         lost = lost_tags(before, released, request.options) | undone
         unwritten = [tag.tag for tag in tags if tag.tag in lost and needs_writing(tag, request.options)]
         self._admission.content_lost(lost, unwritten)
+        if unwritten:
+            self._verification.content_changed()
         self._implicit.released(request.tags, [tag.tag for tag in released])
         if undone:
             self._admission.resumed(undone)

@@ -29,12 +29,14 @@ class ReleaseRequest:
         timeout_s: deadline of the drain, seconds.
         mode: what the drain does to requests in flight.
         at_least_bytes: release only as many of the tags as free this much, cheapest first; None releases all.
+        verify: note the tokens of the verification prompt, for a resume to compare.
     """
 
     options: ReleaseOptions = field(default_factory=ReleaseOptions)
     timeout_s: float = 25.0
     mode: DrainMode = "wait"
     at_least_bytes: int | None = None
+    verify: bool = False
     operation: Literal["release"] = "release"
 
     @property
@@ -48,10 +50,12 @@ class ReleaseRequest:
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory."""
+    """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory, and
+    ``verify`` has it fail if the verification prompt gives other tokens than before the release."""
 
     options: ResumeOptions = field(default_factory=ResumeOptions)
     wait_for_memory_s: float = 0.0
+    verify: bool = False
     operation: Literal["resume"] = "resume"
 
     @property

@@ -15,6 +15,9 @@ Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 DryRun = Annotated[bool, Field(description="Only say what would happen and what it would take.")]
+Verify = Annotated[
+    Literal["token"] | None, Field(description="The tokens of a fixed prompt must be the same before and after.")
+]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
 
 
@@ -40,6 +43,7 @@ class ReleaseFields(Fields):
         default=None, description="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
+    verify: Verify = None
     dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
@@ -56,6 +60,7 @@ class ResumeFields(Fields):
     wait_for_memory_s: Seconds = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
+    verify: Verify = None
     dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
@@ -78,6 +83,7 @@ class ReleaseArguments(TypedDict, total=False):
     at_least_bytes: int | None
     trim: bool | None
     hibernate: bool
+    verify: str | None
     wait: bool
 
 

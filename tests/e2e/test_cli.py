@@ -60,6 +60,29 @@ def test_an_unknown_tag_is_2_and_names_those_that_exist(server: Server, client: 
     assert json.loads(as_json.stdout)["error"]["type"] == "unknown_tag"
 
 
+@pytest.mark.parametrize("url", ["{}", "http://{}", " {}/"])
+def test_an_address_needs_no_scheme(server: Server, url: str) -> None:
+    answered = memsaver("status", "--url", url.format(server.url.removeprefix("http://")))
+    assert answered.returncode == 0, answered.stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://localhost", "/run/memsaver.sock", "http://", "localhost:port", ""])
+def test_what_is_no_address_is_2(url: str) -> None:
+    refused = memsaver("status", "--url", url)
+    assert refused.returncode == 2
+    assert "unix:///path" in refused.stderr
+
+
+def test_too_much_asked_is_told_in_the_unit_that_was_asked_in(server: Server, client: Client) -> None:
+    held = sum(tag.bytes for tag in client.occupation().tags)
+    for asked, unit, size in ("2TB", "TB", 10**12), ("900GiB", "GiB", 1 << 30):
+        refused = memsaver("release", "--at-least", asked, "--url", server.url)
+        assert refused.returncode == 2
+        assert f"--at-least {asked}: the tags hold {held / size:.4g} {unit} on the device" in refused.stderr
+    assert memsaver("release", "--at-least", "0", "--url", server.url).returncode == 2
+    assert client.occupation().state == "resident"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("release", "--restore", "weights"), ("release", "--at-least", "much"), ("resume", "--sideways"), ("dance",)],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import ApiKey, Json, Tags, Uds, Url, connected, size_of
+from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url
 from memsaver_server.cli.progress import while_running
 from memsaver_server.cli.tables import make_console, operation_view, status_view
-from memsaver_server.client import DEFAULT_URL
-from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
+
+if TYPE_CHECKING:
+    from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
 
 
 def _policies(pairs: list[str] | None) -> dict[str, str] | None:
@@ -25,6 +27,8 @@ def _policies(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _show(answer: OperationAnswer | AcceptedAnswer, as_json: bool) -> None:
+    from memsaver_server.schemas import OperationAnswer
+
     if as_json:
         typer.echo(answer.model_dump_json(indent=2))
     elif isinstance(answer, OperationAnswer):
@@ -55,7 +59,11 @@ def release(
     ] = None,
     at_least: Annotated[
         str | None,
-        typer.Option("--at-least", help="Release only as many tags as free this much, cheapest first.", metavar="SIZE"),
+        typer.Option(
+            "--at-least",
+            help="Release only as many tags as free this much (20GiB, 500MB, bytes), cheapest first.",
+            metavar="SIZE",
+        ),
     ] = None,
     trim: Annotated[
         bool | None,
@@ -70,16 +78,16 @@ def release(
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
     """Release the device memory of TAGS (default: all) to the driver."""
-    options = ReleaseArguments(
-        timeout_s=timeout,
-        mode=mode,
-        restore=_policies(restore),
-        at_least_bytes=size_of(at_least),
-        trim=trim,
-        hibernate=hibernate,
-        wait=wait,
-    )
-    with connected(url, uds, api_key, as_json=as_json) as client:
+    options: ReleaseArguments = {
+        "timeout_s": timeout,
+        "mode": mode,
+        "restore": _policies(restore),
+        "at_least_bytes": size_of(at_least),
+        "trim": trim,
+        "hibernate": hibernate,
+        "wait": wait,
+    }
+    with connected(url, uds, api_key, as_json=as_json) as client, sizes_as_asked(at_least):
         if background:
             _show(client.start_release(tags, **options), as_json)
         else:

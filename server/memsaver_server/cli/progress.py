@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from memsaver_server.cli.tables import make_console, progress_line
-from memsaver_server.client import Client, ClientError, OperationStatusAnswer
+from memsaver_server.client import ClientError
+
+if TYPE_CHECKING:
+    from memsaver_server.client import Client, OperationStatusAnswer
 
 ResultT = TypeVar("ResultT")
 

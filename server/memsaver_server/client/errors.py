@@ -44,6 +44,12 @@ class AnswerError(ClientError):
         return int(self._details.get("free_bytes") or 0)
 
     @property
+    def held_bytes(self) -> int | None:
+        """Bytes that the tags of a release hold if ``at_least_bytes`` is more, else None."""
+        held = self._details.get("held_bytes")
+        return held if isinstance(held, int) else None
+
+    @property
     def _details(self) -> dict[str, Any]:
         details = self.body.get("error")
         return details if isinstance(details, dict) else {}

@@ -90,6 +90,7 @@ class Group:
         self.devices = RankDevices(self.ranks)
         self.progress = GroupProgress([rank.progress for rank in self.ranks])
         self._ended: set[int | None] = set()
+        self._closed = False
         self._names = {pid: f"{name} (process {pid})" for name, pid in processes.items()}
         self._names |= {self.ranks[rank].pid or 0: self.name(rank) for rank in self.progress.seen}
         self._watch = ProcessWatch(self._names, self._note_end)
@@ -123,6 +124,10 @@ class Group:
             )
             for rank, (told, status) in pairs
         )
+
+    def close(self) -> None:
+        """From now on the end of a process is no failure: the engine ends them."""
+        self._closed = True
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once the group has failed, at once if it has."""
@@ -160,6 +165,9 @@ class Group:
         except Exception as error:
             raise self.fail(f"the engine's ranks cannot be reached for the {self.step}: {error}") from error
         self._statuses = [answer.status for answer in answers]
+        for rank, answer in enumerate(answers):
+            if answer.report is not None:
+                self.devices.note(rank, answer.report.devices)
         return answers
 
     def wait(self, call: Future[_T], limit_s: float | None = None) -> _T:
@@ -201,6 +209,8 @@ class Group:
 
     def _note_end(self, pid: int) -> None:
         """A process has ended; called by the watch."""
+        if self._closed:
+            return
         self._ended.add(pid)
         during = f" during the {self.step}" if self.step else ""
         self.fail(f"{self._names[pid]} has ended{during}")

@@ -67,6 +67,10 @@ class RankMemory:
         """Why no operation is possible any more, or an empty string."""
         return self._group.failure
 
+    def close(self) -> None:
+        """Call before the engine ends its processes, which is then no failure."""
+        self._group.close()
+
     def on_failure(self, call: Callable[[], None]) -> None:
         self._group.on_failure(call)
 

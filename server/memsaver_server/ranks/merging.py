@@ -49,6 +49,12 @@ class RankDevices:
         """Return the group's number of the device that ``rank`` calls ``index``."""
         return self._numbers[rank].get(index, index)
 
+    def note(self, rank: int, devices: Iterable[DeviceDelta]) -> None:
+        """Take over what ``rank`` counted after a step, which stands where this process cannot read the device."""
+        for device in devices:
+            number = self.number(rank, device.index)
+            self.readings[number] = replace(self.readings[number], used_bytes=device.used_after_bytes)
+
     def merged_status(self, statuses: Sequence[Status | None]) -> Status:
         """Merge what each rank holds; None is a rank that does not use memsaver."""
         told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]

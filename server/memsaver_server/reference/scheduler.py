@@ -56,7 +56,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        return self._failure is None and not self._stopping and self._thread.is_alive()
+        return not self._ended and self._thread.is_alive()
 
     def submit(self, request: Request) -> Future[Request]:
         """Queue a request; cancelling its future ends it.
@@ -145,6 +145,12 @@ class Scheduler:
             for request in self._running:
                 request.cached = 0
 
+    def fail(self, error: BaseException) -> None:
+        """The engine is dead because of ``error``: requests in flight are answered with it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End the thread and its runner. Requests in flight fail. Idempotent."""
         with self._changed:
@@ -154,6 +160,10 @@ class Scheduler:
             self._thread.join(_LAST_STEP_S)
             if self._thread.is_alive():
                 log.error("a step has not ended for %g s; the process continues without waiting for it", _LAST_STEP_S)
+
+    @property
+    def _ended(self) -> bool:
+        return self._stopping or self._failure is not None
 
     # With the lock held.
 
@@ -245,9 +255,9 @@ class Scheduler:
         while True:
             chosen: list[Request] = []
             with self._changed:
-                while not (self._stopping or self._calls or (chosen := self._choose())):
+                while not (self._ended or self._calls or (chosen := self._choose())):
                     self._changed.wait()
-                if self._stopping:
+                if self._ended:
                     return
                 call = self._calls.popleft() if self._calls else None
                 self._busy = True
@@ -262,8 +272,6 @@ class Scheduler:
                 self._busy = False
                 self._sweep()
                 self._changed.notify_all()
-            if self._failure is not None:
-                return
 
     def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
         try:
@@ -296,7 +304,7 @@ class Scheduler:
         try:
             self.runner.check()
         except Exception as lost:
-            log.critical("the device context is lost; the engine is dead", exc_info=True)
+            log.critical("the engine is dead: %s", lost)
             self._failure = lost
         with self._changed:
             self._fail(chosen, error)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
+from memsaver_server.http.auth import reads_only
 from memsaver_server.http.errors import NotFoundError
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard
 from memsaver_server.http.serializers import event, operation_answer, operation_status, phase_answer, progress, stalled
@@ -26,12 +27,14 @@ TICK_S = 0.1
 
 
 @router.get("/operations", response_model=OperationsAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def operations(service: ServiceOf) -> dict[str, Any]:
     """All remembered operations, newest first."""
     return {"operations": [operation_status(operation) for operation in service.lifecycle.operations.recent()]}
 
 
 @router.get("/operations/{operation_id}", response_model=OperationStatusAnswer, responses=_MISSING)
+@reads_only
 async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     """One operation, in any status."""
     return operation_status(_find(service, operation_id))
@@ -42,6 +45,7 @@ async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
 )
+@reads_only
 async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
     """Server-sent events: ``phase`` when one begins, ``phase_done`` with its report, ``progress``, ``stalled`` if a
     phase makes none, and finally ``done``.
