@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.errors import MemsaverError, UnsupportedError
 from memsaver_core.options import ReleaseOptions
 from memsaver_core.policies import RestorePolicy
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
@@ -21,6 +21,12 @@ from memsaver_server.ranks import GroupFailedError, RankMemory
 
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
+
+#: The prompt of a verification, token ids that every vocabulary has; how many tokens are generated from it; how long the
+#: scheduler may take to stop after them, seconds.
+VERIFICATION_PROMPT = tuple(range(3, 35))
+VERIFICATION_TOKENS = 8
+VERIFICATION_S = 10.0
 
 
 class VllmMemory(RankMemory):
@@ -99,6 +105,23 @@ class VllmEngine(Engine):
                 self._client.wake_up([SCHEDULING])
             raise
         self._paused = True
+
+    def verify_tokens(self) -> list[int]:
+        """Have vLLM generate from a fixed prompt, for which its scheduler has to run.
+
+        Raises:
+            UnsupportedError: requests are frozen, which would run along.
+        """
+        if frozen := self._client.pending():
+            raise UnsupportedError(
+                f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
+            )
+        self._client.run_scheduler(None if self._asleep else [SCHEDULING])
+        self._asleep, self._paused = False, True
+        try:
+            return self._client.generate(VERIFICATION_PROMPT, VERIFICATION_TOKENS)
+        finally:
+            self._client.pause("abort", VERIFICATION_S, never)
 
     def flush_cache(self) -> None:
         self._client.reset_prefix_cache()
