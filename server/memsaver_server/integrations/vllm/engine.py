@@ -22,10 +22,10 @@ from memsaver_server.ranks import GroupFailedError, RankMemory
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
 
-#: The prompt of a verification, token ids that every vocabulary has; how many tokens are generated from it; how long the
-#: scheduler may take to stop after them, seconds.
+#: The prompt of a verification: token ids that every vocabulary has.
 VERIFICATION_PROMPT = tuple(range(3, 35))
 VERIFICATION_TOKENS = 8
+#: How long the scheduler may take to stop after a verification, seconds.
 VERIFICATION_S = 10.0
 
 
