@@ -41,7 +41,8 @@ def in_multi_node_fabric(uuid: str) -> bool:
         return False
     import pynvml
 
-    told = pynvml.c_nvmlGpuFabricInfoV_t(version=pynvml.nvmlGpuFabricInfo_v2)
+    told = pynvml.c_nvmlGpuFabricInfoV_t()
+    told.version = pynvml.nvmlGpuFabricInfo_v2
     try:
         pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(told))
     except pynvml.NVMLError:
