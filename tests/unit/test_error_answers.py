@@ -66,7 +66,7 @@ def test_status_and_kind_are_those_that_clients_know() -> None:
         (DrainTimeoutError(1.0, ["one"]), 504, {"phase": "drain", "pending": ["one"]}, {}),
         (OutOfDeviceMemoryError("", 7, 3), 503, {"needed_bytes": 7, "free_bytes": 3}, {"Retry-After": "1"}),
         (AdmissionClosedError("closed"), 503, {}, {"Retry-After": "1"}),
-        (UnauthorizedError("no key"), 401, {}, {"WWW-Authenticate": "Bearer"}),
+        (UnauthorizedError("no key", "missing"), 401, {"reason": "missing"}, {"WWW-Authenticate": "Bearer"}),
         (KeyError("x"), 500, {}, {}),
     ],
 )
