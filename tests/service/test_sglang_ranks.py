@@ -1,0 +1,201 @@
+"""SGLang on several ranks: a stand-in for its scheduler in several processes, with real broadcasts between them.
+
+A token depends on the memory of every rank: equal tokens mean equal content.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.waiting import wait_until
+
+from . import sglang_ranks
+from . import sglang_standin as standin
+
+PROMPT = [5, 17, 60, 2]
+#: Tensor-parallel ranks, pipeline stages.
+SHAPES = [(2, 1), (1, 2), (2, 2)]
+
+
+class Serving:
+    """An engine and a client of its service."""
+
+    def __init__(self, engine: sglang_ranks.Engine) -> None:
+        self.engine = engine
+        self.http = httpx.Client(transport=httpx.HTTPTransport(uds=engine.uds), base_url="http://engine", timeout=60)
+        self._names = map(str, itertools.count())
+        wait_until(self._listens)
+
+    def _listens(self) -> bool:
+        try:
+            return self.http.get("/livez").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def send(self, *, rid: str = "") -> str:
+        name = rid or next(self._names)
+        self.engine.send(standin.TokenizedGenerateReqInput(name, PROMPT))
+        return name
+
+    def tokens(self, rid: str) -> list[int]:
+        output: list[int] = self.engine.answer(rid).output_ids
+        return output
+
+    def generate(self) -> list[int]:
+        return self.tokens(self.send())
+
+    def stall(self) -> str:
+        """A request that runs until `go_on`."""
+        self.engine.send(standin.Stall(True))
+        return self.send()
+
+    def go_on(self) -> None:
+        self.engine.send(standin.Stall(False))
+
+    def call(self, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        content: dict[str, Any] = answer.json()
+        return content
+
+    def states(self) -> list[str]:
+        return [rank["state"] for rank in self.http.get("/memory_occupation").json()["ranks"]]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[sglang_ranks.Zygote]:
+    zygote = sglang_ranks.Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def serve(zygote: sglang_ranks.Zygote, tmp_path: Path) -> Iterator[Callable[..., Serving]]:
+    servings: list[Serving] = []
+
+    def start(tp: int = 2, pp: int = 1, *, backup: bool = True, **environment: str) -> Serving:
+        servings.append(Serving(zygote.fork(tmp_path, tp, pp, backup, environment)))
+        return servings[-1]
+
+    yield start
+    for each in servings:
+        each.http.close()
+        each.engine.close()
+
+
+@pytest.mark.parametrize(("tp", "pp"), SHAPES)
+def test_release_resume_and_hibernate(serve: Callable[..., Serving], tp: int, pp: int) -> None:
+    """On all ranks; each has the memory that it had."""
+    serving = serve(tp, pp)
+    expected = serving.generate()
+    for hibernate in (False, True):
+        report = serving.call("/release_memory_occupation", hibernate=hibernate)
+        assert report["success"]
+        assert serving.states() == ["released"] * tp * pp
+        assert serving.http.get("/memory_occupation").json()["hibernated"] is hibernate
+        refused = serving.engine.answer(serving.send())
+        assert refused.finished_reason["status_code"] == 503
+        serving.send(rid="HEALTH_CHECK_1")
+        assert serving.engine.answer("") is None
+        serving.call("/resume_memory_occupation")
+        assert serving.states() == ["resident"] * tp * pp
+        assert serving.generate() == expected
+
+
+def test_drains(serve: Callable[..., Serving]) -> None:
+    """All ranks abort, set aside and continue the same requests in the same iteration."""
+    serving = serve(2, MEMSAVER_WHILE_RELEASED="queue")
+    expected = serving.generate()
+    rid = serving.stall()
+    held_up = serving.call("/release_memory_occupation", 504, timeout_s=0.2)
+    assert held_up["error"]["pending"] == [rid]
+    assert serving.states() == ["resident"] * 2
+    serving.call("/release_memory_occupation", mode="keep")
+    waiting = serving.send()
+    serving.go_on()
+    serving.call("/resume_memory_occupation")
+    assert serving.tokens(rid) == expected
+    assert serving.tokens(waiting) == expected
+    rid = serving.stall()
+    with ThreadPoolExecutor(1) as pool:
+        releasing = pool.submit(serving.call, "/release_memory_occupation", timeout_s=60)
+        wait_until(lambda: serving.http.get("/readyz").status_code == 503)
+        serving.go_on()
+        assert releasing.result()["success"]
+    assert serving.tokens(rid) == expected
+    serving.call("/resume_memory_occupation")
+    rid = serving.stall()
+    wait_until(lambda: rid in serving.call("/release_memory_occupation", 504, timeout_s=0)["error"]["pending"])
+    serving.call("/release_memory_occupation", mode="abort")
+    assert serving.engine.answer(rid).to_finish
+    serving.go_on()
+    serving.call("/resume_memory_occupation")
+    serving.call("/flush_cache")
+    assert serving.generate() == expected
+
+
+def test_drains_of_a_pipeline(serve: Callable[..., Serving]) -> None:
+    """SGLang's own pause reaches one batch of a pipeline: the service does not use it there."""
+    serving = serve(1, 2)
+    expected = serving.generate()
+    refused = serving.call("/release_memory_occupation", 409, mode="keep")
+    assert "pipeline parallelism" in refused["message"]
+    rid = serving.stall()
+    serving.call("/release_memory_occupation", mode="abort")
+    assert serving.engine.answer(rid).to_finish
+    serving.go_on()
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
+def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
+    """SGLang's update rewrites each rank's weights; the buffers beside them come from each rank's own copy."""
+    serving = serve(2, backup=False)
+    expected = serving.generate()
+    serving.call("/release_memory_occupation")
+    serving.call("/resume_memory_occupation", tags=["weights"])
+    serving.engine.send(
+        standin.UpdateWeightsFromTensorReqInput(torch.arange(standin.VOCABULARY, dtype=torch.float64) + 1)
+    )
+    wait_until(lambda: "content of weights" not in serving.http.get("/readyz").json()["reason"])
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
+@pytest.mark.parametrize("fail", [sglang_ranks.fail_copies, sglang_ranks.fail_buffers])
+def test_a_rank_that_fails(serve: Callable[..., Serving], fail: Callable[[Any], None]) -> None:
+    """It is named, the others undo what they did, and the call can be repeated."""
+    serving = serve(2, 2)
+    expected = serving.generate()
+    serving.engine.send(standin.Run(3, fail))
+    assert serving.generate() == expected
+    failed = serving.call("/release_memory_occupation", 500)
+    assert "rank 3" in failed["message"]
+    assert serving.states() == ["resident"] * 4
+    assert serving.generate() == expected
+    serving.call("/release_memory_occupation")
+    assert serving.states() == ["released"] * 4
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
+@pytest.mark.guards(
+    "a rank was killed while memory was released, and probes went on saying that it was well",
+    "an operation waited forever, and nothing said why",
+)
+def test_a_rank_that_is_killed(serve: Callable[..., Serving]) -> None:
+    serving = serve(2)
+    serving.call("/release_memory_occupation")
+    serving.engine.kill(1)
+    wait_until(lambda: serving.http.get("/livez").status_code == 503)
+    dead = f"rank 1 (process {serving.engine.pids[1]}) has ended"
+    assert dead in serving.http.get("/readyz").json()["reason"]
+    assert dead in serving.call("/resume_memory_occupation", 500)["message"]
