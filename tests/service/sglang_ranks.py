@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from tests.programs import Child
 
 from . import sglang_standin as standin
 
-__all__ = ["engine", "memsaver_server", "ranks"]  # imported before the fork
+__all__ = ["engine", "memsaver_server", "ranks", "torch"]  # imported before the fork
 
 
 def fail_copies(_scheduler: standin.Scheduler) -> None:
@@ -57,9 +59,7 @@ def run(rank: int, folder: str, tp: int, pp: int, environment: dict[str, str], b
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tp * pp)
     made = standin.install(pytest.MonkeyPatch(), torch_memory_saver)
     plugin.register()
-    scheduler = made(
-        tp_size=tp, pp_size=pp, tp_rank=rank % tp, pp_rank=rank // tp, enable_weights_cpu_backup=backup
-    )
+    scheduler = made(tp_size=tp, pp_size=pp, tp_rank=rank % tp, pp_rank=rank // tp, enable_weights_cpu_backup=backup)
     if rank == 0:
         _exchange(scheduler, Client(f"{folder}/requests.sock"))
     scheduler.run_event_loop()
@@ -68,7 +68,7 @@ def run(rank: int, folder: str, tp: int, pp: int, environment: dict[str, str], b
 def _exchange(scheduler: standin.Scheduler, client: Connection) -> None:
     def receive() -> None:
         while True:
-            scheduler.received.put(client.recv())
+            scheduler.received.put(pickle.loads(client.recv_bytes()))
 
     def answer() -> None:
         while True:
@@ -129,7 +129,7 @@ class Engine:
         self._answers: dict[str, Any] = {}
 
     def send(self, request: Any) -> None:
-        self._connection.send(request)
+        self._connection.send_bytes(pickle.dumps(request))  # send() would share the memory of a tensor
 
     def answer(self, rid: str) -> Any:
         """The result of a request."""
@@ -144,10 +144,8 @@ class Engine:
 
     def close(self) -> None:
         for rank, handle in enumerate(self._handles):
-            try:
+            with suppress(ProcessLookupError):
                 self.kill(rank)
-            except ProcessLookupError:
-                pass
             os.close(handle)
         self._connection.close()
 

@@ -277,9 +277,7 @@ class Scheduler:
         self.several = dist.is_initialized()
         size = self.ps.tp_size * self.ps.pp_size
         everyone = list(range(size))
-        self.world_group = SimpleNamespace(
-            cpu_group=None, ranks=everyone, world_size=size, rank_in_group=self.ps.rank
-        )
+        self.world_group = SimpleNamespace(cpu_group=None, ranks=everyone, world_size=size, rank_in_group=self.ps.rank)
         stages = [everyone[start : start + self.ps.tp_size] for start in range(0, size, self.ps.tp_size)]
         groups = [dist.new_group(stage) for stage in stages] if self.several else [None]
         self.request_receiver = SchedulerRequestReceiver(

@@ -5,7 +5,9 @@ A token depends on the memory of every rank: equal tokens mean equal content.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,12 @@ import httpx
 import pytest
 import torch
 
+from memsaver_core.compat import torch_memory_saver
+from memsaver_core.ranks import protocol
+from memsaver_server.integrations.sglang import event_loop
+from memsaver_server.integrations.sglang.intake import Intake
+from memsaver_server.integrations.sglang.ranks import SchedulerRank
+from memsaver_server.integrations.sglang.work import SchedulerWork
 from tests.waiting import wait_until
 
 from . import sglang_ranks
@@ -89,6 +97,11 @@ def serve(zygote: sglang_ranks.Zygote, tmp_path: Path) -> Iterator[Callable[...,
     for each in servings:
         each.http.close()
         each.engine.close()
+
+
+@pytest.fixture
+def standin_scheduler(monkeypatch: pytest.MonkeyPatch) -> standin.Scheduler:
+    return standin.install(monkeypatch, torch_memory_saver)()
 
 
 @pytest.mark.parametrize(("tp", "pp"), SHAPES)
@@ -185,6 +198,47 @@ def test_a_rank_that_fails(serve: Callable[..., Serving], fail: Callable[[Any], 
     assert serving.states() == ["released"] * 4
     serving.call("/resume_memory_occupation")
     assert serving.generate() == expected
+
+
+def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
+    monkeypatch: pytest.MonkeyPatch, standin_scheduler: standin.Scheduler
+) -> None:
+    """It waits until the iteration that the command came in is over, and tells if that does not happen."""
+    monkeypatch.setattr(event_loop, "ARRIVAL_S", 0.01)
+    loop = event_loop.EventLoop(standin_scheduler, SchedulerWork(standin_scheduler))
+    rank = SchedulerRank(loop)
+
+    def failure() -> protocol.Failure | None:
+        message = {"after": 1, "message": protocol.REQUESTS.encode(protocol.Introduce())}
+        return protocol.ANSWERS.decode(rank.answer(message)).failure
+
+    def late() -> bool:
+        failed = failure()
+        return failed is not None and "did not come to the next iteration" in failed.message
+
+    assert late()
+    standin_scheduler.process_input_requests([event_loop.Command(1, "")])
+    assert late()
+    standin_scheduler.request_receiver.recv_requests()
+    assert failure() is None
+
+
+def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) -> None:
+    """The first one rests; all others wait for its broadcast."""
+    messages = importlib.import_module("sglang.srt.managers.io_struct")
+    intake = Intake(standin_scheduler, messages)
+    loop = event_loop.LeadingLoop(standin_scheduler, SchedulerWork(standin_scheduler), intake)
+    thread = threading.Thread(target=standin_scheduler.run_event_loop, daemon=True)
+    thread.start()
+    with loop.standstill() as number:
+        loop.wait_for(number)
+        iterated = loop.submit(lambda: True)
+        loop.wait_for_future(iterated, 0.1)
+        assert not iterated.done()
+    assert iterated.result(30)
+    standin_scheduler.received.put(standin.Exit())
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.guards(

@@ -7,7 +7,10 @@ protocol in a thread of its own.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +47,23 @@ class SchedulerRank(Rank):
 
 
 class _OrderedChannel:
-    """A channel to ``SchedulerRank``; ``after`` is the number that the messages carry."""
+    """A channel to each ``SchedulerRank``."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel
-        self.after = 0
+        self._after = 0
+
+    @contextmanager
+    def after_command(self, number: int) -> Iterator[None]:
+        """Messages that are sent inside are carried out once a rank has come to that command."""
+        self._after = number
+        try:
+            yield
+        finally:
+            self._after = 0
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        return self._channel.start({"after": self.after, "message": message})
+        return self._channel.start({"after": self._after, "message": message})
 
 
 class SchedulerMemory(RankMemory):
@@ -60,14 +72,15 @@ class SchedulerMemory(RankMemory):
     def __init__(self, loop: LeadingLoop, channel: SocketChannel) -> None:
         self._loop = loop
         self._channel = _OrderedChannel(channel)
+        self._asking = threading.Lock()
         super().__init__(self._channel)
         loop.failure = lambda: self.failure
 
     def release(self, options: ReleaseOptions, *, log: ms.PhaseLog | None = None) -> OperationReport:
-        return self._at_rest(lambda: super(SchedulerMemory, self).release(options, log=log))
+        return self._at_rest(partial(super().release, options, log=log))
 
     def resume(self, options: ResumeOptions, *, log: ms.PhaseLog | None = None) -> OperationReport:
-        return self._at_rest(lambda: super(SchedulerMemory, self).resume(options, log=log))
+        return self._at_rest(partial(super().resume, options, log=log))
 
     def run(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command.
@@ -77,32 +90,28 @@ class SchedulerMemory(RankMemory):
             MemsaverError: it failed on some rank, or the event loop has ended.
         """
         self._group.raise_if_failed()
-        self._channel.after = self._loop.run(name, *arguments)
-        self._group.step = f"command {name}"
-        try:
-            self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
-        finally:
-            self._channel.after, self._group.step = 0, ""
-
-    def _at_rest(self, operate: Any) -> OperationReport:
-        self._group.raise_if_failed()
-        if any(status is not None and status.hibernated for status in self._group.statuses):
-            # Its device calls are blocked. A loop that is in one cannot come to rest; it goes on after the wake-up, and
-            # has no request to compute.
-            report: OperationReport = operate()
-            return report
-        with self._loop.standstill() as number:
-            self._channel.after = number
+        number = self._loop.run(name, *arguments)
+        with self._asking, self._channel.after_command(number):
+            self._group.step = f"command {name}"
             try:
-                report = operate()
+                self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
             finally:
-                self._channel.after = 0
-        return report
+                self._group.step = ""
+
+    def _at_rest(self, operate: Callable[[], OperationReport]) -> OperationReport:
+        self._group.raise_if_failed()
+        with self._asking:
+            if any(status is not None and status.hibernated for status in self._group.statuses):
+                # Device calls are blocked. A loop that is in one cannot come to rest: it goes on after the wake-up,
+                # and has no request to compute.
+                return operate()
+            with self._loop.standstill() as number, self._channel.after_command(number):
+                return operate()
 
 
 def is_first(scheduler: Any) -> bool:
     """Return whether ``scheduler`` is rank 0, which receives the engine's requests."""
-    return scheduler.ps.tp_rank == 0 and scheduler.ps.pp_rank == 0
+    return bool(scheduler.ps.tp_rank == scheduler.ps.pp_rank == 0)
 
 
 def are_several(scheduler: Any) -> bool:
@@ -126,7 +135,9 @@ def join(scheduler: Any, loop: EventLoop) -> None:
     """Have this rank answer the first one, which calls ``gather``, until that closes the connection."""
     path = _tell(scheduler, "")
     if not path:
-        raise MemsaverError("rank 0 told no address; start every process of the engine with the same version of memsaver")
+        raise MemsaverError(
+            "rank 0 told no address; start every process of the engine with the same version of memsaver"
+        )
     _answer(scheduler, loop, path)
 
 
