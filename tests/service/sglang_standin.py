@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -228,7 +229,11 @@ class SchedulerRequestReceiver:
             received = self.input_blocker.handle(received)
         if self.ps.tp_size > 1:
             told = [received]
-            dist.broadcast_object_list(told, src=self.ps.pp_rank * self.ps.tp_size, group=self.tp_cpu_group)
+            try:
+                dist.broadcast_object_list(told, src=self.ps.pp_rank * self.ps.tp_size, group=self.tp_cpu_group)
+            except RuntimeError:
+                # A rank is dead. Some backends notice and some hang, which is harder for the service: hang always.
+                threading.Event().wait()
             received = told[0]
         requests: list[Any] = received
         return requests

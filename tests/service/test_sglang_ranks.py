@@ -245,11 +245,20 @@ def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) 
     "a rank was killed while memory was released, and probes went on saying that it was well",
     "an operation waited forever, and nothing said why",
 )
-def test_a_rank_that_is_killed(serve: Callable[..., Serving]) -> None:
+@pytest.mark.parametrize("released", [True, False])
+def test_a_rank_that_is_killed(serve: Callable[..., Serving], released: bool) -> None:
+    """It is told without an operation, and to a caller that waits."""
     serving = serve(2)
-    serving.call("/release_memory_occupation")
-    serving.engine.kill(1)
-    wait_until(lambda: serving.http.get("/livez").status_code == 503)
     dead = f"rank 1 (process {serving.engine.pids[1]}) has ended"
-    assert dead in serving.http.get("/readyz").json()["reason"]
-    assert dead in serving.call("/resume_memory_occupation", 500)["message"]
+    with ThreadPoolExecutor(1) as pool:
+        if released:
+            serving.call("/release_memory_occupation")
+        else:
+            serving.stall()
+            waiting = pool.submit(serving.call, "/release_memory_occupation", 500, timeout_s=3600)
+            wait_until(lambda: serving.http.get("/readyz").status_code == 503)
+        serving.engine.kill(1)
+        wait_until(lambda: serving.http.get("/livez").status_code == 503)
+        assert dead in serving.http.get("/readyz").json()["reason"]
+        answer = serving.call("/resume_memory_occupation", 500) if released else waiting.result()
+    assert dead in answer["message"]

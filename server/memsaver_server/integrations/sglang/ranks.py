@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.errors import MemsaverError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
@@ -133,12 +132,7 @@ def gather(scheduler: Any, loop: LeadingLoop) -> SchedulerMemory:
 
 def join(scheduler: Any, loop: EventLoop) -> None:
     """Have this rank answer the first one, which calls ``gather``, until that closes the connection."""
-    path = _tell(scheduler, "")
-    if not path:
-        raise MemsaverError(
-            "rank 0 told no address; start every process of the engine with the same version of memsaver"
-        )
-    _answer(scheduler, loop, path)
+    _answer(scheduler, loop, _tell(scheduler, ""))
 
 
 def _tell(scheduler: Any, path: str) -> str:
