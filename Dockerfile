@@ -1,8 +1,8 @@
 # syntax=docker/dockerfile:1
 # Three things can be taken from this file:
 #   docker build --target wheel -o dist .   the wheel alone, to install with [server] into the image of an engine of your own
-#   docker build -t memsaver .              the reference engine with torch's default (CUDA) build
-#   docker build --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_FIND_LINKS=... -t memsaver:cpu .
+#   docker build -t memsaver:0.1.0 .        the reference engine with torch's default (CUDA) build
+#   docker build --build-arg TORCH=torch==2.13.0+cpu --build-arg PIP_FIND_LINKS=... -t memsaver:0.1.0 .
 
 ARG PYTHON=3.12
 
@@ -50,7 +50,7 @@ USER 10001
 WORKDIR /home/memsaver
 EXPOSE 30000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s \
+HEALTHCHECK --interval=10s --timeout=5s --start-period=600s \
   CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/livez', timeout=4)"]
 # A container is reached from outside itself, so MEMSAVER_API_KEY must be set: without it the service refuses to start.
 ENTRYPOINT ["memsaver", "serve"]

@@ -72,7 +72,7 @@ class IdleEngine:
     def open_admission(self) -> None:
         pass
 
-    def drain(self, timeout_s: float, mode: str = "wait") -> None:
+    def drain(self, timeout_s: float, mode: str = "wait", given_up: Any = None) -> None:
         pass
 
     def flush_cache(self) -> None:

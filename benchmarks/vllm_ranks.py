@@ -27,13 +27,15 @@ import httpx
 import pynvml
 import torch
 from _record import command
-from vllm_sleep import CONFIG, IDLE_S, MIB, PROMPTS, ROOT, touch_host_memory, weight_sums, write_checkpoint
+from vllm_sleep import CONFIG, MIB, PROMPTS, ROOT, touch_host_memory, weight_sums, write_checkpoint
 
 MODES = {
     "stock": {},
     "memsaver": {},
     "memsaver, --disable-custom-all-reduce": {"disable_custom_all_reduce": True},
 }
+#: An engine has some time before its first sleep, and the driver some while it sleeps, seconds.
+IDLE_S = 1.0
 
 
 def used_mib(ranks: int) -> list[float]:

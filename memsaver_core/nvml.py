@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any
+
+_handles: dict[str, Any] = {}  # by uuid
 
 
 def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None] | None:
@@ -40,7 +41,8 @@ def in_multi_node_fabric(uuid: str) -> bool:
         return False
     import pynvml
 
-    told = pynvml.c_nvmlGpuFabricInfoV_t(version=pynvml.nvmlGpuFabricInfo_v2)
+    told = pynvml.c_nvmlGpuFabricInfoV_t()
+    told.version = pynvml.nvmlGpuFabricInfo_v2
     try:
         pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(told))
     except pynvml.NVMLError:
@@ -48,13 +50,16 @@ def in_multi_node_fabric(uuid: str) -> bool:
     return told.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(told.clusterUuid)
 
 
-@lru_cache
 def _handle(uuid: str) -> Any:
-    """Return NVML's handle of the device, or None if NVML is unavailable or does not know it."""
-    try:
-        import pynvml
+    """Return NVML's handle of the device, or None if NVML does not know it or is unavailable now."""
+    if uuid not in _handles:
+        try:
+            import pynvml
 
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception:  # NVML missing, or a MIG slice, which NVML calls by another name
-        return None
+            pynvml.nvmlInit()
+            _handles[uuid] = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except Exception as error:  # perhaps only now, if no file can be opened
+            if type(error).__name__ not in ("NVMLError_NotFound", "NVMLError_InvalidArgument"):
+                return None
+            _handles[uuid] = None  # a MIG slice, which NVML calls by another name
+    return _handles[uuid]

@@ -34,7 +34,7 @@ class Process:
             ConfigurationError: an environment variable has a value that cannot be used.
         """
         if self._settings is None:
-            self._settings = _read_settings("a MEMSAVER_ setting")
+            self._settings = CoreSettings()
         return self._settings
 
     def configure(self, **values: Any) -> None:
@@ -46,7 +46,7 @@ class Process:
         with self._lock:
             if self._saver is not None:
                 raise ConfigurationError("memsaver is in use already; call configure() before the first region()")
-            self._settings = _read_settings("a setting", **values)
+            self._settings = CoreSettings(**values)
 
     def enabled(self) -> bool:
         """Return whether memsaver does anything in this process."""
@@ -124,13 +124,6 @@ def _backend_for(driver: str) -> Backend:
 
         return HostBackend()
     return Backend()
-
-
-def _read_settings(what: str, **values: Any) -> CoreSettings:
-    try:
-        return CoreSettings(**values)
-    except ValueError as error:
-        raise ConfigurationError(f"{what} cannot be used: {error}") from error
 
 
 this_process = Process()

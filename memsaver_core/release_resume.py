@@ -97,6 +97,8 @@ def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> Ope
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
     if options.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+    if options.hibernate:
+        hibernation.prepare()
     with log.phase("synchronize"):
         saver.synchronize()
     with log.phase("pause") as details:

@@ -3,25 +3,84 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from memsaver_core.errors import ConfigurationError
 
-class CoreSettings(BaseSettings):
+PREFIX = "MEMSAVER_"
+
+#: What a setting must be, by the type of pydantic's error; the braces are filled from its context.
+_MUST_BE = {
+    "bool_parsing": "must be 1 or 0",
+    "byte_size": "must be a size, for example 8GiB, 500MB or a number of bytes",
+    "byte_size_unit": "must be a size, for example 8GiB, 500MB or a number of bytes",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "value_error": "cannot be used: {error}",
+}
+
+
+class EnvironmentSettings(BaseSettings):
+    """Settings that are given by name or read from the variable ``MEMSAVER_`` plus the name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, hide_input_in_errors=True)
+
+    def __init__(self, **values: Any) -> None:
+        """Take ``values``; read what is not among them from the environment.
+
+        Raises:
+            ConfigurationError: one cannot be used; the message names it and what it must be, but shows no secret.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            wrong = [_in_words(one, values, type(self)) for one in error.errors()]
+            raise ConfigurationError("; ".join(wrong)) from None
+
+    @classmethod
+    def variables(cls) -> list[str]:
+        """Return the variables that are read."""
+        return [PREFIX + name.upper() for name in cls.model_fields]
+
+
+def _in_words(error: ErrorDetails, given: Mapping[str, Any], model: type[BaseSettings]) -> str:
+    """Return what is wrong with a setting. The value of a secret is left out."""
+    must_be = _MUST_BE.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    if not error["loc"]:  # of several settings together; the message of their check names them
+        return must_be.removeprefix("cannot be used: ")
+    name = str(error["loc"][0])
+    field = model.model_fields.get(name)
+    is_secret = field is None or "Secret" in str(field.annotation)
+    shown = "" if is_secret else f" is {str(error['input'])[:80]!r}, but"
+    return f"{name if name in given else PREFIX + name.upper()}{shown} {must_be}"
+
+
+class CoreSettings(EnvironmentSettings):
     """How the saver of this process is made. Sizes take units: ``4GiB``, ``500MB``, or plain bytes."""
-
-    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", extra="ignore", frozen=True)
 
     enabled: bool = Field(True, description="False makes every call of memsaver_core a no-op")
     driver: Literal["auto", "cuda", "host"] = Field("auto", description="auto: cuda if a device answers, else host")
     host_device: str = Field(
         "", description="names of host devices, separated by commas; processes that name the same one compete for it"
     )
-    host_capacity: ByteSize = Field(ByteSize(0), description="memory of each host device; 0 means half of RAM")
+    host_capacity: ByteSize = Field(
+        ByteSize(0), lt=1 << 63, description="memory of each host device; 0 means half of RAM"
+    )
     host_backup_limit: ByteSize = Field(
         ByteSize(0),
+        lt=1 << 63,
         description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
         "through to or from files may take up to 256 MiB for each device besides",
     )

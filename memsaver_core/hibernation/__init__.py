@@ -18,6 +18,7 @@ is_away = this_process.is_away
 is_hibernated = this_process.is_hibernated
 lock = this_process.lock
 obstacles = hibernation_obstacles = this_process.obstacles
+prepare = this_process.prepare
 raise_if_lost = this_process.raise_if_lost
 read_memory = this_process.read_memory
 restore = this_process.restore

@@ -47,7 +47,10 @@ class Helper:
         Raises:
             MemsaverError: the process cannot be started.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise _not_started(error) from error
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -55,7 +58,7 @@ class Helper:
             )
         except OSError as error:
             ours.close()
-            raise MemsaverError(f"the hibernation helper cannot be started: {error}") from error
+            raise _not_started(error) from error
         finally:
             theirs.close()
         self._socket = ours
@@ -104,3 +107,7 @@ class Helper:
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
+
+
+def _not_started(error: OSError) -> MemsaverError:
+    return MemsaverError(f"the hibernation helper cannot be started: {error}; repeat the call when it can")

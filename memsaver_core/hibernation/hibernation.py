@@ -108,6 +108,15 @@ class Hibernation:
             self._lock.release()
         return total, used, own
 
+    def prepare(self) -> None:
+        """Start what ``hibernate`` needs, so that it cannot fail for that once memory is released.
+
+        Raises:
+            MemsaverError: the helper cannot be started.
+        """
+        with self._lock:
+            self._start_helper()
+
     def hibernate(self) -> dict[str, float]:
         """Checkpoint this process's CUDA state; its memory on every device is given back.
 
@@ -290,9 +299,12 @@ class Hibernation:
 
     def _ask(self, *request: object) -> list[str]:
         """Ask the helper. The driver holds the checkpoint, so a new helper can carry on for one that ended."""
+        return self._start_helper().ask(*request)
+
+    def _start_helper(self) -> Helper:
         if self._helper is None or not self._helper.alive:
             self._helper = Helper(process.driver_name(), process.saver().accounts())
-        return self._helper.ask(*request)
+        return self._helper
 
 
 @lru_cache

@@ -12,8 +12,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,6 +59,8 @@ class Listener:
                     connection.settimeout(max(0.001, deadline - time.monotonic()))
                     connections[int(_read_line(connection))] = connection
                 except TimeoutError:
+                    for connection in connections.values():
+                        connection.close()
                     named = ", ".join(map(str, missing))
                     raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
         finally:
@@ -77,33 +80,48 @@ class SocketChannel:
 
     def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
         self._answer = answer
+        self._first = 0 if answer is None else 1
         self._connections = [(connection, connection.makefile("r")) for connection in connections]
         self._lock = threading.Lock()
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return started(lambda: self._ask(message))
 
+    def tell(self, message: Plain) -> None:
+        """Send a message that is not answered to the other ranks, after all that was sent before.
+
+        Raises:
+            OSError: a rank has closed its connection.
+        """
+        with self._lock:
+            self._send(message)
+
     def close(self) -> None:
         """End the ranks' loops."""
         for connection, replies in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # ends a read in another thread
             connection.close()
             replies.close()
 
     def _ask(self, message: Plain) -> list[Plain]:
         with self._lock:
-            line = json.dumps(message).encode() + b"\n"
-            for connection, _ in self._connections:
-                connection.sendall(line)
+            self._send(message)
             answers = [] if self._answer is None else [self._answer(message)]
-            for _, replies in self._connections:
-                if not (reply := replies.readline()):
-                    raise ConnectionError(f"rank {len(answers)} has closed its connection")
-                answers.append(json.loads(reply))
+            for rank, (_, replies) in enumerate(self._connections, self._first):
+                with _open(rank):
+                    answers.append(json.loads(replies.readline()))
             return answers
 
+    def _send(self, message: Plain) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for rank, (connection, _) in enumerate(self._connections, self._first):
+            with _open(rank):
+                connection.sendall(line)
 
-def serve(path: str, rank: int, answer: AnswerMessage) -> None:
-    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends.
+
+def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None:
+    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer.
 
     Raises:
         OSError: the service cannot be reached.
@@ -113,7 +131,8 @@ def serve(path: str, rank: int, answer: AnswerMessage) -> None:
         connection.sendall(f"{rank}\n".encode())
         with connection.makefile("r") as messages:
             for line in messages:
-                connection.sendall(json.dumps(answer(json.loads(line))).encode() + b"\n")
+                if (reply := answer(json.loads(line))) is not None:
+                    connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def started(call: Callable[[], _T]) -> Future[_T]:
@@ -128,6 +147,14 @@ def started(call: Callable[[], _T]) -> Future[_T]:
 
     threading.Thread(target=run, name="memsaver-ranks", daemon=True).start()
     return future
+
+
+@contextmanager
+def _open(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConnectionError(f"rank {rank} has closed its connection") from error
 
 
 def _read_line(connection: socket.socket) -> str:

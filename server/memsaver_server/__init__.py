@@ -41,6 +41,6 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("memsaver"):
             raise
-        raise ImportError(
-            f"memsaver_server.{name} needs the package {error.name!r}: pip install 'memsaver[server]'"
-        ) from None
+        from memsaver_server.missing_package import missing_package
+
+        raise ImportError(f"memsaver_server.{name}: {missing_package(error, 'server')}") from None

@@ -32,6 +32,7 @@ class Admission:
         self._paused: Literal["", "paused", "asleep"] = ""
         self._lost: set[str] = set()
         self._to_repair: set[str] = set()
+        self._unverified = ""
         self._unwritten: set[str] = set()
 
     @property
@@ -79,6 +80,12 @@ class Admission:
         with self._lock:
             self._paused = ""
             return self._update()
+
+    def unverified(self, why: str) -> None:
+        """Note why the engine may compute wrong tokens; an empty string: it computes the right ones."""
+        with self._lock:
+            self._unverified = why
+            self._update()
 
     def content_lost(self, tags: Iterable[str], unwritten: Iterable[str]) -> None:
         """Note that a release has discarded the content of ``tags``; that of ``unwritten`` has to be written again."""
@@ -136,6 +143,8 @@ class Admission:
             return f"{', '.join(sorted(self._to_repair))} came back but could not be repaired; resume again"
         if unwritten := self._unwritten_tags(status):
             return _unwritten_reason(unwritten)
+        if self._unverified:
+            return self._unverified
         return "generation is paused" if self._paused else ""
 
     def _unwritten_tags(self, status: Status) -> set[str]:

@@ -15,8 +15,9 @@ from starlette.requests import Request
 
 from memsaver_core import MemsaverError
 from memsaver_server.engine import Engine
-from memsaver_server.http.errors import ErrorResponse, error_response
+from memsaver_server.http.errors import ErrorResponse, ForbiddenError, UnauthorizedError, error_response
 from memsaver_server.http.fairness import FairnessMiddleware
+from memsaver_server.http.requests import service_of
 from memsaver_server.http.service import Service
 from memsaver_server.routes import ROUTERS
 from memsaver_server.settings import Settings
@@ -57,7 +58,9 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     return app
 
 
-async def _answer_error(_request: Request, error: Exception) -> JSONResponse:
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, (ForbiddenError, UnauthorizedError)):
+        service_of(request).metrics.refused[error.reason] += 1
     response = error_response(error)
     return JSONResponse(response.body(), response.status, headers=response.headers)
 

@@ -7,9 +7,12 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import stat
 import threading
 from contextlib import suppress
+from functools import partial
+from typing import TypeAlias
 
 import uvicorn
 
@@ -22,9 +25,12 @@ from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.lifecycle import Lifecycle
-from memsaver_server.settings import Settings
+from memsaver_server.port_holders import port_holders
+from memsaver_server.settings import Settings, warn_of_misspelt_variables
+from memsaver_server.threads import start_thread
 
 logger = logging.getLogger("memsaver")
+_Path: TypeAlias = "str | os.PathLike[str]"
 
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 2048
@@ -37,7 +43,7 @@ class Attachment:
 
     Attributes:
         address: ``(host, port)``, or the path of the Unix socket.
-        url: ``http://host:port`` or ``unix:///path``.
+        url: ``http://host:port``, ``https://host:port`` or ``unix:///path``.
     """
 
     def __init__(self, server: _Server, bound: socket.socket, thread: threading.Thread) -> None:
@@ -47,7 +53,8 @@ class Attachment:
         self._path = name if isinstance(name, str) else None
         self._inode = os.stat(name).st_ino if isinstance(name, str) else 0
         self.address: tuple[str, int] | str = name if isinstance(name, str) else (name[0], name[1])
-        self.url = f"unix://{name}" if isinstance(name, str) else _url(name[0], name[1])
+        scheme = "https" if server.config.is_ssl else "http"
+        self.url = f"unix://{name}" if isinstance(name, str) else _url(scheme, name[0], name[1])
 
     def close(self) -> None:
         """Stop accepting connections, let responses in progress end for ``GRACE_S``, remove the socket. Idempotent.
@@ -82,6 +89,8 @@ def attach(
     port: int = 0,
     uds: str | os.PathLike[str] | None = None,
     settings: Settings | None = None,
+    ssl_keyfile: _Path | None = None,
+    ssl_certfile: _Path | None = None,
 ) -> Attachment:
     """Serve ``engine`` from a thread of this process; return once requests are answered.
 
@@ -93,12 +102,18 @@ def attach(
         port: the port to bind; 0 chooses a free one.
         uds: bind this Unix socket instead, with mode 0600.
         settings: the default is the environment's.
+        ssl_keyfile, ssl_certfile: serve HTTPS with this private key and certificate (PEM); the file of the
+            certificate may hold the key, too.
 
     Raises:
-        ConfigurationError: the address needs a key, or cannot be bound.
+        ConfigurationError: the address needs a key or cannot be bound, or a file of key, certificate or audit cannot
+            be used.
     """
     settings = settings or Settings()
+    warn_of_misspelt_variables()
     communicators.warn_of_registered_graphs()
+    if ssl_certfile or ssl_keyfile:
+        _check_certificate(ssl_certfile, ssl_keyfile)
     if uds is None:
         check_address(host, settings)
         bound = _bind_tcp(host, port)
@@ -115,10 +130,15 @@ def attach(
         # for 2048 that would delay all requests. See startup() for the backlog of the socket itself.
         backlog=1,
         timeout_graceful_shutdown=GRACE_S,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
     )
     server = _Server(config)
-    thread = threading.Thread(target=server.serve_here, args=(bound,), name="memsaver-http", daemon=True)
-    thread.start()
+    try:
+        thread = start_thread("memsaver-http", partial(server.serve_here, bound))
+    except MemsaverError:
+        bound.close()
+        raise
     server.settled.wait()
     if server.failure is not None:
         bound.close()
@@ -126,6 +146,20 @@ def attach(
     if ms.core_settings().prepare_backup:
         memory_of(engine).prepare_backup()  # so that the first release is fast
     return Attachment(server, bound, thread)
+
+
+def check_place(host: str, port: int, uds: str | os.PathLike[str] | None, settings: Settings) -> None:
+    """Check that ``attach`` could bind here, before anything that takes long.
+
+    Raises:
+        ConfigurationError: the address needs a key, or cannot be bound.
+    """
+    if uds is None:
+        check_address(host, settings)
+        _bind_tcp(host, port).close()
+    else:
+        _bind_unix(os.fspath(uds)).close()
+        os.unlink(uds)
 
 
 class _Server(uvicorn.Server):
@@ -162,6 +196,20 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _check_certificate(certfile: _Path | None, keyfile: _Path | None) -> None:
+    if not certfile:
+        raise ConfigurationError("a private key alone is not enough for HTTPS: give its certificate, too")
+    try:
+        # With an empty password, lest OpenSSL asks for one on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except OSError as error:  # an SSLError is one
+        raise ConfigurationError(
+            f"cannot use the certificate {os.fspath(certfile)!r} with the private key "
+            f"{'in it' if keyfile is None else repr(os.fspath(keyfile))}: {error}; give PEM files that belong "
+            "together, the key without a password"
+        ) from None
+
+
 def _bind_tcp(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -169,7 +217,10 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigurationError(f"cannot bind {host}:{port}: {error}; choose another address or port 0") from None
+        held = f", by {' and '.join(holders)}" if (holders := port_holders(port)) else ""
+        raise ConfigurationError(
+            f"cannot bind {host}:{port}: {error.strerror}{held}; choose another address or port 0"
+        ) from None
     return bound
 
 
@@ -199,5 +250,5 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

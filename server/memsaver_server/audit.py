@@ -1,14 +1,18 @@
 """Audit log: one line of JSON per operation, with its caller, outcome and duration.
 
-Written to the logger ``memsaver.audit`` at INFO; an engine's process gets no handler unless it asks for one.
+Written to the logger ``memsaver.audit`` at INFO, and to the file that the setting ``audit_file`` names. An engine's
+process gets no handler unless it asks for one. Neither blocks an operation; see ``log_output``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
+from memsaver_core.errors import ConfigurationError
+from memsaver_server.log_output import LogOutput, write_all
 from memsaver_server.operation import Operation
 
 logger = logging.getLogger("memsaver.audit")
@@ -23,12 +27,75 @@ def to_stderr() -> None:
     logger.propagate = False
 
 
-def record(operation: Operation, outcome: str) -> None:
-    """Write the line of an operation that has ended."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
+class AuditLog:
+    """The audit log of one service."""
+
+    def __init__(self, path: str) -> None:
+        """Write to the file ``path`` as well, unless it is empty.
+
+        Raises:
+            ConfigurationError: the file cannot be opened.
+        """
+        self._file: _File | None = None
+        if path:
+            try:
+                self._file = _File(path)
+                self._lines = LogOutput("audit_file", self._file.write)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot append to the audit file {path!r}: {error}; correct or unset MEMSAVER_AUDIT_FILE"
+                ) from None
+
+    def record(self, operation: Operation, outcome: str) -> None:
+        """Write the line of an operation that has ended."""
+        if self._file is None and not logger.isEnabledFor(logging.INFO):
+            return
+        line = json.dumps(_line(operation, outcome))
+        logger.info("%s", line)
+        if self._file is not None:
+            self._lines.put(line.encode() + b"\n")
+
+    def close(self, timeout_s: float) -> None:
+        """Close the file as soon as it has all lines, which is waited for at most ``timeout_s`` seconds."""
+        if self._file is not None and self._lines.close(timeout_s):
+            self._file.close()
+
+
+class _File:
+    """A file that lines are appended to. Opened anew after another program has moved or removed it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        # Not blocking, because opening a pipe without a reader would wait for one; writing to it may block again.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        self._descriptor = os.open(self._path, flags, 0o600)
+        os.set_blocking(self._descriptor, True)
+
+    def write(self, line: bytes) -> None:
+        if not self._is_there():
+            self.close()
+            self._open()
+        write_all(self._descriptor, line)
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _is_there(self) -> bool:
+        try:
+            return self._descriptor >= 0 and os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+
+def _line(operation: Operation, outcome: str) -> dict[str, object]:
     report = operation.report
-    line = {
+    return {
         "event": operation.request.operation,
         "operation_id": operation.id,
         "client": operation.client,
@@ -40,4 +107,3 @@ def record(operation: Operation, outcome: str) -> None:
         "released_bytes": report.released_bytes if report else 0,
         "resumed_bytes": report.resumed_bytes if report else 0,
     }
-    logger.info("%s", json.dumps(line))

@@ -15,6 +15,7 @@ import memsaver_core as ms
 from memsaver_core.reports import DeviceDelta, DeviceMemory, Status, TorchMemory
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap
+from memsaver_server.threads import NoThreadError, start_thread
 
 logger = logging.getLogger("memsaver")
 
@@ -59,11 +60,14 @@ class DeviceMonitor:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Idempotent."""
+        """Start the thread if none is alive; without one the last sample is used until a later call can start it."""
         with self._changed:
-            if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, name="memsaver-meter", daemon=True)
-                self._thread.start()
+            if self._stopping or (self._thread is not None and self._thread.is_alive()):
+                return
+            try:
+                self._thread = start_thread("memsaver-meter", self._run)
+            except NoThreadError as error:
+                logger.warning("device memory is not read: %s", error)
 
     def stop(self) -> None:
         """Stop for good. Does not wait for a driver call that blocks."""

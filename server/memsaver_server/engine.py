@@ -11,6 +11,14 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.schemas import DrainMode as DrainMode
 
+#: How often a drain looks whether its caller has given it up, seconds.
+DRAIN_POLL_S = 0.05
+
+
+def never() -> bool:
+    """The caller of a drain does not give it up."""
+    return False
+
 
 class DrainTimeoutError(MemsaverError):
     """The requests ``pending``, by name, did not end in time. The engine continues as before."""
@@ -75,6 +83,9 @@ class WatchedMemory(Memory, Protocol):
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once ``status`` says ``failed``, from any thread."""
 
+    def take_lost(self) -> set[str]:
+        """Return the tags whose content a failed release has lost although they are resident again; each once."""
+
 
 class _LocalMemory:
     enabled = staticmethod(ms.enabled)
@@ -133,13 +144,16 @@ class Engine(Protocol):
     def open_admission(self) -> None:
         """Take requests again: frozen ones continue, held and new ones start. Idempotent. Must not block."""
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Wait until no request is in flight; held and frozen requests are not.
 
         Args:
             timeout_s: deadline, seconds.
             mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
                 admission opens.
+            given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
+                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter is
+                not told; the release is then cancelled after its drain.
 
         Raises:
             DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.
@@ -173,6 +187,23 @@ class GeneratingEngine(Engine, Protocol):
         Raises:
             AdmissionClosedError: the engine takes no requests now.
             ValueError: the request is invalid, and why.
+        """
+
+
+@runtime_checkable
+class VerifiableEngine(Engine, Protocol):
+    """An engine whose weights can be verified by the tokens that it computes from them."""
+
+    def verify_tokens(self) -> list[int]:
+        """Return the tokens that greedy decoding appends to a fixed prompt; a handful is enough.
+
+        Called before a release and after a resume, while all memory is resident, admission is closed and no request is
+        in flight; frozen ones continue afterwards as if nothing had been. Each call does the same computation: from
+        the prompt's first token, bypassing cached prefixes (or forgetting them), in the same batch shape. Does not open
+        admission, and leaves nothing of the prompt in a cache that requests use. Blocks.
+
+        Raises:
+            Any error: the tokens could not be computed, and why.
         """
 
 

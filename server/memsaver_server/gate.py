@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError, Engine
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, Engine, never
 
 
 class InFlightRequest:
@@ -76,13 +76,14 @@ class Gate:
             self._closed = None
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._inside:
                 for request in self._inside.values():
                     request.aborted = request.aborted or mode == "abort"
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+                if self._inside and (given_up() or time.monotonic() >= deadline):
                     raise DrainTimeoutError(timeout_s, list(self._inside))
 
     def flush_cache(self) -> None:

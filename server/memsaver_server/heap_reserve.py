@@ -8,7 +8,7 @@ a Python thread then blocks every thread that needs the interpreter's lock, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 #: Free heap for each thread, bytes. An answer takes some ten thousand.
 RESERVE_BYTES = 4 << 20
@@ -19,8 +19,11 @@ _BLOCK_BYTES = 64 << 10
 
 @contextmanager
 def reserved_heap() -> Iterator[None]:
-    """Keep ``RESERVE_BYTES`` free in the calling thread's heap while the block runs."""
-    blocks = [bytearray(_BLOCK_BYTES) for _ in range(RESERVE_BYTES // _BLOCK_BYTES)]
+    """Keep ``RESERVE_BYTES`` free in the calling thread's heap while the block runs, if there is so much memory."""
+    blocks: list[bytearray] = []
+    with suppress(MemoryError):  # the thread matters more than its reserve
+        while len(blocks) < RESERVE_BYTES // _BLOCK_BYTES:
+            blocks.append(bytearray(_BLOCK_BYTES))
     end = bytearray(1 << 10)  # malloc returns free memory at the end of a heap to the kernel
     del blocks
     yield

@@ -2,7 +2,8 @@
 
 Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
 settle; optionally hibernate) -> report.
-Resume: check tags -> resume the memory (wake, restore) -> repair -> reopen admission if nothing is released -> report.
+Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
+released -> report.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, Unsuppor
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.admission import Admission
+from memsaver_server.cancellation import Cancellation
+from memsaver_server.drain import drain
 from memsaver_server.engine import DrainMode, Engine, Memory, WatchedMemory, memory_of, unwritten_weights
 from memsaver_server.memory_lock import MemoryLock
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import ImplicitTags, lost_tags, needs_writing, options_for, released_tags
+from memsaver_server.verification import Verification
 
 logger = logging.getLogger("memsaver")
 
@@ -77,13 +81,13 @@ class Lifecycle:
         self._engine = engine
         #: The engine's memory: of this process, or of the ranks that the engine reaches.
         self.memory = memory_of(engine)
-        self._on_finished = on_finished
-        self.operations = OperationQueue(settings.history, self._finished, self.memory, settings.phase_timeout_s)
+        self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
         self._admission = Admission(engine, self.memory, settings)
         if isinstance(self.memory, WatchedMemory):
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._lock = MemoryLock(settings.phase_timeout_s)
         self._implicit = ImplicitTags()
+        self._verification = Verification(engine, self._admission, self.memory, settings)
 
     def release(
         self, request: ReleaseRequest, *, wait: bool = False, key: str | None = None, client: str = ""
@@ -95,15 +99,17 @@ class Lifecycle:
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
-            ConflictError, IdempotencyKeyError, TooManyOperationsError: see OperationQueue.submit.
+            VerificationUnavailableError: it cannot be verified. Nothing was started.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         self.memory.check_tags(tuple(request.options.restore))
         if request.options.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+        self._verification.check_release(asked=request.verify)
         return self.operations.submit(request, partial(self._release, request), wait=wait, key=key, client=client)
 
-    def _release(self, request: ReleaseRequest, log: PhaseLog) -> OperationReport:
+    def _release(self, request: ReleaseRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
             return self.memory.release(request.options, log=log)
         self._check_usable()
@@ -111,14 +117,16 @@ class Lifecycle:
         options = options_for(request, before)
         self._admission.close_for("memory is being released")
         try:
-            with ExitStack() as exclusive:
+            with ExitStack() as until_released:
                 with log.phase("drain"):
-                    deadline = time.monotonic() + request.timeout_s
-                    self._engine.drain(request.timeout_s, request.mode)
-                    exclusive.enter_context(self._lock.for_release(request.timeout_s, deadline))
-                return self.memory.release(options, log=log)
+                    drain(self._engine, self._lock, operation, until_released)
+                    operation.cancellation.begin_moving()
+                self._verification.before_release(log, asked=request.verify)
+                try:
+                    return self.memory.release(options, log=log)
+                finally:
+                    self._note_released(request, options, before)
         finally:
-            self._note_released(request, options, before)
             self._admission.reopen()
 
     def resume(
@@ -134,43 +142,51 @@ class Lifecycle:
         self.memory.check_tags(request.tags)
         return self.operations.submit(request, partial(self._resume, request), wait=wait, key=key, client=client)
 
-    def _resume(self, request: ResumeRequest, log: PhaseLog) -> OperationReport:
+    def _resume(self, request: ResumeRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
             return self.memory.resume(request.options, log=log)
         self._check_usable()
+        self._verification.check_resume(asked=request.verify)
         status = self.memory.status()
         released = released_tags(status)
         options = replace(request.options, tags=self.tags_to_resume(request.tags))
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
-            report = self._restore(options, request.wait_for_memory_s, log)
+            report = self._restore(options, request.wait_for_memory_s, operation.cancellation, log)
             self._note_resumed(released)
             with log.phase("repair"):
                 self._admission.repair()
-            with log.phase("reopen"):
-                self._admission.reopen()
         except BaseException:
             self._note_resumed(released)
             self._admission.reopen()
             raise
+        try:
+            self._verification.after_resume(log, asked=request.verify, resumed=bool(released) or status.hibernated)
+        finally:
+            with log.phase("reopen"):
+                self._admission.reopen()
         return replace(report, phases=log.phases)
 
     def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released."""
         return self._implicit.complete(requested, released_tags(self.memory.status()))
 
-    def _restore(self, options: ResumeOptions, wait_for_memory_s: float, log: PhaseLog) -> OperationReport:
+    def _restore(
+        self, options: ResumeOptions, wait_for_memory_s: float, cancellation: Cancellation, log: PhaseLog
+    ) -> OperationReport:
         deadline = time.monotonic() + wait_for_memory_s
         while True:
             try:
-                with self._lock.for_resume(log):
+                with self._lock.for_resume(log, cancellation):
+                    cancellation.begin_moving()
                     return self.memory.resume(options, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
                     raise
                 with log.phase("wait_for_memory"):
-                    _wait_for_memory(self.memory, short, deadline)
+                    cancellation.move_later()
+                    _wait_for_memory(self.memory, short, deadline, cancellation)
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
         """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
@@ -206,6 +222,7 @@ class Lifecycle:
         with self._lock.for_update(lambda: self.operations.running):
             self._check_resident([tag])
             yield
+            self._verification.content_changed()
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
 
@@ -222,11 +239,13 @@ class Lifecycle:
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
+        self._verification.content_changed()
         return self._admission.written(written)
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
         if "weights" not in released_tags(self.memory.status()):
+            self._verification.content_changed()
             self._admission.written(["weights"])
 
     def _check_resident(self, tags: Iterable[str]) -> None:
@@ -270,27 +289,33 @@ class Lifecycle:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
         tags = self.memory.status().tags
         released = [tag for tag in tags if tag.released_bytes and (not options.tags or tag.tag in options.tags)]
-        lost = lost_tags(before, released, request.options)
-        unwritten = [tag.tag for tag in released if tag.tag in lost and needs_writing(tag, request.options)]
+        undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
+        lost = lost_tags(before, released, request.options) | undone
+        unwritten = [tag.tag for tag in tags if tag.tag in lost and needs_writing(tag, request.options)]
         self._admission.content_lost(lost, unwritten)
+        if unwritten:
+            self._verification.content_changed()
         self._implicit.released(request.tags, [tag.tag for tag in released])
+        if undone:
+            self._admission.resumed(undone)
+            try:
+                self._admission.repair()
+            except Exception:
+                logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
 
     def _note_resumed(self, released: set[str]) -> None:
         resumed = released - released_tags(self.memory.status())
         self._admission.resumed(resumed)
         self._implicit.resumed(resumed)
 
-    def _finished(self, operation: Operation) -> None:
-        try:
-            self._on_finished(operation)
-        except Exception:
-            logger.exception("operation %s has ended, but could not be recorded", operation.id)
 
-
-def _wait_for_memory(memory: Memory, short: OutOfDeviceMemoryError, deadline: float) -> None:
+def _wait_for_memory(
+    memory: Memory, short: OutOfDeviceMemoryError, deadline: float, cancellation: Cancellation
+) -> None:
     """Poll until the device has the missing memory free, or the deadline. Other processes do not signal a release."""
     while time.monotonic() < deadline:
         time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - time.monotonic())))
+        cancellation.check()
         for device in memory.read_devices():
             if device.index == short.device and device.total_bytes - device.used_bytes >= short.needed_bytes:
                 return

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from memsaver_core import MemsaverError, PhaseLog
-from memsaver_server.engine import DrainTimeoutError
+from memsaver_server.cancellation import Cancellation
+from memsaver_server.engine import DRAIN_POLL_S, DrainTimeoutError
 from memsaver_server.operation import Operation
 
 
@@ -36,13 +37,14 @@ class MemoryLock:
         self._updating = False  # the holder is a weight update
 
     @contextmanager
-    def for_release(self, timeout_s: float, deadline: float) -> Iterator[None]:
+    def for_release(self, timeout_s: float, deadline: float, given_up: Callable[[], bool]) -> Iterator[None]:
         """Hold the lock. A weight update counts as a request in flight: it has until the drain's deadline.
 
         Raises:
-            DrainTimeoutError: the update still runs at ``deadline``, a time of the monotonic clock.
+            DrainTimeoutError: the update still runs at ``deadline``, a time of the monotonic clock, or when
+                ``given_up()`` is true.
         """
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._acquire(deadline, given_up):
             raise DrainTimeoutError(timeout_s, ["a weight update"])
         try:
             yield
@@ -50,15 +52,17 @@ class MemoryLock:
             self._lock.release()
 
     @contextmanager
-    def for_resume(self, log: PhaseLog) -> Iterator[None]:
+    def for_resume(self, log: PhaseLog, cancellation: Cancellation) -> Iterator[None]:
         """Hold the lock; waiting for a weight update is the phase ``wait_for_weights``.
 
         Raises:
             MemoryBusyError: the update has not ended within the phase timeout.
+            OperationCancelledError: the resume was cancelled.
         """
         if not self._lock.acquire(blocking=False):
             with log.phase("wait_for_weights"):
-                if not self._lock.acquire(timeout=self._phase_timeout_s):
+                if not self._acquire(time.monotonic() + self._phase_timeout_s, lambda: cancellation.requested):
+                    cancellation.check()
                     raise self._update_too_long("nothing was resumed")
         try:
             yield
@@ -84,6 +88,12 @@ class MemoryLock:
         finally:
             self._updating = False
             self._lock.release()
+
+    def _acquire(self, deadline: float, given_up: Callable[[], bool]) -> bool:
+        while not self._lock.acquire(timeout=max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))):
+            if given_up() or time.monotonic() >= deadline:
+                return False
+        return True
 
     def _update_too_long(self, consequence: str) -> MemoryBusyError:
         return MemoryBusyError(

@@ -18,11 +18,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from memsaver_server.device_monitor import DeviceMonitor
 from memsaver_server.lifecycle import Lifecycle
+from memsaver_server.log_output import dropped
 from memsaver_server.operation import Operation
 
 #: Upper bounds of the phase histogram, seconds: from an empty tag to a terabyte over PCIe.
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 STATES = ("resident", "releasing", "released", "resuming", "failed")
+
+
+@dataclass
+class ConnectionFigures:
+    """Connections of the service's own server: those open now, and how many it refused or ended so far, by reason."""
+
+    open: dict[str, int] = field(default_factory=lambda: {"waiting": 0, "busy": 0})
+    ended: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -50,9 +59,12 @@ class _Registry(CollectorRegistry):
 class Metrics:
     """Counts operations as they end; at a scrape adds the state of the core and the last device sample."""
 
-    def __init__(self, monitor: DeviceMonitor, lifecycle: Lifecycle) -> None:
+    def __init__(self, monitor: DeviceMonitor, lifecycle: Lifecycle, connections: ConnectionFigures) -> None:
         self._monitor = monitor
         self._lifecycle = lifecycle
+        self._connections = connections
+        #: Requests that were refused, by reason.
+        self.refused: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._operations: Counter[tuple[str, str]] = Counter()
         self._phases: dict[tuple[str, str], _Histogram] = {}
@@ -60,6 +72,7 @@ class Metrics:
         self._moved: Counter[str] = Counter({"release": 0, "resume": 0})
         self._counters = _Registry(self._collect_counters)
         self._gauges = _Registry(self._collect_gauges)
+        self._callers = _Registry(self._collect_callers)
         # Cached until an operation changes them: rendering takes milliseconds, which would delay other requests.
         self._counters_text: bytes | None = None
 
@@ -91,7 +104,7 @@ class Metrics:
         if counters is None:
             with self._lock:
                 counters = self._counters_text = generate_latest(self._counters)
-        return counters + generate_latest(self._gauges)
+        return counters + generate_latest(self._gauges) + generate_latest(self._callers)
 
     def _collect_counters(self) -> Iterator[Metric]:
         """The caller holds the lock."""
@@ -145,6 +158,19 @@ class Metrics:
         stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
         help_text = "How long the operation in progress has made no progress; only while it is stalled."
         yield _gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
+
+    def _collect_callers(self) -> Iterator[Metric]:
+        help_text = "Requests that were refused because of their caller, by reason."
+        refused = CounterMetricFamily("memsaver_refused_requests", help_text, labels=["reason"])
+        yield _filled(refused, {(reason,): count for reason, count in sorted(self.refused.items())})
+        help_text = "Connections that the service's own server ended, by reason."
+        ended = CounterMetricFamily("memsaver_ended_connections", help_text, labels=["reason"])
+        yield _filled(ended, {(reason,): count for reason, count in sorted(self._connections.ended.items())})
+        connections = {(state,): count for state, count in self._connections.open.items()}
+        yield _gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], connections)
+        help_text = "Lines of logs and audit that could not be written in time, by output."
+        lost = CounterMetricFamily("memsaver_log_lines_dropped", help_text, labels=["output"])
+        yield _filled(lost, {(output,): count for output, count in sorted(dropped.items())})
 
 
 def _gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:

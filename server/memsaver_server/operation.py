@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Literal
 from memsaver_core import PhaseLog
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, PhaseReport
+from memsaver_server.cancellation import Cancellation, OperationCancelledError
 from memsaver_server.engine import LOCAL_MEMORY, DrainMode, Memory
 
 logger = logging.getLogger("memsaver")
@@ -29,12 +31,14 @@ class ReleaseRequest:
         timeout_s: deadline of the drain, seconds.
         mode: what the drain does to requests in flight.
         at_least_bytes: release only as many of the tags as free this much, cheapest first; None releases all.
+        verify: note the tokens of the verification prompt, for a resume to compare.
     """
 
     options: ReleaseOptions = field(default_factory=ReleaseOptions)
     timeout_s: float = 25.0
     mode: DrainMode = "wait"
     at_least_bytes: int | None = None
+    verify: bool = False
     operation: Literal["release"] = "release"
 
     @property
@@ -48,10 +52,12 @@ class ReleaseRequest:
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory."""
+    """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory, and
+    ``verify`` has it fail if the verification prompt gives other tokens than before the release."""
 
     options: ResumeOptions = field(default_factory=ResumeOptions)
     wait_for_memory_s: float = 0.0
+    verify: bool = False
     operation: Literal["resume"] = "resume"
 
     @property
@@ -64,7 +70,10 @@ class ResumeRequest:
 
 
 OperationRequest = ReleaseRequest | ResumeRequest
-OperationStatus = Literal["queued", "running", "succeeded", "failed"]
+OperationStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+#: Drain modes, the weakest first.
+_STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,22 @@ class Stall:
     seconds: float
 
 
+def _overtaken(release: OperationRequest, by: OperationRequest) -> OperationRequest:
+    """Return ``release`` with the drain mode of ``by`` and the longer deadline of both, if that is of the same tags and
+    its mode is stronger."""
+    if not isinstance(release, ReleaseRequest) or not isinstance(by, ReleaseRequest) or release.tags != by.tags:
+        return release
+    if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
+        return release
+    return replace(release, mode=by.mode, timeout_s=max(release.timeout_s, by.timeout_s))
+
+
+def _differ_only_in_drain(one: OperationRequest, other: OperationRequest) -> bool:
+    if not isinstance(one, ReleaseRequest) or not isinstance(other, ReleaseRequest):
+        return False
+    return one == replace(other, mode=one.mode, timeout_s=one.timeout_s)
+
+
 def tag_list(tags: Sequence[str]) -> str:
     """Return ``tags`` as messages name them; none means all."""
     return ", ".join(tags) or "all tags"
@@ -82,13 +107,16 @@ def tag_list(tags: Sequence[str]) -> str:
 
 @dataclass
 class Operation:
-    """One release or resume. Only its worker thread writes the fields.
+    """One release or resume. Only the queue and its worker thread write the fields.
 
     Attributes:
+        request: what its callers ask for together.
         client: its first caller.
+        callers: how many calls it answers.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
         failed_phase: the phase in which it failed, or an empty string.
         state: the state of the memory when it ended.
+        keys: the Idempotency-Keys of its callers.
     """
 
     id: str
@@ -98,6 +126,7 @@ class Operation:
     memory: Memory = LOCAL_MEMORY
     phase_timeout_s: float = math.inf
     status: OperationStatus = "queued"
+    callers: int = 1
     started_at: float | None = None
     finished_at: float | None = None
     seconds: float = 0.0
@@ -106,19 +135,56 @@ class Operation:
     error: BaseException | None = None
     failed_phase: str = ""
     state: str = ""
+    keys: list[str] = field(default_factory=list)
     done: Future[None] = field(default_factory=Future)
     _started: float = 0.0
     _progressed: float = field(default_factory=time.monotonic)
-    _progress: tuple[str, int, int] = ("", 0, 0)
+    _progress: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         # A waiter that is cancelled because its client went away must not cancel the wait of the others.
         self.done.set_running_or_notify_cancel()
+        self.cancellation = Cancellation(f"{self.request.operation} {self.id} of {tag_list(self.request.tags)}")
+        self._lock = threading.Lock()
+        self._answered = [self.request]
+        self._has_failed = False
+
+    def join(self, request: OperationRequest) -> bool:
+        """Answer another call by this operation if its result is what ``request`` asks for; return whether it is.
+
+        A release that differs by a stronger drain mode joins too, and overtakes the drain.
+        """
+        with self._lock:
+            if self._has_failed or self.cancellation.requested:
+                return False
+            if request not in self._answered:
+                overtaken = _overtaken(self.request, request)
+                if overtaken is self.request or not _differ_only_in_drain(self.request, request):
+                    return False
+                self.request = overtaken
+                self._answered.append(request)
+            self.callers += 1
+            return True
+
+    def hasten(self, request: OperationRequest) -> None:
+        """Overtake its drain, as ``request`` waits behind it."""
+        with self._lock:
+            self.request = _overtaken(self.request, request)
+
+    def fails_for(self, asked: OperationRequest) -> bool:
+        """Note that its drain, as it was ``asked`` for, has failed; False if it was cancelled or overtaken instead."""
+        with self._lock:
+            self._has_failed = self.request is asked and not self.cancellation.requested
+            return self._has_failed
 
     @property
     def phase(self) -> str:
         """The phase that runs now, or an empty string."""
         return self.log.now if self.log is not None and self.status == "running" else ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status not in ("queued", "running")
 
     @property
     def phase_starts(self) -> tuple[float, ...]:
@@ -141,7 +207,7 @@ class Operation:
         if self.status != "running":
             return None
         phase, now = self.phase, time.monotonic()
-        progress = (phase, len(self.phase_starts), self.memory.status().progress.done_bytes)
+        progress = (phase, len(self.phase_starts), self.request, self.memory.status().progress.done_bytes)
         if progress != self._progress:
             self._progress, self._progressed = progress, now
         idle = now - self._progressed
@@ -195,13 +261,17 @@ class Operation:
         return self.log
 
     def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended; ``done`` is not set yet."""
-        self.seconds = time.monotonic() - self._started
+        """Record how it ended; ``done`` is not set yet. Does not raise."""
+        self.seconds = time.monotonic() - self._started if self.started_at is not None else 0.0
         self.finished_at = time.time()
         self.report = None if report is None else replace(report, seconds=self.seconds)
         # The traceback's frames would keep this operation alive beyond the history.
         self.error = None if error is None else error.with_traceback(None)
         if error is not None and self.log is not None:
             self.failed_phase = self.log.failed
-        self.state = self.memory.status().state
-        self.status = "succeeded" if error is None else "failed"
+        try:
+            self.state = self.memory.status().state
+        except Exception:
+            logger.exception("the state after %s %s cannot be read", self.request.operation, self.id)
+        cancelled = isinstance(error, OperationCancelledError)
+        self.status = "succeeded" if error is None else "cancelled" if cancelled else "failed"

@@ -1,10 +1,11 @@
 """The queue of operations: one runs at a time, in order of arrival; a repeat joins the one in flight.
 
-A worker thread runs them, so a client that disconnects cancels nothing.
+A worker thread runs them, so a client that disconnects cancels nothing. ``cancel`` does, before memory is moved.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -15,17 +16,23 @@ from typing import Any
 
 from memsaver_core import MemsaverError, PhaseLog
 from memsaver_core.reports import OperationReport
+from memsaver_server.cancellation import OperationCancelledError
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.operation import Operation, OperationRequest, tag_list
+from memsaver_server.threads import start_thread
+
+logger = logging.getLogger("memsaver")
 
 #: Operations that may wait or run; more are refused.
 MAX_PENDING = 128
 #: Idle time after which the worker thread ends, seconds. Starting one per operation takes longer than an operation on
 #: little memory.
 IDLE_S = 30.0
+#: Idempotency-Keys that are remembered for each operation: those of its last callers.
+MAX_KEYS = 1024
 
-Work = Callable[[PhaseLog], OperationReport]
+Work = Callable[[Operation, PhaseLog], OperationReport]
 
 
 class ConflictError(MemsaverError):
@@ -57,6 +64,30 @@ class TooManyOperationsError(MemsaverError):
         super().__init__(f"{MAX_PENDING} operations are waiting already; try again later")
 
 
+class TooLateToCancelError(MemsaverError):
+    """The operation has ended, or is unmapping or mapping memory, which is not interrupted."""
+
+    kind = "too_late"
+    status = 409
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        verb = operation.request.operation
+        if operation.has_ended:
+            happened = "has ended already"
+        else:
+            happened = "is unmapping memory already and will complete"
+            if verb == "resume":
+                happened = "is mapping memory already and will complete if the device has enough"
+        super().__init__(
+            f"{verb} {operation.id} cannot be cancelled: it {happened}; to undo it, "
+            f"{'resume' if verb == 'release' else 'release'} the tags"
+        )
+
+    def details(self) -> dict[str, Any]:
+        return {"operation_id": self.operation.id}
+
+
 class IdempotencyKeyError(MemsaverError):
     """An Idempotency-Key was used before, for another request."""
 
@@ -84,7 +115,7 @@ class OperationQueue:
         self._phase_timeout_s = phase_timeout_s
         self._history: OrderedDict[str, Operation] = OrderedDict()
         self._history_limit = history
-        self._by_key: OrderedDict[str, Operation] = OrderedDict()
+        self._by_key: dict[str, tuple[OperationRequest, Operation]] = {}
         self._pending: deque[tuple[Operation, Work]] = deque()
         self._changed = threading.Condition()
         self._worker: threading.Thread | None = None
@@ -109,37 +140,41 @@ class OperationQueue:
     def submit(self, request: OperationRequest, work: Work, *, wait: bool, key: str | None, client: str) -> Operation:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
+        A call joins an operation only if nothing that would undo it is queued behind that.
+
         Args:
             wait: queue behind a conflicting operation instead of failing.
-            key: the caller's Idempotency-Key. A repeat under the same key gets the first operation, however long ago
-                that was, unless it failed.
+            key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,
+                however long ago that was, unless it failed.
 
         Raises:
-            ConflictError, IdempotencyKeyError, TooManyOperationsError: nothing was started.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
         """
         with self._changed:
-            repeated = self._repeated(request, key)
-            if repeated is not None:
-                return repeated
-            conflicting = next((other for other, _ in self._pending if _conflict(request, other.request)), None)
-            if conflicting is not None and not wait:
-                raise ConflictError(request, conflicting)
-            if len(self._pending) >= MAX_PENDING:
-                raise TooManyOperationsError
-            operation = Operation(
-                uuid.uuid4().hex[:12], request, client, time.time(), self._memory, self._phase_timeout_s
-            )
-            self._pending.append((operation, work))
-            self._history[operation.id] = operation
-            if key is not None:
-                self._by_key[key] = operation
-            self._forget()
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._run, name="memsaver-operations", daemon=True)
-                self._worker.start()
-            else:
-                self._changed.notify()
+            operation = self._replayed(request, key) or self._joined(request)
+            if operation is None:
+                operation = self._enqueue(request, work, wait, client)
+            if key is not None and key not in self._by_key:
+                self._remember_key(key, request, operation)
         return operation
+
+    def cancel(self, operation: Operation, by: str) -> None:
+        """Cancel ``operation`` on behalf of the caller ``by``. It ends soon, a queued one at once. Idempotent.
+
+        Raises:
+            TooLateToCancelError: it moves memory already, or has ended otherwise.
+        """
+        with self._changed:
+            if operation.status == "cancelled":
+                return
+            if operation.has_ended or not operation.cancellation.request(by):
+                raise TooLateToCancelError(operation)
+            left = deque(entry for entry in self._pending if entry[0] is not operation or entry is self._pending[0])
+            if len(left) == len(self._pending):  # the worker ends it, or another caller of this method does
+                return
+            self._pending = left
+            operation.finish(None, OperationCancelledError(operation.cancellation.name, by))
+        self._tell(operation)
 
     def close(self) -> None:
         """Let the worker end once the queue is empty; while it lives it keeps a reference to the engine."""
@@ -147,21 +182,66 @@ class OperationQueue:
             self._closed = True
             self._changed.notify()
 
-    def _repeated(self, request: OperationRequest, key: str | None) -> Operation | None:
-        first = self._by_key.get(key) if key is not None else None
-        if key is not None and first is not None:
-            if first.request != request:
-                raise IdempotencyKeyError(key, first)
-            if first.status != "failed":
-                return first
-        # The latest equal one: its result is the state that its callers will find.
-        return next((other for other, _ in reversed(self._pending) if other.request == request), None)
+    # With the lock held.
+
+    def _replayed(self, request: OperationRequest, key: str | None) -> Operation | None:
+        """Return the operation that a call under ``key`` got before, unless that failed."""
+        if key is None or key not in self._by_key:
+            return None
+        first, operation = self._by_key[key]
+        if first != request:
+            raise IdempotencyKeyError(key, operation)
+        if operation.status != "failed":
+            return operation
+        del self._by_key[key]
+        return None
+
+    def _joined(self, request: OperationRequest) -> Operation | None:
+        """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""
+        for other, _ in reversed(self._pending):
+            if other.join(request):
+                return other
+            if _conflict(request, other.request):
+                return None
+        return None
+
+    def _enqueue(self, request: OperationRequest, work: Work, wait: bool, client: str) -> Operation:
+        conflicting = next((other for other, _ in self._pending if _conflict(request, other.request)), None)
+        if conflicting is not None and not wait:
+            raise ConflictError(request, conflicting)
+        if len(self._pending) >= MAX_PENDING:
+            raise TooManyOperationsError
+        self._ensure_worker()
+        if conflicting is None:
+            for other, _ in self._pending:
+                other.hasten(request)
+        operation = Operation(uuid.uuid4().hex[:12], request, client, time.time(), self._memory, self._phase_timeout_s)
+        self._pending.append((operation, work))
+        self._history[operation.id] = operation
+        self._forget()
+        self._changed.notify()
+        return operation
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None or not self._worker.is_alive():
+            self._worker = start_thread("memsaver-operations", self._run)
+
+    def _remember_key(self, key: str, request: OperationRequest, operation: Operation) -> None:
+        self._by_key[key] = (request, operation)
+        operation.keys.append(key)
+        if len(operation.keys) > MAX_KEYS:
+            self._by_key.pop(operation.keys.pop(0), None)
 
     def _forget(self) -> None:
-        """Drop all but pending operations and the last ``history`` others."""
-        for remembered in (self._history, self._by_key):
-            while len(remembered) > self._history_limit + len(self._pending):
-                remembered.popitem(last=False)
+        """Drop all but pending operations and the last ``history`` others, with their keys."""
+        pending = {operation.id for operation, _ in self._pending}
+        ended = [operation for operation in self._history.values() if operation.id not in pending]
+        for operation in ended[: -self._history_limit]:
+            del self._history[operation.id]
+            for key in operation.keys:
+                self._by_key.pop(key, None)
+
+    # On the worker's thread.
 
     @reserved_heap()
     def _run(self) -> None:
@@ -179,16 +259,25 @@ class OperationQueue:
         report: OperationReport | None = None
         error: BaseException | None = None
         try:
-            report = work(operation.start())  # start() reads the devices, which may fail as well
+            operation.cancellation.check()
+            report = work(operation, operation.start())  # start() reads the devices, which may fail as well
         except BaseException as raised:
             error = raised
-        operation.finish(report, error)
-        self._on_finished(operation)
-        # Dequeue before the callers are notified: their next request must not conflict with this operation.
+        # It ends and leaves the queue at once: no call joins or conflicts with an operation that has ended.
         with self._changed:
+            operation.finish(report, error)
             self._pending.popleft()
             self._forget()
-        operation.done.set_result(None)
+        self._tell(operation)
+
+    def _tell(self, operation: Operation) -> None:
+        """Record an operation that has ended, and notify its callers."""
+        try:
+            self._on_finished(operation)
+        except Exception:
+            logger.exception("operation %s has ended, but could not be recorded", operation.id)
+        finally:
+            operation.done.set_result(None)
 
 
 def _conflict(one: OperationRequest, other: OperationRequest) -> bool:

@@ -15,6 +15,9 @@ Tags = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=1
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 Wait = Annotated[bool, Field(description="Queue behind a conflicting operation instead of answering 409.")]
 DryRun = Annotated[bool, Field(description="Only say what would happen and what it would take.")]
+Verify = Annotated[
+    Literal["token"] | None, Field(description="The tokens of a fixed prompt must be the same before and after.")
+]
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
 
 
@@ -40,6 +43,7 @@ class ReleaseFields(Fields):
         default=None, description="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = Field(default=False, description="Release the CUDA context last; any resume restores it.")
+    verify: Verify = None
     dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
@@ -56,6 +60,7 @@ class ResumeFields(Fields):
     wait_for_memory_s: Seconds = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
+    verify: Verify = None
     dry_run: DryRun = False
     wait: Wait = False
     run_async: Async = False
@@ -78,6 +83,7 @@ class ReleaseArguments(TypedDict, total=False):
     at_least_bytes: int | None
     trim: bool | None
     hibernate: bool
+    verify: str | None
     wait: bool
 
 
@@ -227,11 +233,12 @@ class OperationStatusAnswer(BaseModel):
 
     operation_id: str
     operation: Literal["release", "resume"]
-    status: Literal["queued", "running", "succeeded", "failed"]
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
     phase: str
     stalled: StallAnswer | None
     tags: list[str] | None
     client: str
+    callers: int = Field(description="How many calls it answers.")
     created_at: float
     started_at: float | None
     finished_at: float | None
@@ -299,13 +306,6 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
-class RankAnswer(BaseModel):  # a process of an engine; ``alive`` is null if it is in another container or host
-    rank: int
-    pid: int | None
-    alive: bool | None
-    state: str
-
-
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -321,7 +321,7 @@ class OccupationAnswer(BaseModel):
     communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
-    ranks: list[RankAnswer]
+    ranks: list[dict[str, int | str | bool | None]]  # fields of memsaver_core.RankStatus
 
 
 class MessageAnswer(BaseModel):

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from difflib import get_close_matches
+from functools import cache
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from memsaver_core.settings import PREFIX, CoreSettings, EnvironmentSettings
 from memsaver_server.api_key import parse_api_key
 
+logger = logging.getLogger("memsaver")
 
-class Settings(BaseSettings):
+#: Variables that are no setting: of the command line, the integrations and the preload library.
+OTHER_VARIABLES = ("MEMSAVER_URL", "MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT")
+
+#: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
+_LIKENESS = 0.8
+
+
+class Settings(EnvironmentSettings):
     """Settings of the service. All sizes are bytes, all times seconds."""
-
-    model_config = SettingsConfigDict(env_prefix="MEMSAVER_", frozen=True, extra="ignore")
 
     api_key: SecretStr | None = Field(
         default=None,
         description="Required of every caller as 'Authorization: Bearer', and to bind any address but loopback.",
+    )
+    read_key: SecretStr | None = Field(
+        default=None,
+        description="A second key, for callers that may only read: status, operations, metrics and the dashboard.",
+    )
+    hosts: str = Field(
+        default="",
+        description="Host names, separated by commas, under which callers without a key may call, beside "
+        "localhost and loopback addresses.",
+    )
+    audit_file: str = Field(
+        default="", description="File that each operation's audit line is appended to; opened anew once it was moved."
     )
     protect_probes: bool = Field(default=False, description="Require the key for health probes and metrics as well.")
     drain_timeout_s: float = Field(default=25.0, ge=0, le=86400, description="Default deadline of the drain.")
@@ -33,15 +55,47 @@ class Settings(BaseSettings):
     queue_limit: int = Field(
         default=1024, ge=1, description="Maximum number of requests held while paused or released."
     )
+    verify_tokens: bool = Field(
+        default=False,
+        description="Whether every resume is verified by the tokens of a fixed prompt, or only if a call asks for it.",
+    )
     history: int = Field(default=256, ge=1, description="Number of finished operations that are remembered.")
     max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Size limit of request bodies.")
     max_update_bytes: int = Field(
         default=4 << 30, ge=1024, description="Size limit of request bodies that carry weights."
     )
 
-    @field_validator("api_key")
+    @field_validator("api_key", "read_key")
     @classmethod
     def _validate_api_key(cls, key: SecretStr | None) -> SecretStr | None:
         """Treat an empty key as no key."""
         text = parse_api_key(key.get_secret_value()) if key is not None else ""
         return SecretStr(text) if text else None
+
+    @model_validator(mode="after")
+    def _validate_read_key(self) -> Settings:
+        if self.read_key is not None and (self.api_key is None or self.read_key == self.api_key):
+            raise ValueError(
+                "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY, for the callers that may do more"
+            )
+        return self
+
+
+def misspelt_variables() -> dict[str, str]:
+    """Return each variable that nothing reads but whose name is much like that of one that is read, with that one."""
+    known = {*CoreSettings.variables(), *Settings.variables(), *OTHER_VARIABLES}
+    stems = [name.removeprefix(PREFIX) for name in known]
+    found = {}
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            near = get_close_matches(name.upper().removeprefix(PREFIX), stems, 1, _LIKENESS)
+            if near:
+                found[name] = PREFIX + near[0]
+    return found
+
+
+@cache
+def warn_of_misspelt_variables() -> None:
+    """Log a warning for each misspelt variable, once in a process."""
+    for name, near in misspelt_variables().items():
+        logger.warning("%s has no effect: there is no setting of that name; %s is one", name, near)

@@ -24,9 +24,13 @@ class NotEnoughToReleaseError(MemsaverError):
     status = 400
 
     def __init__(self, wanted: int, held: int) -> None:
+        self.held_bytes = held
         super().__init__(
             f"at_least_bytes is {wanted}, but the tags asked for hold {held} bytes on the device; nothing was released"
         )
+
+    def details(self) -> dict[str, int]:
+        return {"held_bytes": self.held_bytes}
 
 
 def released_tags(status: Status) -> set[str]:

@@ -1,7 +1,11 @@
-"""OpenTelemetry spans per operation and phase, if the ``otel`` extra is installed and an SDK is configured."""
+"""OpenTelemetry spans per operation and phase, if the ``otel`` extra is installed and an SDK is configured.
+
+Made in a thread of their own, because an exporter may wait for the network.
+"""
 
 from __future__ import annotations
 
+from memsaver_server.log_output import LogOutput
 from memsaver_server.operation import Operation
 
 try:
@@ -12,14 +16,18 @@ except ImportError:  # the extra is not installed
 
 def record(operation: Operation, outcome: str) -> None:
     """Write the spans of an operation that has ended, with its own start and end times."""
-    if trace is None or operation.started_at is None or operation.finished_at is None:
-        return
+    if trace is not None and operation.started_at is not None and operation.finished_at is not None:
+        _output.put((operation, outcome, operation.started_at, operation.finished_at))
+
+
+def _write(of: tuple[Operation, str, float, float]) -> None:
+    operation, outcome, started_at, finished_at = of
     tracer = trace.get_tracer("memsaver")
     name = operation.request.operation
     report = operation.report
     span = tracer.start_span(
         f"memsaver.{name}",
-        start_time=_nanoseconds(operation.started_at),
+        start_time=_nanoseconds(started_at),
         attributes={
             "memsaver.operation_id": operation.id,
             "memsaver.tags": list(operation.request.tags),
@@ -42,8 +50,11 @@ def record(operation: Operation, outcome: str) -> None:
         part.end(_nanoseconds(began + phase.seconds))
     if operation.error is not None:
         span.set_status(trace.StatusCode.ERROR, str(operation.error))
-    span.end(_nanoseconds(operation.finished_at))
+    span.end(_nanoseconds(finished_at))
 
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+_output = LogOutput("spans", _write)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import threading
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 from memsaver_server import attach
 from memsaver_server.client import Client
 from memsaver_server.gate import Gate
+from tests.waiting import wait_until
 
 from .serving import MEMSAVER, Server, environment, memsaver
 
@@ -58,6 +60,29 @@ def test_an_unknown_tag_is_2_and_names_those_that_exist(server: Server, client: 
     as_json = memsaver("release", "wieghts", "--url", server.url, "--json")
     assert as_json.returncode == 2
     assert json.loads(as_json.stdout)["error"]["type"] == "unknown_tag"
+
+
+@pytest.mark.parametrize("url", ["{}", "http://{}", " {}/"])
+def test_an_address_needs_no_scheme(server: Server, url: str) -> None:
+    answered = memsaver("status", "--url", url.format(server.url.removeprefix("http://")))
+    assert answered.returncode == 0, answered.stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://localhost", "/run/memsaver.sock", "http://", "localhost:port", ""])
+def test_what_is_no_address_is_2(url: str) -> None:
+    refused = memsaver("status", "--url", url)
+    assert refused.returncode == 2
+    assert "unix:///path" in refused.stderr
+
+
+def test_too_much_asked_is_told_in_the_unit_that_was_asked_in(server: Server, client: Client) -> None:
+    held = sum(tag.bytes for tag in client.occupation().tags)
+    for asked, unit, size in ("2TB", "TB", 10**12), ("900GiB", "GiB", 1 << 30):
+        refused = memsaver("release", "--at-least", asked, "--url", server.url)
+        assert refused.returncode == 2
+        assert f"--at-least {asked}: the tags hold {held / size:.4g} {unit} on the device" in refused.stderr
+    assert memsaver("release", "--at-least", "0", "--url", server.url).returncode == 2
+    assert client.occupation().state == "resident"
 
 
 @pytest.mark.parametrize(
@@ -143,19 +168,64 @@ def test_a_long_operation_shows_on_a_terminal_where_it_is() -> None:
         assert "nothing to release" in terminal.shown
 
 
-class Terminal:
-    """A command that runs on a terminal of its own."""
+@pytest.mark.parametrize("on_terminal", [False, True])
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_ctrl_c_cancels(on_terminal: bool) -> None:
+    """What has not begun to move memory; stderr says so, and the engine serves."""
+    gate = Gate()
+    with (
+        attach(gate) as attachment,
+        Client(attachment.url) as client,
+        Terminal("release", "--url", attachment.url, on_terminal=on_terminal) as terminal,
+        gate.request(),
+    ):
+        terminal.start()
+        wait_until(lambda: [one.phase for one in client.operations()] == ["drain"])
+        if on_terminal:
+            terminal.read_until("drain")
+        assert terminal.interrupt() == 130
+        assert "was cancelled by" in terminal.shown
+        assert [one.status for one in client.operations()] == ["cancelled"]
+        assert client.ready()
 
-    def __init__(self, *arguments: str, **changes: str) -> None:
+
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_ctrl_c_leaves_what_others_wait_for() -> None:
+    gate = Gate()
+    with (
+        attach(gate) as attachment,
+        Client(attachment.url) as client,
+        Terminal("release", "--url", attachment.url) as terminal,
+    ):
+        with gate.request():
+            terminal.start()
+            wait_until(lambda: [one.phase for one in client.operations()] == ["drain"])
+            other = client.start_release()
+            assert terminal.interrupt() == 130
+            assert f"{other.operation_id} answers other calls, too, and continues" in terminal.shown
+            assert client.operation(other.operation_id).status == "running"
+        wait_until(lambda: client.operation(other.operation_id).status == "succeeded")
+
+
+class Terminal:
+    """A command that runs on a terminal of its own, or writes into a pipe."""
+
+    def __init__(self, *arguments: str, on_terminal: bool = True, **changes: str) -> None:
         self._command = [*MEMSAVER, *arguments]
         self._environment = environment({"TERM": "xterm-256color", "COLUMNS": "120", **changes})
-        self._master, self._slave = pty.openpty()
+        self._master, self._slave = pty.openpty() if on_terminal else os.pipe()
         self._child: subprocess.Popen[bytes] | None = None
         self.shown = ""
 
     def start(self) -> None:
         self._child = subprocess.Popen(self._command, stdout=self._slave, stderr=self._slave, env=self._environment)
         os.close(self._slave)
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C, and return the exit code."""
+        assert self._child is not None
+        self._child.send_signal(signal.SIGINT)
+        return self.end()
 
     def read_until(self, text: str) -> None:
         while text not in self.shown:

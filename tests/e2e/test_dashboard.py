@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -185,3 +187,102 @@ def test_it_connects_again(page: playwright.Page) -> None:
     with serving("--port", port):
         state(page, "resident")
         playwright.expect(page.get_by_role("alert")).to_be_hidden()
+
+
+LONG_TAG = "a_tag_" + "x" * 300
+REASON = "the content of weights is lost: " + "write it again by an update call, or release and resume it; " * 6
+#: What holds in no width: the page or a table is wider than its room, a button is cut off or has two lines, or the
+#: reason is cut off.
+FAULTS = """() => {
+    const faults = [];
+    const wide = (what) => {
+        if (what.scrollWidth > what.clientWidth + 1) faults.push(`${what.id || what.className} is cut`);
+    };
+    wide(document.documentElement);
+    document.querySelectorAll(".scroll, #admission").forEach(wide);
+    for (const button of document.querySelectorAll("button")) {
+        const box = button.getBoundingClientRect();
+        if (!box.width) continue;
+        if (box.right > innerWidth || box.left < 0) faults.push(`${button.textContent} is outside`);
+        const text = document.createRange();
+        text.selectNodeContents(button.firstChild);
+        if (text.getClientRects().length > 1) faults.push(`${button.textContent} has two lines`);
+    }
+    return faults;
+}"""
+
+
+def operation(number: int, status: str, **changes: Any) -> dict[str, Any]:
+    about = {"operation": "release", "operation_id": f"id-{number}", "status": status, "tags": [LONG_TAG, "weights"]}
+    times = {"created_at": number, "started_at": number, "finished_at": None, "seconds": 3.5, "phase_starts": [number]}
+    return {**about, **times, "phase": "", "progress": None, "phases": [], "answer": None, "client": "c", **changes}
+
+
+def everything() -> str:
+    """A feed that shows every state at once."""
+    tags = []
+    for name in ("weights", "kv_cache", "cuda_graph", "workspace", LONG_TAG):
+        sizes = {"bytes": 5 << 30, "resident_bytes": 5 << 30, "released_bytes": 0, "retained_bytes": 0}
+        tags.append({"tag": name, "restore": "discard", "state": "resident", "backed_up_bytes": 0, **sizes})
+    tags[0]["content"] = "lost"
+    tags[1].update(state="releasing", released_bytes=1 << 30)
+    sources = [{"kind": "tag", "name": tag["tag"], "bytes": 5 << 30} for tag in tags]
+    sources.append({"kind": "process", "name": "context and modules, NCCL, torch outside regions", "bytes": 2 << 30})
+    device = {"index": 0, "uuid": "", "name": "NVIDIA H200", "total_bytes": 139 << 30, "used_bytes": 27 << 30}
+    occupation = {
+        "at": 1e9,
+        "enabled": True,
+        "driver": "cuda",
+        "state": "releasing",
+        "hibernated": False,
+        "engine": "an-engine-with-a-rather-long-name/" + "y" * 80,
+        "admission": {"open": False, "reason": REASON},
+        "tags": tags,
+        "devices": [{**device, "free_bytes": 112 << 30, "sources": sources}],
+        "ranks": [
+            {"rank": 0, "pid": 4711, "alive": True, "state": "resident"},
+            {"rank": 1, "pid": 4712, "alive": False, "state": "released"},
+        ],
+        "host_backup": {"bytes": 1 << 30, "file_bytes": 1 << 20, "capacity_bytes": 2 << 30, "limit_bytes": 8 << 30},
+    }
+    message = f"released 5 GiB of {LONG_TAG}, weights in 3.500 s"
+    answer = {"message": message, "released_bytes": 5 << 30, "resumed_bytes": 0}
+    events = [
+        ("past", {"readings": []}),
+        ("operation", operation(1, "succeeded", answer=answer, finished_at=4.5)),
+        ("operation", operation(2, "cancelled", answer={"message": "cancelled by another caller"})),
+        ("operation", operation(3, "running", phase="drain")),
+        ("occupation", occupation),
+        ("operation", operation(4, "queued", started_at=None, phase_starts=[])),
+    ]
+    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+
+
+@pytest.mark.parametrize("page", [(width, "light") for width in (375, 768, 1280, 1920)], indirect=True)
+def test_everything_has_its_place(page: playwright.Page, server: Server) -> None:
+    page.route("**/dashboard/feed", lambda route: route.fulfill(body=everything(), content_type="text/event-stream"))
+    page.goto(server.url)
+    playwright.expect(page.locator("#tags tr")).to_have_count(5)
+    playwright.expect(page.locator("#tags tr").first).to_contain_text("content lost")
+    playwright.expect(page.locator("#ranks [data-state=dead]")).to_have_text("dead")
+    playwright.expect(page.locator("#operations")).to_contain_text("cancelled")
+    assert page.evaluate(FAULTS) == []
+    page.get_by_role("button", name="id-1").click()  # its message has the long tag
+    assert page.evaluate(FAULTS) == []
+
+
+def test_operations_are_cancelled(page: playwright.Page, server: Server) -> None:
+    asked: list[str] = []
+
+    def refuse(route: playwright.Route) -> None:
+        asked.append(f"{route.request.method} {route.request.url.removeprefix(server.url)}")
+        route.fulfill(status=409, json={"message": "it moves memory already"})
+
+    page.route("**/dashboard/feed", lambda route: route.fulfill(body=everything(), content_type="text/event-stream"))
+    page.route("**/operations/*", refuse)
+    page.goto(server.url)
+    page.locator("#cancel").click()
+    playwright.expect(page.get_by_role("alert")).to_contain_text("Could not cancel: it moves memory already")
+    page.locator("#operations").get_by_role("button", name="Cancel").click()
+    page.wait_for_function("document.querySelector('#notice').textContent.includes('cancel')")
+    assert asked == ["DELETE /operations/id-3", "DELETE /operations/id-4"]

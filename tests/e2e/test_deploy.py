@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,55 @@ def test_what_the_dockerfile_copies_is_in_its_context() -> None:
             for name in line.split()[1:-1]:
                 assert (ROOT / name).exists(), name
                 assert f"!{name}" in ignore, name
+
+
+def test_one_image_has_one_name() -> None:
+    name = f"memsaver:{version('memsaver')}"
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["engine"]
+    assert compose["image"] == container()["image"] == name
+    for page in (ROOT / "Dockerfile", DEPLOY / "README.md"):
+        built = re.findall(r"docker build.* -t (\S+)", page.read_text())
+        assert built
+        assert set(built) == {name}, page
+
+
+def container() -> dict[str, Any]:
+    (engine,) = pod()["containers"]
+    assert isinstance(engine, dict)
+    return engine
+
+
+def pod() -> dict[str, Any]:
+    manifest = yaml.safe_load((DEPLOY / "kubernetes/deployment.yaml").read_text())
+    loaded: dict[str, Any] = manifest["spec"]["template"]["spec"]
+    return loaded
+
+
+def test_probes_have_time_outs_that_fit() -> None:
+    probes = {kind: container()[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
+    for kind, probe in probes.items():
+        assert 1 < probe["timeoutSeconds"] <= probe["periodSeconds"], kind
+    loading = probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"]
+    health = re.search(r"--interval=(\d+)s --timeout=(\d+)s --start-period=(\d+)s", (ROOT / "Dockerfile").read_text())
+    assert health is not None
+    interval, limit, start = map(int, health.groups())
+    assert limit < interval
+    unit = (DEPLOY / "systemd/memsaver.service").read_text()
+    assert f"TimeoutStartSec={loading}\n" in unit
+    assert start == loading, "a model that one of them lets load, the others let load"
+    hook = container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert float(hook[hook.index("--timeout") + 1]) < pod()["terminationGracePeriodSeconds"]
+    assert pod()["enableServiceLinks"] is False
+
+
+def test_it_is_said_how_the_folder_of_the_systemd_unit_comes_about() -> None:
+    extras = metadata("memsaver").get_all("Provides-Extra")
+    for page in (DEPLOY / "README.md", DEPLOY / "systemd/memsaver.service"):
+        text = page.read_text()
+        assert "python3 -m venv /opt/memsaver" in text
+        (extra,) = set(re.findall(r"/opt/memsaver/bin/pip install -c constraints.txt '\.\[(\w+)\]'", text))
+        assert extra in extras
+    assert "\nType=notify\n" in (DEPLOY / "systemd/memsaver.service").read_text()
 
 
 def test_kubernetes_manifests() -> None:

@@ -1,11 +1,16 @@
-"""The README's examples run unchanged."""
+"""The README's examples run unchanged, and what it installs exists."""
 
 from __future__ import annotations
+
+import re
+from importlib.metadata import metadata
+
+import pytest
 
 from memsaver_server.client import Client
 from tests.programs import output_of
 
-from .serving import Example, environment, memsaver, python_blocks, serving
+from .serving import ROOT, Example, environment, memsaver, python_blocks, serving
 
 
 def test_the_engine_example() -> None:
@@ -29,3 +34,15 @@ def test_the_client_example() -> None:
     with serving() as server:
         said = output_of(example.replace("http://127.0.0.1:30000", server.url), inherited=environment())
         assert int(said) > 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference.md"])
+def test_the_extras_to_install_exist(page: str) -> None:
+    """They are named as a checkout has them: before a release, no index has memsaver."""
+    installed = re.findall(r"pip install '(\S+)\[(\w+)\]'", (ROOT / page).read_text())
+    assert (
+        {"server", "engine", "cli"}
+        <= {extra for _, extra in installed}
+        <= set(metadata("memsaver").get_all("Provides-Extra"))
+    )
+    assert {what for what, _ in installed} == {"."}

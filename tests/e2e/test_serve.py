@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from memsaver_server.client import Client
 
-from .serving import memsaver, serving
+from .serving import MEMSAVER, environment, memsaver, serving
 
 PROMPT = {"text": "Memory that nobody uses", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
 
@@ -104,6 +106,39 @@ def test_beyond_loopback_it_needs_a_key() -> None:
         assert httpx.get(f"{url}/livez").status_code == 200
 
 
+#: Runs a program whose stderr is a pipe that is full and never read, a pipe whose reader is gone, or closed.
+WITHOUT_READER = """
+import os, sys
+kind, *program = sys.argv[1:]
+reader, writer = os.pipe()
+os.set_inheritable(reader, True)
+os.set_blocking(writer, False)
+try:
+    while kind == "full":
+        os.write(writer, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(writer, True)
+if kind == "broken":
+    os.close(reader)
+os.dup2(writer, 2)
+if kind == "closed":
+    os.close(2)
+os.execv(program[0], program)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "broken", "closed"])
+def test_it_serves_without_a_reader_of_stderr(kind: str) -> None:
+    """It starts, answers and ends as ever. Each operation writes an audit line there."""
+    program = (sys.executable, "-c", WITHOUT_READER, kind, *MEMSAVER)
+    with serving(program=program) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        for _ in range(20):
+            assert http.post("/release_memory_occupation").json()["state"] == "released"
+            assert http.post("/resume_memory_occupation").json()["state"] == "resident"
+        assert http.get("/livez").status_code == 200
+        assert server.end() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -120,6 +155,70 @@ def test_what_it_cannot_serve_it_names(options: tuple[str, str], says: str) -> N
     assert refused.returncode in (1, 2)
     assert says in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from memsaver_server.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MEMSAVER_DRAIN_TIMEOUT_S", "soon", "must be a number"),
+        ("MEMSAVER_HOST_CAPACITY", "lots", "must be a size"),
+        ("MEMSAVER_WHILE_RELEASED", "guess", "must be 'refuse' or 'queue'"),
+    ],
+)
+def test_a_wrong_setting_is_told_before_torch_is_loaded(variable: str, value: str, said: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "serve", "--port", "0"]
+    ran = subprocess.run(command, env=environment({variable: value}), capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert f"memsaver: cannot start: {variable} is {value!r}, but {said}" in ran.stderr
+    assert "pydantic" not in ran.stderr
+
+
+def test_a_misspelt_setting_is_named_at_the_start() -> None:
+    with serving(changes={"MEMSAVER_DRAIN_TIMOUT_S": "3"}) as server:
+        assert server.end() == 0
+        assert server.log.count("MEMSAVER_DRAIN_TIMOUT_S has no effect") == 1
+        assert "MEMSAVER_DRAIN_TIMEOUT_S" in server.log
+
+
+HOLDER = """
+import os, socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_port_that_a_forked_child_kept_is_told_before_the_model_is_loaded() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        port, child = (int(parent.stdout.readline()) for _ in range(2))
+        refused = memsaver("serve", "--port", str(port), "--model", "/nowhere")
+        parent.stdin.close()
+    assert refused.returncode == 1
+    assert f"cannot bind 127.0.0.1:{port}: Address already in use, by process {child} (python" in refused.stderr
+    assert "/nowhere" not in refused.stderr
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_systemd_is_told_when_it_serves_and_when_it_ends(tmp_path: Path, abstract: bool) -> None:
+    name = f"@memsaver-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(name.replace("@", "\0"))
+        systemd.settimeout(60)
+        with serving(changes={"NOTIFY_SOCKET": name}) as server:
+            assert systemd.recv(64) == b"READY=1"
+            assert httpx.get(f"{server.url}/readyz").status_code == 200
+            assert server.end() == 0
+            assert systemd.recv(64) == b"STOPPING=1"
 
 
 @pytest.mark.guards("running out of memory or other resources killed the process")

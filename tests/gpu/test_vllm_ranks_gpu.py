@@ -80,12 +80,12 @@ def test_all_ranks_hibernate(served: httpx.Client) -> None:
     """What is left on each GPU is next to nothing, and tokens are the same afterwards."""
     before = completions(served)
     for _ in range(2):
-        post(served, "/release_memory_occupation")
+        post(served, "/release_memory_occupation", verify="token")
         asleep = used()
         answer = post(served, "/release_memory_occupation", hibernate=True)
         assert {"lock", "hibernate"} <= {phase["name"] for phase in answer["phases"]}
         assert all(one - other > 300 * MIB for one, other in zip(asleep, used(), strict=True))  # the contexts
-        post(served, "/resume_memory_occupation")
+        post(served, "/resume_memory_occupation", verify="token")
         assert completions(served) == before
 
 

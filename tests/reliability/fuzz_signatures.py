@@ -74,7 +74,8 @@ class Target:
         header = provider.PickValueInList(SIGNATURES)
         signature = signed.signature(dated=dated)
         sent = signed
-        match provider.ConsumeIntInRange(0, 15):  # most are sent as signed
+        query, more = b"", ""
+        match provider.ConsumeIntInRange(0, 17):  # most are sent as signed
             case 0:
                 signature = replace(signed, key=text_from(provider)).signature(dated=dated)
             case 1:
@@ -93,10 +94,15 @@ class Target:
                 # The signed content itself is malformed.
                 sent = replace(signed, timestamp=text_from(provider), nonce=text_from(provider))
                 signature = sent.signature(dated=dated)
-        return self._send_twice(sent, header, signature, dated=dated)
+            case 8:
+                query = provider.PickValueInList([b"mode=abort", b"hibernate=true", b"x"])
+            case 9:
+                more = "\nidempotency-key: 7"
+        return self._send_twice(sent, f"{header}: {signature}{more}", query, dated=dated)
 
-    def _send_twice(self, sent: Signed, header: str, signature: str, *, dated: bool) -> int:
-        head = f"{header}: {signature}"
+    def _send_twice(self, sent: Signed, head: str, query: bytes, *, dated: bool) -> int:
+        """Send it with ``head``, its signature, and ``query``, which no signature covers."""
+        header = head.partition(":")[0]
         if dated:
             head += f"\n{TIMESTAMP}: {sent.timestamp}\n{NONCE}: {sent.nonce}"
         headers = headers_on_the_wire(b"", head.encode("latin-1", "replace"))
@@ -107,12 +113,12 @@ class Target:
         arrived = replace(sent, key=KEY, timestamp=given.get(TIMESTAMP, ""), nonce=given.get(NONCE, ""))
         if dated and abs(abs(int(time.time()) - moment(arrived.timestamp)) - VALID_S) < CLOSE_S:
             return -1
-        right = given.get(header) == arrived.signature(dated=dated)
+        right = given.get(header) == arrived.signature(dated=dated) and not query and "idempotency-key" not in given
         if dated:
             right = right and header == SIGNATURES[0] and is_fresh(arrived)
         self.app.state.memsaver.nonces = NonceCache()
         for expected in (right, right and not dated):  # the older kind can be repeated
-            request = request_of(self.app, headers, sent.body, method=sent.method, path=sent.path)
+            request = request_of(self.app, headers, sent.body, method=sent.method, path=sent.path, query=query)
             try:
                 at_once(tensorrt_llm.guard_signed(request))
             except REFUSALS as error:

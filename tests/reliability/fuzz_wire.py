@@ -30,15 +30,21 @@ STATUSES = {100, 200, 202, 307, 400, 401, 403, 404, 405, 408, 409, 413, 422, 503
 #: How long the caller of a complete request stays, which may be held until generation continues.
 STAYS_S = 0.05
 ROUTES = [f"{method} {path}".format(operation_id="7", name="page.js") for method, path in routes()]
-LINES = ["Content-Length: 2", "Transfer-Encoding: chunked", "Expect: 100-continue", "Connection: close", "Host: a"]
+LINES = [
+    "Content-Length: 2",
+    "Transfer-Encoding: chunked",
+    "Expect: 100-continue",
+    "Connection: close",
+    "Host: localhost",
+]
 QUERIES = ["POST /sleep?level=0", "GET /release_memory_occupation?async=1", "POST /wake_up?tags=weights"]
 SEEDS = [
     *(f"b{route}\n\n{{}}".encode() for route in (*ROUTES, *QUERIES)),
     *(f"B{route}\nAuthorization: Bearer {KEY}\n\n{{}}".encode() for route in ROUTES),
     *(f"a\x00GET /livez HTTP/1.1\r\n{line}\r\n\r\n{{}}".encode() for line in LINES),
     *(f"BPOST /sleep\n{line}\n\n".encode() for line in LINES),
-    b"a\x04POST /sleep HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-    b"A\x02POST /sleep HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nx\r\n\r\n",
+    b"a\x04POST /sleep HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"A\x02POST /sleep HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nx\r\n\r\n",
     b"a\x01GET /livez HTTP/1.1\r\nHost: a\r\n\r\nGET /readyz HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.0\r\n\r\n",
     b"bGET /operations/%C3%A9%00\n\n",
     b"bGET /dashboard/%2e%2e%2fapp.py\n\n",

@@ -48,6 +48,22 @@ KNOWN_FAILURES = {
             "Both join one operation and get its result.",
         ),
         KnownFailure(
+            "a call was answered by an operation that the next in the queue undid",
+            "A call joins an operation only if nothing opposite is queued behind it; else it queues or is refused.",
+        ),
+        KnownFailure(
+            "nobody could cancel an operation that waited",
+            "`DELETE /operations/{id}` and Ctrl-C cancel what has not begun to unmap or map; all is as before.",
+        ),
+        KnownFailure(
+            "an abort waited behind the drain of another release",
+            "A release with a stronger drain mode overtakes the drain of a weaker one of the same tags.",
+        ),
+        KnownFailure(
+            "a thread or file that was missing for a moment stopped the service for ever",
+            "The call is refused with 503 and nothing is kept of it; its repeat succeeds.",
+        ),
+        KnownFailure(
             "the caller disconnected in the middle of an operation",
             "The operation completes or is undone without the caller, and the reported state is true.",
         ),

@@ -1,7 +1,7 @@
 """Ranks for tests: processes with a little memory and one communicator, which fail where a test wants them to.
 
-``python -m tests.reliability.rank_processes`` imports everything once. For each line of JSON on its standard input it
-forks the ranks of one engine, and prints their process ids.
+``python -m tests.reliability.rank_processes`` imports everything once. For each line of JSON on its standard input (how
+many ranks, their socket, their folder, their settings) it forks the ranks of one engine, and prints their process ids.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,16 @@ import torch
 import torch._dynamo  # which torch imports at the first use of a region: seconds for each rank
 
 import memsaver_core as ms
-from memsaver_core import communicators, hibernation
+from memsaver_core import communicators, hibernation, process
 from memsaver_core.errors import DriverError
 from memsaver_core.ranks import protocol
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve
+from memsaver_core.ranks.connection import serve
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank, Result
-from tests.native import injection, nccl
-from tests.programs import Child
+from tests.native import nccl
 
 #: Tag, policy and bytes of a rank's memory.
 HELD = (("weights", "host", 3 << 16), ("disk", "file", 1 << 16), ("kv_cache", "zero", 1 << 16), ("t", "discard", 4096))
-KEPT = ("disk", "weights")
-RANKS = 4
 
 
 def step_of(request: protocol.Request) -> str:
@@ -56,15 +51,26 @@ class FaultyRank(Rank):
         self._fault: Plain = {}
         self._memory: dict[str, torch.Tensor] = {}
         for number, (tag, policy, size) in enumerate(HELD):
-            with ms.region(tag, restore=policy):
-                generator = torch.Generator().manual_seed(100 * rank + number)
-                self._memory[tag] = torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+            self._memory[tag] = _allocate(tag, policy, size, 100 * rank + number)
 
     def answer(self, message: Plain) -> Plain:
-        if message["type"] == "Fault":
-            self._fault = message if message["rank"] == self._rank else {}
-            return {}
-        return self._look() if message["type"] == "Look" else super().answer(message)
+        mine = message.get("rank") == self._rank
+        match message["type"]:
+            case "Fault":
+                self._fault = message if mine else {}
+            case "FailCall" if mine:
+                process.saver().fail(message["call"], nth=message["nth"])
+            case "Hold" if mine:
+                self._memory["held"] = _allocate("held", "discard", message["bytes"], 0)
+            case "LetGo":
+                self._memory.pop("held", None)
+            case "Look":
+                return self._look()
+            case "FailCall" | "Hold":
+                pass
+            case _:
+                return super().answer(message)
+        return {}
 
     def carry_out(self, request: protocol.Request) -> Result:
         fault = self._fault if self._fault.get("step") == step_of(request) else {}
@@ -87,6 +93,11 @@ class FaultyRank(Rank):
         return {"released": released, "content": content, "away": hibernation.is_away()}
 
 
+def _allocate(tag: str, policy: str, size: int, seed: int) -> torch.Tensor:
+    with ms.region(tag, restore=policy):
+        return torch.randint(256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
 def _fail(kind: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,13 +106,13 @@ def _fail(kind: str) -> None:
     raise DriverError("this rank was told to fail", call="test")
 
 
-def run(rank: int, prelude: str, path: str, folder: str) -> None:
+def run(rank: int, prelude: str, ranks: int, path: str, folder: str, settings: dict[str, Any]) -> None:
     """The life of a rank."""
-    ms.configure(host_device=f"{Path(folder).name}-{rank}", host_capacity=1 << 20, file_dir=folder)
+    ms.configure(host_device=f"{Path(folder).name}-{rank}", host_capacity=1 << 20, file_dir=folder, **settings)
     made: dict[str, Any] = {}
     exec(prelude, made)
-    comm = made["join"](f"{folder}/tp", RANKS, rank)
-    communicators.register("tp", comm, ranks=RANKS, rank=rank)
+    comm = made["join"](f"{folder}/tp", ranks, rank)
+    communicators.register("tp", comm, ranks=ranks, rank=rank)
     serve(path, rank, FaultyRank(rank).answer)
 
 
@@ -109,65 +120,21 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     prelude = nccl.prelude()  # builds the library
     for line in sys.stdin:
+        asked = json.loads(line)
         pids = []
-        for rank in range(RANKS):
+        for rank in range(asked[0]):
             if not (pid := os.fork()):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 sys.stdin.close()
                 os.dup2(2, 1)  # the tests read standard output to its end
                 try:
-                    run(rank, prelude, *json.loads(line))
+                    run(rank, prelude, *asked)
                 except BaseException:
                     traceback.print_exc()
                 finally:
                     os._exit(0)
             pids.append(pid)
         print(json.dumps(pids), flush=True)
-
-
-class Zygote:
-    """The process that forks ranks."""
-
-    def __init__(self) -> None:
-        self._child = Child("-m", "tests.reliability.rank_processes", MEMSAVER_DRIVER="host", **injection.in_child())
-        self._lock = threading.Lock()
-
-    def fork(self, folder: Path) -> Group:
-        listener = Listener(RANKS, first=0)
-        with self._lock:
-            pids = json.loads(self._child.ask(json.dumps([listener.path, str(folder)])))
-        return Group(SocketChannel(None, listener.accept(60)), pids)
-
-    def close(self) -> None:
-        self._child.end()
-
-
-class Group:
-    """The ranks of one engine."""
-
-    def __init__(self, channel: SocketChannel, pids: Sequence[int]) -> None:
-        self.channel = channel
-        self.pids = pids
-        self._handles = [os.pidfd_open(pid) for pid in pids]
-
-    def arm(self, rank: int, step: str, kind: str, *, after: bool) -> None:
-        """Have ``rank`` fail the next ``step``: before or after it took effect."""
-        self._all({"type": "Fault", "rank": rank, "step": step, "kind": kind, "after": after})
-
-    def look(self) -> list[Plain]:
-        """What each rank holds."""
-        return self._all({"type": "Look"})
-
-    def kill(self) -> None:
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
-        self.channel.close()
-
-    def _all(self, message: Plain) -> list[Plain]:
-        return self.channel.start(message).result(60)
 
 
 if __name__ == "__main__":

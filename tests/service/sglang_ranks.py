@@ -36,6 +36,11 @@ from . import sglang_standin as standin
 __all__ = ["engine", "memsaver_server", "ranks", "torch"]  # imported before the fork
 
 
+def echo(scheduler: standin.Scheduler) -> None:
+    """Answer once all requests before have been received."""
+    scheduler.ipc_channels.send_to_tokenizer.answers.put(("echo", None))
+
+
 def fail_copies(_scheduler: standin.Scheduler) -> None:
     """Make the next copy of kept memory to the host fail."""
     process.saver().fail("copy_to_host")  # type: ignore[attr-defined]

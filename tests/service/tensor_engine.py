@@ -11,7 +11,7 @@ import base64
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 import memsaver_core as ms
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 
 VOCABULARY = 997
 ALL_TAGS = ["cuda_graph", "kv_cache", "weights", "workspace"]
@@ -95,7 +95,8 @@ class TensorEngine:
             self._closed, self._frozen = None, False
             self._state.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        deadline = time.monotonic() + timeout_s
         with self._state:
             was_frozen = self._frozen
             if mode == "abort":
@@ -104,10 +105,12 @@ class TensorEngine:
                 self._frozen = True
             self._state.notify_all()
             try:
-                if not self._state.wait_for(lambda: not self._in_flight(), timeout_s):
-                    self._frozen = was_frozen
-                    self._state.notify_all()
-                    raise DrainTimeoutError(timeout_s, self._in_flight())
+                while self._in_flight():
+                    self._state.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+                    if self._in_flight() and (given_up() or time.monotonic() >= deadline):
+                        self._frozen = was_frozen
+                        self._state.notify_all()
+                        raise DrainTimeoutError(timeout_s, self._in_flight())
             finally:
                 self._aborting = False
 

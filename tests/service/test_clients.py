@@ -292,6 +292,11 @@ def test_tensorrt_llm_signatures(serve: Serve) -> None:
     assert server.post("/release_memory", content=body, headers=signed).status_code == 401
     assert server.post("/resume_memory", content=body, headers=signed).status_code == 200
     assert server.post("/resume_memory", content=body, headers=signed).status_code == 401
+    for sign in (signed_whole("/release_memory", body, time.time()), {"x-trtllm-rl-control-auth": digest(body)}):
+        assert server.post("/release_memory?mode=abort&hibernate=true", content=body, headers=sign).status_code == 401
+        replayed = {**sign, "Idempotency-Key": "that of another"}
+        assert server.post("/release_memory", content=body, headers=replayed).status_code == 401
+        assert server.post("/release_memory", content=body, headers=sign).status_code == 200
     late = signed_whole("/resume_memory", body, time.time() - 3600)
     assert server.post("/resume_memory", content=body, headers=late).status_code == 401
     assert server.post("/resume_memory", headers={"authorization": "Bearer control key"}).status_code == 200

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.waiting import wait_until
+
 from .tensor_engine import ALL_TAGS
 
 CLIENTS = 64
@@ -36,6 +38,8 @@ class Step:
 
     operation_id: str
     operation: str
+    tags: frozenset[str]
+    accepted: float
     began: float
     ended: float
     before: frozenset[str]
@@ -61,11 +65,19 @@ class Model:
                 unnamed &= after
             began, ended = operation["started_at"], operation["finished_at"]
             assert not self.steps or self.steps[-1].ended <= began, "two operations ran at once"
-            self.steps.append(Step(operation["operation_id"], operation["operation"], began, ended, released, after))
+            name, accepted = operation["operation_id"], operation["created_at"]
+            self.steps.append(Step(name, operation["operation"], tags, accepted, began, ended, released, after))
             released = after
 
     def step(self, operation_id: object) -> Step:
         return next(step for step in self.steps if step.operation_id == operation_id)
+
+    def undone_before(self, call: Call, step: Step) -> Step | None:
+        """Return the step that undoes ``step``, of ``call``, although it was accepted before that was sent."""
+        for later in self.steps[self.steps.index(step) + 1 :]:
+            if later.operation != step.operation and later.tags & step.tags and later.accepted < call.sent:
+                return later
+        return None
 
     def possible(self, call: Call) -> list[tuple[frozenset[str], bool]]:
         """Return each (released tags, running operation) that held at some moment of the call."""
@@ -99,10 +111,16 @@ def check(call: Call, model: Model, expected: list[int]) -> None:
         assert in_the_way.operation != call.kind
         # It was queued when the call came, and so it ended after the call was sent.
         assert in_the_way.ended >= call.sent, call
+    elif call.status == 503 and call.kind in ("release", "resume"):
+        assert call.answer["error"]["type"] == "too_many_operations", call
     elif call.kind in ("release", "resume"):
-        assert call.status == 200, call
+        assert call.status in (200, 202), call
         step = model.step(call.answer["operation_id"])
         assert step.operation == call.kind
+        assert model.undone_before(call, step) is None, "the operation was undone by one accepted before the call"
+        if call.status == 202:
+            assert step.ended >= call.sent, "the operation took effect before its call"
+            return
         assert call.sent <= step.ended <= call.answered, "the operation took effect outside of its call"
         assert call.answer["state"] == ("released" if step.after else "resident"), call
     else:
@@ -118,7 +136,7 @@ def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -
             sent = time.time()
             if kind in ("release", "resume"):
                 body = {"tags": choose.choice([None, ["weights"], ["kv_cache"], ["kv_cache", "weights"]])}
-                body["wait"] = choose.random() < 0.5
+                body |= {"wait": choose.random() < 0.5, "async": choose.random() < 0.3}
                 response = http.post(f"/{kind}_memory_occupation", json=body)
             elif kind == "generate":
                 response = http.post("/generate", json=PROMPT)
@@ -145,6 +163,7 @@ def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
         client.join(240)
         assert not client.is_alive(), "a client never got its answer"
     assert len(calls) == CLIENTS * CALLS
+    wait_until(lambda: http.get("/memory_occupation").json()["operation_id"] is None)  # those that nobody waited for
     model = Model(http.get("/operations").json()["operations"])
     for call in calls:
         check(call, model, expected)

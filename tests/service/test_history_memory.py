@@ -23,7 +23,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def work(fails: bool, log: ms.PhaseLog) -> OperationReport:
+def work(fails: bool, _operation: Operation, log: ms.PhaseLog) -> OperationReport:
     with log.phase("drain"):
         pass
     if fails:

@@ -158,6 +158,38 @@ def test_releases_of_different_tags_follow_each_other(http: httpx.Client, engine
     assert http.get("/memory_status").json()["parked_tags"] == ["kv_cache", "weights"]
 
 
+@pytest.mark.guards("a call was answered by an operation that the next in the queue undid")
+def test_a_call_does_not_join_across_its_opposite(http: httpx.Client, engine: TensorEngine) -> None:
+    """A release behind a queued resume is an operation of its own, and the state at the end is the one it asked for."""
+    with drain_held_up(http, engine):
+        first = release_in_drain(http, engine)
+        resume = post(http, "/resume_memory_occupation", wait=True, **{"async": True}).json()["operation_id"]
+        refused = post(http, "/release_memory_occupation")
+        assert (refused.status_code, refused.json()["error"]["operation_id"]) == (409, resume)
+        last = post(http, "/release_memory_occupation", wait=True, **{"async": True}).json()["operation_id"]
+        assert len({first, resume, last}) == 3
+        repeat = post(http, "/release_memory_occupation", wait=True, **{"async": True}).json()["operation_id"]
+        assert repeat == last
+        engine.unblock()
+        assert until_done(http, last)["released_bytes"] >= 24 * MIB
+    assert http.get("/memory_occupation").json()["state"] == "released"
+
+
+@pytest.mark.guards("a call was answered by an operation that the next in the queue undid")
+def test_alternating_calls_end_in_the_state_of_the_last(http: httpx.Client) -> None:
+    """300 that nobody waits for; the queue refuses some when it is full."""
+    accepted = ""
+    for number in range(300):
+        verb = "release" if number % 2 else "resume"
+        answer = post(http, f"/{verb}_memory_occupation", tags=["workspace"], wait=True, **{"async": True})
+        assert answer.status_code in (202, 503), answer.text
+        accepted = answer.json()["operation_id"] if answer.status_code == 202 else accepted
+    last = until_done(http, accepted)
+    assert http.get("/operations").json()["operations"][0]["operation_id"] == accepted
+    assert http.get("/memory_occupation").json()["state"] == last["state"]
+    assert last["state"] == {"release": "released", "resume": "resident"}[last["operation"]]
+
+
 @pytest.mark.guards("the caller disconnected in the middle of an operation")
 def test_a_client_that_goes_away_cancels_nothing(http: httpx.Client, engine: TensorEngine) -> None:
     """The operation completes by itself, and the reported state is true."""
@@ -271,6 +303,21 @@ def test_an_idempotency_key_answers_a_repeat_with_the_first_result(http: httpx.C
     assert again.status_code == 200
     assert http.post("/release_memory_occupation", json={}, headers=key).status_code == 422
     assert len(http.get("/operations").json()["operations"]) == 1
+
+
+def test_the_key_of_a_call_that_joined_is_remembered(http: httpx.Client, engine: TensorEngine) -> None:
+    """Replayed after a resume it releases nothing again."""
+    key = {"Idempotency-Key": "rollout 14"}
+    with drain_held_up(http, engine) as pool:
+        operation_id = release_in_drain(http, engine)
+        joined = pool.submit(http.post, "/release_memory_occupation", json={}, headers=key)
+        wait_until(lambda: operation(http, operation_id)["callers"] == 2)
+        engine.unblock()
+        first = joined.result()
+    assert post(http, "/resume_memory_occupation").json()["state"] == "resident"
+    assert http.post("/release_memory_occupation", json={}, headers=key).json() == first.json()
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+    assert http.post("/release_memory_occupation", json={"timeout_s": 9}, headers=key).status_code == 422
 
 
 def test_an_idempotency_key_does_not_keep_a_failure(http: httpx.Client, engine: TensorEngine) -> None:

@@ -136,6 +136,36 @@ def test_a_release_waits_for_requests_in_flight(serve: Callable[..., Serving]) -
     assert serving.generate() == expected
 
 
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_release_that_is_cancelled(serve: Callable[..., Serving]) -> None:
+    """The request in flight continues, with its tokens."""
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    started = serving.call("/release_memory_occupation", 202, **{"timeout_s": 3600, "async": True})
+    wait_until(lambda: serving.http.get(started["location"]).json()["phase"] == "drain")
+    assert serving.http.delete(started["location"]).json()["status"] == "cancelled"
+    serving.scheduler.stalled = False
+    assert serving.answer(rid).output_ids == expected
+    assert serving.generate() == expected
+
+
+@pytest.mark.guards("an abort waited behind the drain of another release")
+def test_an_abort_overtakes_the_drain_of_another_release(serve: Callable[..., Serving]) -> None:
+    serving = serve()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    weak = serving.call("/release_memory_occupation", 202, **{"timeout_s": 3600, "async": True})
+    wait_until(lambda: serving.http.get(weak["location"]).json()["phase"] == "drain")
+    strong = serving.call("/release_memory_occupation", mode="abort")
+    assert (strong["operation_id"], strong["state"]) == (weak["operation_id"], "released")
+    assert serving.answer(rid).to_finish
+    serving.call("/resume_memory_occupation")
+
+
 def test_a_release_that_aborts(serve: Callable[..., Serving]) -> None:
     serving = serve()
     serving.scheduler.stalled = True

@@ -63,7 +63,10 @@ class Serving:
     def stall(self) -> str:
         """A request that runs until `go_on`."""
         self.engine.send(standin.Stall(True))
-        return self.send()
+        rid = self.send()
+        self.engine.send(standin.Run(0, sglang_ranks.echo))
+        self.engine.answer("echo")
+        return rid
 
     def go_on(self) -> None:
         self.engine.send(standin.Stall(False))
@@ -146,7 +149,7 @@ def test_drains(serve: Callable[..., Serving]) -> None:
     assert serving.tokens(rid) == expected
     serving.call("/resume_memory_occupation")
     rid = serving.stall()
-    wait_until(lambda: rid in serving.call("/release_memory_occupation", 504, timeout_s=0)["error"]["pending"])
+    assert serving.call("/release_memory_occupation", 504, timeout_s=0)["error"]["pending"] == [rid]
     serving.call("/release_memory_occupation", mode="abort")
     assert serving.engine.answer(rid).to_finish
     serving.go_on()

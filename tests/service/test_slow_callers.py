@@ -199,12 +199,12 @@ def test_a_large_body_may_take_longer(
 def test_slow_bodies_without_the_key_keep_nobody_out(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, signed: bytes
 ) -> None:
-    """They take all allowed connections, and lose them."""
+    """They take all allowed connections but the one for probes, and lose them."""
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
     monkeypatch.setattr(connection_limits, "REST_S", 0.2)
     http.close()
-    held = [connect() for _ in range(10)]
+    held = [connect() for _ in range(9)]
     for one in held:
         one.sendall(HEAD.replace(b"_occupation", b"") + signed + b"\r\n{")
     status = b"HTTP/1.1 408" if signed else b"HTTP/1.1 401"
@@ -285,7 +285,7 @@ def test_readers_that_never_read_hinder_nobody(
     engine.block()
     busy = connect()
     prompt = b'{"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}'
-    busy.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(prompt) + prompt)
+    busy.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(prompt) + prompt)
     engine.wait_until(lambda engine: engine.in_flight())
     release = {"async": True, "timeout_s": 3600}
     operation_id = http.post("/release_memory_occupation", json=release).json()["operation_id"]
@@ -293,7 +293,7 @@ def test_readers_that_never_read_hinder_nobody(
     readers = [connect() for _ in asked]
     for one, path in zip(readers, asked, strict=True):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        one.sendall(b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n" % path.encode() * (1000 if path == "/metrics" else 1))
+        one.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * (1000 if path == "/metrics" else 1))
 
     def feeds_and_metrics_are_full() -> bool:
         assert http.get("/livez").status_code == 200
@@ -309,25 +309,72 @@ def test_readers_that_never_read_hinder_nobody(
     assert http.post("/release_memory_occupation").json()["state"] == "released"
 
 
-def test_connections_are_bounded(http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert http.get("/livez").status_code == 200  # this connection counts
+GET = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def connections(http: httpx.Client) -> dict[str, float]:
+    """The metrics of connections."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if "_connections" in line and line[0] != "#"]
+    return {name: float(value) for name, value in map(str.split, lines)}
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "])
+def test_half_open_connections_give_way(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """At the limit the oldest of them is dropped for each new connection, so that probes are answered and none is
+    reset; the service never holds more than the limit."""
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
     before = len(os.listdir("/proc/self/fd"))
-    held = [connect() for _ in range(9)]
-    assert all(was_dropped(connect()) for _ in range(50))
-    assert http.get("/livez").status_code == 200
-    assert len(os.listdir("/proc/self/fd")) - before <= 2 * 9 + 50 + 1  # both ends of nine, our end of the others
-    held[0].close()
+    held = []
+    for _ in range(50):
+        held.append(connect())
+        held[-1].sendall(sent)
+        with httpx.Client(base_url=http.base_url) as probe:
+            assert probe.get("/livez").status_code == 200
+    assert all(was_dropped(one) for one in held[:40])
+    assert not any(has_news(one) for one in held[-8:])
+    assert len(os.listdir("/proc/self/fd")) - before <= 50 + 10
+    assert connections(http)['memsaver_ended_connections_total{reason="evicted"}'] >= 40
+
+
+def test_a_request_in_progress_is_not_dropped_for_half_open_ones(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
+    slow = connect()
+    slow.sendall(HEAD.replace(b"100", b"22") + b'\r\n{"tags": ["weig')
+    wait_until(lambda: connections(http)['memsaver_connections{state="busy"}'] == 2)  # it, and the one that asks
+    for _ in range(50):
+        connect()
+    wait_until(lambda: connections(http)['memsaver_connections{state="waiting"}'] <= 8)
+    slow.sendall(b'hts"]} ')
+    assert slow.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_busy_connections_leave_room_for_probes(
+    http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams may hold all others; a further request is refused by an answer."""
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 10)
+    streams = [connect() for _ in range(9)]
+    for one in streams:
+        one.sendall(GET % b"/dashboard/feed")
+        assert one.recv(65536).startswith(b"HTTP/1.1 200")
+    for _ in range(3):
+        with httpx.Client(base_url=http.base_url) as other:
+            assert [other.get(path).status_code for path in ("/livez", "/readyz", "/metrics")] == [200] * 3
+            refused = other.post("/release_memory_occupation")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "too_many_connections")
+        assert "Retry-After" in refused.headers
+    streams[0].close()
 
     def answers() -> bool:
-        one = connect()
-        one.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        try:
-            return one.recv(65536).startswith(b"HTTP/1.1 200")
-        except ConnectionResetError:  # the server has not noticed yet that the other one is gone
-            return False
+        with httpx.Client(base_url=http.base_url) as other:
+            return other.get("/memory_occupation").status_code == 200
 
     wait_until(answers)
+    assert http.get("/operations").json()["operations"] == []
 
 
 def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

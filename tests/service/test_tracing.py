@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from tests.waiting import wait_until
+
 trace = pytest.importorskip("opentelemetry.trace")
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -18,6 +20,7 @@ def test_spans_follow_the_phases(http: httpx.Client, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     answer = http.post("/release_memory_occupation").json()
     http.post("/resume_memory_occupation")
+    wait_until(lambda: "memsaver.resume" in [span.name for span in exporter.get_finished_spans()])
     spans = {span.name: span for span in exporter.get_finished_spans()}
     whole = spans["memsaver.release"]
     assert whole.attributes["memsaver.operation_id"] == answer["operation_id"]

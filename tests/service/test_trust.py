@@ -13,8 +13,9 @@ from fastapi.routing import iter_route_contexts
 
 from memsaver_core.errors import ConfigurationError
 from memsaver_server import Settings, attach, create_app
+from tests.waiting import wait_until
 
-from .surface import OPEN
+from .surface import OPEN, seen
 from .tensor_engine import TensorEngine
 
 Serve = Callable[..., httpx.Client]
@@ -88,12 +89,75 @@ def test_another_site_s_page_is_refused(http: httpx.Client) -> None:
     assert http.get("/memory_occupation", headers={"Sec-Fetch-Site": "same-origin"}).json()["state"] == "resident"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:1", "LOCALHOST:30000", "[::1]:30000", "a.localhost", "10.1.2.3", "engine"])
+def state(http: httpx.Client) -> str:
+    return str(http.get("/memory_occupation").json()["state"])
+
+
+#: Methods and paths of calls that change something, of every dialect.
+CHANGES = [
+    *(("POST", path) for path in ("/release_memory_occupation", "/release_memory", "/sleep", "/pause_generation")),
+    *(("GET", path) for path in ("/release_memory_occupation", "/resume_memory_occupation", "/flush_cache")),
+]
+FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:153.0) Gecko/20100101 Firefox/153.0"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Origin": "https://site.example", "Sec-Fetch-Site": "same-origin"},
+        {"Referer": "http://localhost:8080/page"},
+        {"Referer": "http://site.example/", "Sec-Fetch-Site": "none"},
+        {"Sec-Purpose": "prefetch;prerender", "Sec-Fetch-Site": "none"},
+        {"Purpose": "prefetch"},
+    ],
+)
+def test_a_foreign_page_changes_nothing(http: httpx.Client, headers: dict[str, str]) -> None:
+    """Whatever else the request says."""
+    for method, path in CHANGES:
+        response = http.request(method, path, headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (403, "forbidden")
+    assert state(http) == "resident"
+
+
+def test_our_own_page_may_change_things(http: httpx.Client) -> None:
+    own = str(http.base_url).rstrip("/")
+    for headers in ({"Origin": own}, {"Referer": f"{own}/", "Origin": own.upper()}, {"Sec-Fetch-Site": "same-origin"}):
+        assert http.post("/release_memory_occupation", headers=headers).json()["state"] == "released"
+        assert http.post("/resume_memory_occupation", headers=headers).json()["state"] == "resident"
+
+
+def test_a_browser_says_which_page_calls(serve: Serve) -> None:
+    """To a name over plain HTTP it may send neither Sec-Fetch-Site nor Origin nor Referer with a GET."""
+    http = serve(hosts="engine")
+    headers = {"Host": "engine", "User-Agent": FIREFOX}
+    assert http.get("/release_memory_occupation", headers=headers).status_code == 403
+    assert http.get("/memory_occupation", headers=headers).json()["state"] == "resident"
+    assert http.get("/flush_cache", headers={**headers, "Referer": "http://engine/"}).status_code == 200
+    assert http.get("/flush_cache", headers={**headers, "User-Agent": "curl/8"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "LOCALHOST:30000", "[::1]:30000", "127.8.9.10"])
 def test_a_local_server_is_called_by_address(http: httpx.Client, host: str) -> None:
     assert http.get("/memory_occupation", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("host", ["attacker.example:30000", "127.0.0.1.attacker.example", "localhost.example"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "attacker.example:30000",
+            "127.0.0.1.attacker.example",
+            "localhost.example",
+            "a.localhost",
+            "engine",
+            "10.1.2.3",
+        ),
+        *("[::ffff:127.0.0.1]:30000", "[::ffff:7f00:1]:30000", "0.0.0.0:30000", "[::]:30000", "[::1", "2130706433"),
+    ],
+)
 def test_a_name_that_leads_here_is_refused(http: httpx.Client, host: str) -> None:
     """DNS rebinding: a site whose name resolves to this machine sends requests that a browser considers same-origin."""
     for path in ("/release_memory_occupation", "/release_memory", "/sleep"):
@@ -103,10 +167,77 @@ def test_a_name_that_leads_here_is_refused(http: httpx.Client, host: str) -> Non
     assert http.get("/memory_occupation").json()["state"] == "resident"
 
 
+def test_names_can_be_configured(serve: Serve) -> None:
+    http = serve(hosts="Engine, gpu-1.example")
+    for host in ("engine:30000", "GPU-1.example", "localhost"):
+        assert http.post("/flush_cache", headers={"Host": host}).status_code == 200
+    assert http.post("/flush_cache", headers={"Host": "gpu-2.example"}).status_code == 403
+
+
 def test_with_a_key_any_name_will_do(serve: Serve) -> None:
     http = serve(api_key="the key")
     headers = {"Host": "engine.example", "Authorization": "Bearer the key"}
     assert http.get("/memory_occupation", headers=headers).status_code == 200
+
+
+def test_the_read_only_key_changes_nothing(serve: Serve, engine: TensorEngine) -> None:
+    """On every route; it reads status, operations, metrics and the dashboard, also if probes are protected."""
+    http = serve(api_key="the key", read_key="another", protect_probes=True)
+    http.headers["Authorization"] = "Bearer another"
+    reads = {"/memory_occupation", "/operations", "/operations/{operation_id}", "/operations/{operation_id}/events"}
+    reads |= {"/dashboard/feed", "/is_sleeping", "/memory_status", *OPEN}
+    before = seen(engine)
+    allowed = set()
+    for method, path in calls(engine):
+        with http.stream(method, path) as response:
+            assert (response.status_code == 403) == (path not in reads), (method, path)
+            if response.status_code == 403:
+                response.read()
+                assert response.json()["error"]["reason"] == "read_only"
+            else:
+                allowed.add(path)
+    assert seen(engine) == before
+    assert allowed == reads
+    for path in ("/metrics", "/livez", "/readyz"):
+        assert http.get(path, headers={"Authorization": "Bearer a third"}).status_code == 401
+    assert http.post("/flush_cache", headers={"Authorization": "Bearer the key"}).status_code == 200
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "0.0.0.0", "[2001:db8::1]", "[::ffff:192.0.2.1]", "testserver"])
+def test_in_another_application_it_needs_a_key_beyond_loopback(engine: TensorEngine, address: str) -> None:
+    """The connection's own address counts; of a server that tells none that is known to be local, none is."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    outer = FastAPI()
+    outer.mount("/open", create_app(engine, Settings(api_key=None)))
+    outer.mount("/closed", create_app(engine, Settings(api_key="the key")))
+    http = TestClient(outer, base_url=f"http://{address}")
+    before = seen(engine)
+    for method, path in calls(engine):
+        if path not in OPEN:
+            response = http.request(method, f"/open{path}", headers={"Host": "localhost"})
+            assert (response.status_code, response.json()["error"]["type"]) == (403, "forbidden"), (method, path)
+    assert seen(engine) == before
+    assert http.post("/closed/flush_cache", headers={"Authorization": "Bearer the key"}).status_code == 200
+    local = TestClient(outer, base_url="http://[::1]")
+    assert local.post("/open/flush_cache").status_code == 200
+
+
+def test_refused_callers_are_counted(serve: Serve) -> None:
+    """By reason, in the metrics."""
+    local, guarded = serve(), serve(api_key="the key", read_key="another")
+    for headers in ({"Host": "a.example"}, {"Origin": "null"}, {"Purpose": "prefetch"}):
+        local.post("/flush_cache", headers=headers)
+    for authorization in ("", "Bearer wrong", "Bearer another"):
+        guarded.post("/flush_cache", headers={"Authorization": authorization} if authorization else {})
+    guarded.post("/release_memory", headers={"x-trtllm-rl-control-auth": "sha256=00"})
+    for http, reasons in (
+        (local, {"other_host", "other_site", "prefetch"}),
+        (guarded, {"no_key", "wrong_key", "read_only", "signature"}),
+    ):
+        lines = set(http.get("/metrics").text.splitlines())
+        assert {f'memsaver_refused_requests_total{{reason="{reason}"}} 1.0' for reason in reasons} <= lines
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -190,10 +321,15 @@ def test_each_operation_leaves_one_line(http: httpx.Client, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "memsaver.audit"):
         http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}, headers={"User-Agent": "trainer/1"})
         http.post("/resume_memory_occupation")
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "memsaver.audit"]
-    assert [line["event"] for line in lines] == ["release", "resume"]
-    assert lines[0]["client"] == "127.0.0.1 trainer/1"
-    assert lines[0]["tags"] == ["kv_cache"]
-    assert lines[0]["outcome"] == "success"
-    assert lines[0]["released_bytes"] >= 16 << 20
-    assert lines[0]["seconds"] > 0
+
+    def lines() -> list[dict[str, object]]:
+        return [json.loads(record.message) for record in caplog.records if record.name == "memsaver.audit"]
+
+    wait_until(lambda: len(lines()) == 2)
+    release, resume = lines()
+    assert (release["event"], resume["event"]) == ("release", "resume")
+    assert release["client"] == "127.0.0.1 trainer/1"
+    assert release["tags"] == ["kv_cache"]
+    assert release["outcome"] == "success"
+    assert release["released_bytes"] >= 16 << 20
+    assert release["seconds"] > 0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +74,49 @@ def test_a_disabled_saver_is_pointed_out() -> None:
     found = findings(MEMSAVER_ENABLED="0")["saver"]
     assert found["level"] == "warning"
     assert "MEMSAVER_ENABLED" in found["remedy"]
+
+
+def test_a_wrong_setting_is_told_in_words() -> None:
+    found = findings(MEMSAVER_HISTORY="0")["settings of the service"]
+    assert found["found"] == "MEMSAVER_HISTORY is '0', but must be at least 1"
+    assert found["level"] == "blocked"
+
+
+def test_a_misspelt_variable_is_named_with_the_right_one() -> None:
+    found = findings(MEMSAVER_DRAIN_TIMOUT_S="3")["environment"]
+    assert "MEMSAVER_DRAIN_TIMOUT_S" in found["found"]
+    assert "MEMSAVER_DRAIN_TIMEOUT_S" in found["remedy"]
+
+
+def test_the_backup_folder_is_tried(tmp_path: Path) -> None:
+    found = findings(MEMSAVER_FILE_DIR=str(tmp_path))["backup folder"]
+    assert found["level"] in ("ok", "note")
+    assert str(tmp_path) in found["found"]
+    missing = findings(MEMSAVER_FILE_DIR=str(tmp_path / "missing"))["backup folder"]
+    assert missing["level"] == "blocked"
+    assert "MEMSAVER_FILE_DIR" in missing["remedy"]
+    assert findings(MEMSAVER_FILE_DIR="/dev/shm")["backup folder"]["level"] == "note"
+
+
+def test_the_key_is_judged_and_not_shown() -> None:
+    assert "MEMSAVER_API_KEY" in findings()["key"]["remedy"]
+    assert findings(MEMSAVER_API_KEY="hid" * 16)["key"]["level"] == "ok"
+    ran = doctor("--json", MEMSAVER_API_KEY="hidden")
+    assert {each["subject"]: each["level"] for each in json.loads(ran.stdout)}["key"] == "warning"
+    assert "hidden" not in ran.stdout + ran.stderr
+    ran = doctor(MEMSAVER_API_KEY="hid\x01den")
+    assert ran.returncode == 1
+    assert "control character" in ran.stdout
+    assert "hid" not in ran.stdout + ran.stderr
+
+
+def test_who_has_the_port_is_told() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # then another process has it, which is as good
+            server.bind(("127.0.0.1", 30000))
+            server.listen()
+        found = findings()["port 30000"]
+    assert found["level"] == "warning"
+    assert re.search(r"process \d+ \(", found["found"])
+    assert "--port" in found["remedy"]

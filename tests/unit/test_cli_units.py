@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memsaver_server.cli.units import format_bytes, format_delta, format_seconds, parse_size
+from memsaver_server.cli.units import format_bytes, format_delta, format_seconds, like, parse_size
 
 
 @pytest.mark.parametrize(
@@ -42,16 +42,30 @@ def test_seconds(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8GiB", 8 << 30), ("1.5 gib", 3 << 29), ("4096", 4096), ("2GB", 2 * 10**9)],
+    [
+        ("8GiB", 8 << 30),
+        ("1.5 gib", 3 << 29),
+        ("4096", 4096),
+        ("2GB", 2 * 10**9),
+        ("20G", 20 * 10**9),
+        ("2Gi", 2 << 30),
+    ],
 )
 def test_sizes_are_read(text: str, count: int) -> None:
     assert parse_size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 parsecs", "1,5GiB", "1_000", "inf", "٣GiB", "99999999TiB"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match="8GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("1TiB", "0.002441 TiB"), ("9 GB", "2.684 GB"), ("3000M", "2684 M"), ("77", "2684354560 bytes")]
+)
+def test_a_size_is_told_in_the_unit_that_was_asked_in(asked: str, told: str) -> None:
+    assert like(asked, 5 << 29) == told
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))

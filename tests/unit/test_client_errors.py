@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memsaver_server.cli.connection import ExitCode, exit_code_for
+from memsaver_server.cli.connection import exit_code_for
+from memsaver_server.cli.options import ExitCode
 from memsaver_server.client import (
     AnswerError,
     Client,

@@ -51,7 +51,7 @@ def test_python_in_documents_is_python(path: Path) -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    from memsaver_server.cli.connection import ExitCode
+    from memsaver_server.cli.options import ExitCode
 
     operator = (ROOT / "docs/operator.md").read_text()
     for code in ExitCode:

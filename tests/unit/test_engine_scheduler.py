@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
+from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
 from memsaver_server.reference.requests import Request, Row
 from memsaver_server.reference.sampling import Sampler, Sampling
 from memsaver_server.reference.scheduler import Scheduler
@@ -216,6 +216,21 @@ def test_a_drain_that_takes_too_long_names_what_held_it_up(scheduler: Scheduler,
         assert timeout.value.pending == ("slow",)
     runner.gate.set()
     assert future.result(60).output == answer_to([5], 6)  # nothing was frozen
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_drain_that_is_given_up_freezes_nothing(
+    scheduler: Scheduler, runner: ArithmeticRunner, mode: DrainMode
+) -> None:
+    runner.gate.clear()
+    future = scheduler.submit(ask([5], 6, name="slow"))
+    assert runner.entered.wait(60)
+    scheduler.close_admission("releasing", 0)
+    with pytest.raises(DrainTimeoutError, match="slow"):
+        scheduler.drain(3600, mode, lambda: True)
+    runner.gate.set()
+    assert future.result(60).output == answer_to([5], 6)
 
 
 def test_abort_answers_with_the_tokens_so_far(scheduler: Scheduler, runner: ArithmeticRunner) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine
+from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError, Engine
 from memsaver_server.gate import Gate, InFlightRequest
 from tests.waiting import wait_until
 
@@ -77,6 +77,19 @@ def test_a_drain_that_takes_too_long_names_who_is_inside_and_can_be_repeated() -
         gate.drain(0.0)
     inside.leave.set()
     gate.drain(10)
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_drain_ends_when_it_is_given_up(mode: DrainMode) -> None:
+    gate = Gate()
+    given_up = threading.Event()
+    with gate.request("long one"):
+        drained = in_thread(lambda: gate.drain(3600, mode, given_up.is_set))
+        assert not drained.done()
+        given_up.set()
+        with pytest.raises(DrainTimeoutError, match="long one"):
+            drained.result(60)
 
 
 def test_abort_tells_those_inside() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import textwrap
@@ -35,6 +36,7 @@ class Kept:
 
 @pytest.fixture
 def kept() -> Iterator[Kept]:
+    gc.collect()  # tensors that errors of earlier tests hold would end in the middle of this one
     tag = f"t-{uuid.uuid4().hex[:8]}"
     with ms.region(tag, restore="host"):
         tensor = torch.ones(MIB)

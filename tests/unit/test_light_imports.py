@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-SERVER_PACKAGES = ("torch", "fastapi", "starlette", "uvicorn", "pydantic_settings", "prometheus_client")
+SERVER_PACKAGES = ("torch", "fastapi", "starlette", "uvicorn", "pydantic_settings", "prometheus_client", "transformers")
 #: What the client and the command line do not load. The core is always installed, but its functions need torch.
 NOT_LOADED = ("memsaver_core", *SERVER_PACKAGES)
 
@@ -67,10 +68,31 @@ def test_a_name_that_needs_more_says_how_to_install_it(name: str) -> None:
     assert len(ran.stdout.splitlines()) == 1
 
 
-def test_serve_without_the_server_is_one_sentence() -> None:
-    ran = python(without(*SERVER_PACKAGES) + COMMAND, "serve", "--port", "0")
+def test_help_is_printed_without_what_a_connection_needs() -> None:
+    ran = python(without("httpx", "pydantic") + COMMAND, "--help")
+    assert ran.returncode == 0, ran.stderr
+    assert "release" in ran.stdout
+
+
+@pytest.mark.parametrize("missing", [SERVER_PACKAGES, ("torch",), ("fastapi",), ("transformers",), ("safetensors",)])
+def test_serve_without_a_package_is_one_sentence(missing: tuple[str, ...]) -> None:
+    ran = python(without(*missing) + COMMAND, "serve", "--port", "0")
     assert ran.returncode == 1
-    assert "pip install 'memsaver[server]'" in ran.stderr
+    (sentence,) = (line for line in ran.stderr.splitlines() if line.startswith("memsaver:"))
+    assert "pip install 'memsaver[engine]', or in a checkout pip install '.[engine]'" in sentence
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra"), [("torch", "server"), ("pydantic_settings", "server"), ("fastapi", "server")]
+)
+def test_doctor_names_the_extra_of_a_missing_package(missing: str, extra: str) -> None:
+    ran = python(without(missing) + COMMAND, "doctor", "--json")
+    assert ran.returncode == 1
+    assert any(
+        finding["level"] == "blocked" and f"pip install '.[{extra}]'" in finding["remedy"]
+        for finding in json.loads(ran.stdout)
+    )
     assert "Traceback" not in ran.stderr
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ class EngineClient:
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.resets = 0
         self.errored = False
+        self.resources = SimpleNamespace()
+        self.engine_core = SimpleNamespace(resources=self.resources)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
@@ -80,6 +83,9 @@ class World:
     async def _serve(self, ranks: list[Rank]) -> None:
         self._loop = asyncio.get_running_loop()
         self.client = EngineClient(ranks)
+        self.core = subprocess.Popen(["sleep", "3600"])
+        core = SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)
+        self.client.resources.engine_manager = SimpleNamespace(processes=[core])
         app = FastAPI()
 
         @app.post("/v1/completions")
@@ -110,6 +116,8 @@ class World:
 
     def close(self) -> None:
         self.http.close()
+        self.core.kill()
+        self.core.wait()
         self._server.should_exit = True
         self._thread.join(30)
 
@@ -157,6 +165,18 @@ def test_vllms_own_sleep_passes_by_the_service(world: World, wake_ups: list[str]
     content = world.post("/v1/completions").json()
     assert content["buffers"]
     assert content["runtime"]
+
+
+@pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
+def test_the_death_of_the_engine_core_is_told_by_vllms_own_probe(world: World) -> None:
+    """And requests are refused, which vLLM would let in."""
+    world.post("/release_memory_occupation").raise_for_status()
+    world.core.kill()
+    wait_until(lambda: world.http.get("/health").status_code == 503)
+    assert f"engine core 0 (process {world.core.pid}) has ended" in world.http.get("/health").json()["reason"]
+    refused = world.post("/v1/completions")
+    assert refused.status_code == 503
+    assert "engine core 0" in refused.json()["message"]
 
 
 @pytest.mark.guards("one rank or device failed while the others went on")
@@ -213,6 +233,26 @@ def test_a_drain_that_takes_too_long_is_undone(world: World) -> None:
     assert "request-7" in late.json()["message"]
     assert world.post("/v1/completions").json()["weights"]
     assert not world.client.paused.is_set()
+
+
+@pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_drain_that_is_cancelled_is_undone(world: World) -> None:
+    """Generation goes on."""
+    world.client.running["request-7"] = asyncio.Event()
+    started = world.post("/release_memory_occupation", **{"timeout_s": 3600, "async": True}).json()
+    wait_until(world.client.paused.is_set)
+    assert world.http.delete(started["location"]).json()["status"] == "cancelled"
+    assert world.post("/v1/completions").json()["weights"]
+    wait_until(lambda: not world.client.paused.is_set())
+
+
+@pytest.mark.guards("an abort waited behind the drain of another release")
+def test_an_abort_overtakes_the_drain_of_another_release(world: World) -> None:
+    world.client.running["request-7"] = asyncio.Event()
+    weak = world.post("/release_memory_occupation", **{"timeout_s": 3600, "async": True}).json()
+    wait_until(world.client.paused.is_set)
+    strong = world.post("/release_memory_occupation", mode="abort").json()
+    assert (strong["operation_id"], strong["success"]) == (weak["operation_id"], True)
 
 
 def test_requests_wait_while_generation_is_paused(world: World) -> None:

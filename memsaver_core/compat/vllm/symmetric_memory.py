@@ -18,4 +18,4 @@ def _without_unused_buffer(init: Function, self: Any, *args: Any, **kwargs: Any)
     """Free the buffer if vLLM finds after its allocation that it cannot use it, as without NVLink multicast."""
     init(self, *args, **kwargs)
     if worker_config.enabled and self.disabled:
-        self.buffer = None
+        vars(self).pop("buffer", None)

@@ -12,7 +12,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("memsaver"):
             raise
-        sys.exit(f"memsaver: the command line needs the package {error.name!r}: pip install 'memsaver[cli]'")
+        from memsaver_server.missing_package import missing_package
+
+        sys.exit(f"memsaver: {missing_package(error, 'cli')}")
     app(prog_name="memsaver")
 
 

@@ -12,7 +12,7 @@ _EPILOG = (
     "Exit codes: 0 success; 1 the operation failed; 2 invalid argument or request (unknown tag); "
     "3 no answer from the service; 4 key missing or wrong; 5 a conflicting operation is in progress; "
     "6 too little device or host memory; 7 a deadline passed (drain, or a phase without progress); "
-    "8 try again later (the service is busy, or memory is released)."
+    "8 try again later (the service is busy, or memory is released); 130 Ctrl-C."
 )
 
 app = typer.Typer(

@@ -1,49 +1,21 @@
-"""The options of commands that connect to a service, and the exit codes with which errors end a command."""
+"""A connection for one command, and the exit codes with which errors end it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from memsaver_server.cli.tables import make_console
-from memsaver_server.cli.units import parse_size
-from memsaver_server.client import AnswerError, Client, ClientError, UnreachableError, errors
+from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.units import like, parse_size
+from memsaver_server.client import errors
+from memsaver_server.client.errors import AnswerError, ClientError, UnreachableError
 
-Url = Annotated[
-    str,
-    typer.Option(
-        "--url", envvar="MEMSAVER_URL", help="Address of the service: http://host:port or unix:///path.", metavar="URL"
-    ),
-]
-Uds = Annotated[str | None, typer.Option("--uds", help="Unix socket of the service, instead of --url.", metavar="PATH")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="MEMSAVER_API_KEY", help="Key of the service.", metavar="KEY", show_envvar=True),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON instead of tables.")]
-Tags = Annotated[
-    list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. Default: all.", show_default=False)
-]
-
-
-class ExitCode(IntEnum):
-    """The exit codes; 2 is also that of a wrong option or argument."""
-
-    OK = 0
-    FAILED = 1
-    INVALID = 2
-    UNREACHABLE = 3
-    UNAUTHORIZED = 4
-    CONFLICT = 5
-    OUT_OF_MEMORY = 6
-    DEADLINE = 7
-    NOT_NOW = 8
-
+if TYPE_CHECKING:
+    from memsaver_server.client import Client
 
 _BY_ERROR: dict[type[ClientError], ExitCode] = {
     errors.UnreachableError: ExitCode.UNREACHABLE,
@@ -66,6 +38,8 @@ def exit_code_for(error: ClientError) -> ExitCode:
 @contextmanager
 def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
     """Yield a client. A ClientError inside ends the command with its message on stderr and its exit code."""
+    from memsaver_server.client import Client
+
     try:
         connection = Client(url, uds=uds or None, api_key=api_key or None)
     except ValueError as error:
@@ -85,25 +59,48 @@ def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
         status = error.status if isinstance(error, AnswerError) else None
         typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
     else:
-        console = make_console(stderr=True)
-        console.print(f"[bold red]memsaver:[/] {escape(str(error))}")
-        hint = _hint(error)
-        if hint:
-            console.print(f"  {hint}", style="dim")
+        print_error(str(error), _hint(error))
     return typer.Exit(int(code))
 
 
+def print_error(message: str, hint: str = "") -> None:
+    """Print why a command fails on stderr, and what to do."""
+    from rich.text import Text
+
+    from memsaver_server.cli.tables import make_console, plain
+
+    console = make_console(stderr=True)
+    console.print(Text.assemble(("memsaver: ", "bold red"), plain(message)), soft_wrap=True)
+    if hint:
+        console.print(Text(f"  {hint}", style="dim"), soft_wrap=True)
+
+
 def size_of(text: str | None) -> int | None:
-    """Return the bytes of an option's value."""
+    """Return the bytes of an option's value.
+
+    Raises:
+        BadParameter: it is not a size, or not more than 0.
+    """
     try:
-        return parse_size(text) if text else None
+        count = None if text is None else parse_size(text)
+        if count == 0:
+            raise ValueError(f"{text!r} is no memory; write for example 8GiB, 500MB or a number of bytes")
+        return count
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def escape(text: str) -> str:
-    """Escape brackets, which rich reads as markup."""
-    return text.replace("[", "\\[")
+@contextmanager
+def sizes_as_asked(at_least: str | None) -> Iterator[None]:
+    """Tell what the tags hold in the unit in which ``--at-least`` was asked, if it is more than they hold."""
+    try:
+        yield
+    except AnswerError as error:
+        if at_least is None or error.kind != "not_enough_to_release" or error.held_bytes is None:
+            raise
+        held = like(at_least, error.held_bytes)
+        message = f"--at-least {at_least}: the tags hold {held} on the device; nothing was released"
+        raise type(error)(error.status, message, error.body) from None
 
 
 def _hint(error: ClientError) -> str:

@@ -12,17 +12,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from memsaver_server.cli.connection import ExitCode, escape
-from memsaver_server.cli.tables import make_console, operation_view, status_view
+from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.tables import make_console, operation_view, plain, status_view
 from memsaver_server.cli.units import format_bytes, format_seconds
-from memsaver_server.client import Client, ClientError, UnavailableError
+from memsaver_server.client import ClientError, UnavailableError
+
+if TYPE_CHECKING:
+    from memsaver_server.client import Client
 
 PROMPT = "Memory that nobody uses"
 NEW_TOKENS = 32
@@ -42,6 +45,8 @@ def demo(context: typer.Context) -> None:
     Options after -- go to the engine's `memsaver serve`, e.g. `memsaver demo -- --model DIR`.
     Exits with 0 if the tokens are equal, 1 on any failure.
     """
+    from memsaver_server.client import Client
+
     console = make_console()
     try:
         with console.status("starting an engine ...") as spinner:
@@ -51,7 +56,7 @@ def demo(context: typer.Context) -> None:
                 console.print(Text(ready, style="bold"))
                 _Demo(client, console, spinner).run()
     except (DemoError, ClientError) as error:
-        console.print(f"[bold red]✗[/] {escape(str(error))}")
+        console.print(Text.assemble(("✗ ", "bold red"), plain(str(error))))
         raise typer.Exit(int(ExitCode.FAILED)) from error
     except KeyboardInterrupt:
         console.print("stopped", style="dim")

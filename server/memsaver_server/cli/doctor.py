@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from memsaver_server.cli.connection import ExitCode
+from memsaver_server.cli.options import ExitCode
 from memsaver_server.cli.tables import make_console
 from memsaver_server.doctor import Finding, Level, examine
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -15,14 +15,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from memsaver_server.cli.connection import ApiKey, Json, Uds, Url, connected
-from memsaver_server.cli.tables import make_console, progress_line, state_text, status_view
+from memsaver_server.cli.connection import connected
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Uds, Url
+from memsaver_server.cli.tables import make_console, plain, progress_line, state_text, status_view
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
-from memsaver_server.client import DEFAULT_URL, Client, OperationStatusAnswer
-from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
+
+if TYPE_CHECKING:
+    from memsaver_server.client import Client, OperationStatusAnswer
+    from memsaver_server.schemas import PhaseAnswer
 
 _POLL_S = 0.25
-_STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim"}
+_STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim", "cancelled": "dim"}
 
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.", metavar="SECONDS")]
 
@@ -66,7 +69,7 @@ def top(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, interva
 
 
 def _new_operations(client: Client) -> Iterator[str]:
-    seen = {one.operation_id for one in client.operations() if one.status in ("succeeded", "failed")}
+    seen = {one.operation_id for one in client.operations() if one.status not in ("queued", "running")}
     while True:
         new = [one.operation_id for one in reversed(client.operations()) if one.operation_id not in seen]
         seen.update(new)
@@ -75,6 +78,8 @@ def _new_operations(client: Client) -> Iterator[str]:
 
 
 def _follow(client: Client, operation_id: str, console: Console, as_json: bool) -> None:
+    from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
+
     if as_json:
         for event in client.events(operation_id):
             typer.echo(json.dumps({"operation_id": operation_id, "event": event.name, "data": event.data}))
@@ -82,7 +87,7 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
     about = client.operation(operation_id)
     asked = "all tags" if about.tags is None else " ".join(about.tags)
     console.print(
-        Text.assemble((f"{about.operation} {operation_id}", "bold"), f"  {asked}", (f"  {about.client}", "dim"))
+        Text.assemble((f"{about.operation} {operation_id}", "bold"), "  ", plain(asked), "  ", plain(about.client))
     )
     with console.status("") as spinner:
         for event in client.events(operation_id):
@@ -108,7 +113,7 @@ def _phase_line(phase: PhaseAnswer) -> Text:
 def _outcome(operation: OperationStatusAnswer) -> Text:
     message = operation.answer.message if operation.answer else operation.status
     good = operation.status == "succeeded"
-    return Text.assemble(("  ✓ " if good else "  ✗ ", _STATUS_STYLES.get(operation.status, "")), message)
+    return Text.assemble(("  ✓ " if good else "  ✗ ", _STATUS_STYLES.get(operation.status, "")), plain(message))
 
 
 def _overview(client: Client) -> RenderableType:
@@ -153,9 +158,9 @@ def _operations_table(operations: list[OperationStatusAnswer]) -> Table:
         table.add_row(
             f"{datetime.fromtimestamp(one.created_at):%H:%M:%S}",
             one.operation,
-            "all" if one.tags is None else " ".join(one.tags),
+            plain("all" if one.tags is None else " ".join(one.tags)),
             Text(one.status, style=_STATUS_STYLES.get(one.status, "")),
             format_seconds(one.seconds),
-            Text(one.client, overflow="ellipsis"),
+            plain(one.client),
         )
     return table

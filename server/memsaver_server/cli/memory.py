@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import ApiKey, Json, Tags, Uds, Url, connected, size_of
-from memsaver_server.cli.progress import while_running
+from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url
+from memsaver_server.cli.progress import until_ended
 from memsaver_server.cli.tables import make_console, operation_view, status_view
-from memsaver_server.client import DEFAULT_URL
-from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
+
+if TYPE_CHECKING:
+    from memsaver_server.schemas import AcceptedAnswer, OperationAnswer, ReleaseArguments
 
 
 def _policies(pairs: list[str] | None) -> dict[str, str] | None:
@@ -25,6 +26,8 @@ def _policies(pairs: list[str] | None) -> dict[str, str] | None:
 
 
 def _show(answer: OperationAnswer | AcceptedAnswer, as_json: bool) -> None:
+    from memsaver_server.schemas import OperationAnswer
+
     if as_json:
         typer.echo(answer.model_dump_json(indent=2))
     elif isinstance(answer, OperationAnswer):
@@ -55,7 +58,11 @@ def release(
     ] = None,
     at_least: Annotated[
         str | None,
-        typer.Option("--at-least", help="Release only as many tags as free this much, cheapest first.", metavar="SIZE"),
+        typer.Option(
+            "--at-least",
+            help="Release only as many tags as free this much (20GiB, 500MB, bytes), cheapest first.",
+            metavar="SIZE",
+        ),
     ] = None,
     trim: Annotated[
         bool | None,
@@ -69,21 +76,19 @@ def release(
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Release the device memory of TAGS (default: all) to the driver."""
-    options = ReleaseArguments(
-        timeout_s=timeout,
-        mode=mode,
-        restore=_policies(restore),
-        at_least_bytes=size_of(at_least),
-        trim=trim,
-        hibernate=hibernate,
-        wait=wait,
-    )
-    with connected(url, uds, api_key, as_json=as_json) as client:
-        if background:
-            _show(client.start_release(tags, **options), as_json)
-        else:
-            _show(while_running(client, "release", lambda: client.release(tags, **options)), as_json)
+    """Release the device memory of TAGS (default: all) to the driver. Ctrl-C cancels before memory is released."""
+    options: ReleaseArguments = {
+        "timeout_s": timeout,
+        "mode": mode,
+        "restore": _policies(restore),
+        "at_least_bytes": size_of(at_least),
+        "trim": trim,
+        "hibernate": hibernate,
+        "wait": wait,
+    }
+    with connected(url, uds, api_key, as_json=as_json) as client, sizes_as_asked(at_least):
+        accepted = client.start_release(tags, **options)
+        _show(accepted if background else until_ended(client, accepted), as_json)
 
 
 def resume(
@@ -103,13 +108,13 @@ def resume(
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
-    """Bring back the device memory of TAGS (default: all that are released), at the same addresses."""
+    """Bring back the device memory of TAGS (default: all that are released), at the same addresses.
+
+    Ctrl-C cancels before memory is mapped.
+    """
     with connected(url, uds, api_key, as_json=as_json) as client:
-        if background:
-            _show(client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait), as_json)
-        else:
-            call = partial(client.resume, tags, wait_for_memory_s=wait_for_memory, wait=wait)
-            _show(while_running(client, "resume", call), as_json)
+        accepted = client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait)
+        _show(accepted if background else until_ended(client, accepted), as_json)
 
 
 def status(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:

@@ -1,67 +1,100 @@
-"""A progress bar for a long call, on stderr and only on a terminal."""
+"""Follows a release or resume that was started: a progress bar on stderr, on a terminal only. Ctrl-C cancels it."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from memsaver_server.cli.options import ExitCode
 from memsaver_server.cli.tables import make_console, progress_line
-from memsaver_server.client import Client, ClientError, OperationStatusAnswer
+from memsaver_server.client.errors import ClientError, PhaseDeadlineError, error_for
 
-ResultT = TypeVar("ResultT")
+if TYPE_CHECKING:
+    from memsaver_server.client import AcceptedAnswer, Client, OperationAnswer, OperationStatusAnswer
 
 #: Delay before the bar is drawn, seconds. Most operations end earlier.
 _DELAY_S = 0.4
-_REFRESH_S = 0.15
+#: The first interval at which the operation is asked for, which doubles up to the longest, seconds.
+_FIRST_S, _LONGEST_S = 0.01, 0.15
 
 
-def while_running(client: Client, verb: str, call: Callable[[], ResultT]) -> ResultT:
-    """Return what ``call`` returns; show the service's progress figures meanwhile."""
+def until_ended(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
+    """Return the answer of the operation.
+
+    Raises:
+        AnswerError: it failed or stalls, as the synchronous call would.
+        typer.Exit: Ctrl-C was pressed; stderr says what became of the operation.
+    """
+    try:
+        with ExitStack() as drawn:
+            return _poll(client, accepted, drawn)
+    except KeyboardInterrupt:
+        typer.echo(f"memsaver: {_cancel(client, accepted.operation_id)}", err=True)
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+
+
+def _poll(client: Client, accepted: AcceptedAnswer, drawn: ExitStack) -> OperationAnswer:
+    from memsaver_server.client import OperationAnswer
+
     console = make_console(stderr=True)
-    if not console.is_terminal:
-        return call()
-    future: Future[ResultT] = Future()
-    # A daemon, so that Ctrl-C ends the command at once; the operation continues in the service.
-    threading.Thread(target=_settle, args=(future, call), name=f"memsaver-{verb}", daemon=True).start()
-    wait([future], _DELAY_S)
-    if not future.done():
-        _draw_until_done(client, verb, future, console)
-    return future.result()
-
-
-def _settle(future: Future[ResultT], call: Callable[[], ResultT]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
-
-
-def _draw_until_done(client: Client, verb: str, future: Future[ResultT], console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(verb, total=None, note="")
-        while wait([future], _REFRESH_S).not_done:
-            running = _running(client, verb)
-            if running is None:
-                continue
-            progress = running.progress
-            bar.update(
-                task,
-                description=f"{verb}: {running.phase}" if running.phase else verb,
-                total=progress.total_bytes if progress and progress.total_bytes else None,
-                completed=progress.done_bytes if progress else 0,
-                note=progress_line(progress) if progress and progress.total_bytes else "",
-            )
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
+    task: TaskID | None = None
+    draws_at = time.monotonic() + _DELAY_S
+    interval = _FIRST_S
+    while True:
+        now = client.operation(accepted.operation_id)
+        if isinstance(now.answer, OperationAnswer):
+            return now.answer
+        if now.answer is not None:
+            body = now.answer.model_dump()
+            raise error_for(body["error"].get("status", 500), body, "", None)
+        _check_stall(client, now)
+        if task is None and console.is_terminal and time.monotonic() >= draws_at:
+            drawn.enter_context(bar)
+            task = bar.add_task(accepted.operation, total=None, note="")
+        if task is not None:
+            _draw(bar, task, now)
+        time.sleep(interval)
+        interval = min(2 * interval, _LONGEST_S)
 
 
-def _running(client: Client, verb: str) -> OperationStatusAnswer | None:
+def _draw(bar: Progress, task: TaskID, now: OperationStatusAnswer) -> None:
+    progress = now.progress
+    bar.update(
+        task,
+        description=f"{now.operation}: {now.phase or now.status}",
+        total=progress.total_bytes if progress and progress.total_bytes else None,
+        completed=progress.done_bytes if progress else 0,
+        note=progress_line(progress) if progress and progress.total_bytes else "",
+        refresh=True,
+    )
+
+
+def _check_stall(client: Client, now: OperationStatusAnswer) -> None:
+    """Raise PhaseDeadlineError if the operation, or the one that it waits for, makes no progress."""
+    running = (
+        next((one for one in client.operations() if one.status == "running"), now) if now.status == "queued" else now
+    )
+    if running.stalled is not None:
+        raise PhaseDeadlineError(
+            504,
+            f"{running.operation} {running.operation_id} has made no progress in phase {running.stalled.phase!r} for "
+            f"{running.stalled.seconds:.0f} s. It continues; memsaver watch {running.operation_id} follows it",
+        )
+
+
+def _cancel(client: Client, operation_id: str) -> str:
+    """Cancel the operation unless other callers wait for it, too; return what became of it."""
     try:
-        operations = client.operations()
-    except ClientError:
-        return None  # the operation's own answer will tell
-    return next((one for one in operations if one.operation == verb and one.status == "running"), None)
+        now = client.operation(operation_id)
+        if now.callers > 1:
+            return f"{now.operation} {operation_id} answers other calls, too, and continues"
+        ended = client.cancel(operation_id)
+    except ClientError as error:
+        return str(error)
+    return ended.answer.message if ended.answer else ended.status

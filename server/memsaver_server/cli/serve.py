@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from memsaver_server.cli.connection import ExitCode, escape, size_of
-from memsaver_server.cli.tables import make_console
+from memsaver_server.cli.connection import print_error, size_of
+from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_seconds
+from memsaver_server.log_output import LogStream, hold_standard_files
+from memsaver_server.missing_package import missing_package
+from memsaver_server.systemd import notify
 
 if TYPE_CHECKING:
     import torch
+
+    from memsaver_server.settings import Settings
+
+#: Time for what is left for stderr to be written at the end, seconds.
+END_S = 1.0
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -49,6 +61,9 @@ def serve(
     batch_sizes: Annotated[
         str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
     ] = "1,2,4,8,16,32,64",
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes among which the model is divided, each on a device.", metavar="N", min=1)
+    ] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
     ] = None,
@@ -60,25 +75,40 @@ def serve(
     uds: Annotated[
         Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
     ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)
+    ] = None,
     while_released: Annotated[
         str | None,
         typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
     ] = None,
+    verify_tokens: Annotated[
+        bool, typer.Option("--verify-tokens", help="Compare tokens before each release and after the resume.")
+    ] = False,
 ) -> None:
     """Serve a causal language model with POST /generate, and release and resume its memory on request.
 
     MEMSAVER_* variables set the other settings of the service. SIGTERM and SIGINT end it with exit code 0.
     """
+    hold_standard_files()
+    # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
+    sys.stderr = stream = LogStream("stderr", 2)
+    atexit.register(stream.settle, END_S)
     console = make_console(stderr=True)
     _end_on_signals()
     sizes = _numbers(batch_sizes)
     cache = size_of(kv_cache_bytes)
     began = time.monotonic()
     try:
-        from memsaver_server import Settings, attach, audit
+        settings = _settings(while_released=while_released, verify_tokens=verify_tokens)
+        from memsaver_server import audit
+        from memsaver_server.attachment import attach, check_place
         from memsaver_server.reference.engine import TransformersEngine
 
-        settings = Settings.model_validate({"while_released": while_released}) if while_released else Settings()
+        check_place(host, port, uds, settings)
         engine = TransformersEngine(
             model,
             random_weights=random_weights,
@@ -88,10 +118,20 @@ def serve(
             batch_sizes=sizes,
             enforce_eager=enforce_eager,
             seed=seed,
+            tensor_parallel=tensor_parallel,
         )
-        attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
+        attachment = attach(
+            engine,
+            host=host,
+            port=port,
+            uds=uds,
+            settings=settings,
+            ssl_keyfile=ssl_keyfile,
+            ssl_certfile=ssl_certfile,
+        )
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        console.print(f"[bold red]memsaver:[/] cannot start: {escape(str(error))}")
+        reason = missing_package(error, "engine") if isinstance(error, ImportError) else str(error)
+        print_error(f"cannot start: {reason}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
     except _Ended:
         raise typer.Exit from None
@@ -100,17 +140,35 @@ def serve(
     gc.collect()
     gc.freeze()
     try:
+        notify("READY=1")
         # One line on stdout, from which a caller learns the address if the port is 0.
         typer.echo(f"serving {engine.model_name} on {attachment.url}")
         about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
-        console.print(f"ready after {format_seconds(time.monotonic() - began)}: {escape(about)}", style="dim")
+        ready = f"ready after {format_seconds(time.monotonic() - began)}: "
+        console.print(Text.assemble(ready, plain(about), style="dim"))
         while True:
             signal.pause()
     except _Ended:
+        notify("STOPPING=1")
         console.print("ending", style="dim")
     finally:
         attachment.close()
         engine.close()
+
+
+def _settings(**given: str | bool | None) -> Settings:
+    """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
+
+    Raises:
+        ConfigurationError: one cannot be used.
+    """
+    from memsaver_core.settings import CoreSettings
+    from memsaver_server.settings import Settings, warn_of_misspelt_variables
+
+    warn_of_misspelt_variables()
+    CoreSettings()
+    values: dict[str, Any] = {name: value for name, value in given.items() if value}
+    return Settings(**values)
 
 
 class _Ended(BaseException):

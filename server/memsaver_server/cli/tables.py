@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -10,17 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
-from memsaver_server.schemas import (
-    DeviceAnswer,
-    MeteredDeviceAnswer,
-    OccupationAnswer,
-    OccupiedDeviceAnswer,
-    OperationAnswer,
-    PhaseAnswer,
-    ProgressAnswer,
-    TagAnswer,
-    TagStatusAnswer,
-)
+
+if TYPE_CHECKING:
+    from memsaver_server.schemas import (
+        DeviceAnswer,
+        MeteredDeviceAnswer,
+        OccupationAnswer,
+        OccupiedDeviceAnswer,
+        OperationAnswer,
+        PhaseAnswer,
+        ProgressAnswer,
+        TagAnswer,
+        TagStatusAnswer,
+    )
 
 _STATE_STYLES = {
     "resident": "green",
@@ -32,6 +35,8 @@ _STATE_STYLES = {
     "failed": "bold red",
 }
 
+#: Width of names, which callers choose, so that a long one leaves room for the figures.
+_NAME_WIDTH = 40
 #: Width if the output is a pipe, in which rows must not be folded.
 _PIPE_WIDTH = 160
 
@@ -40,6 +45,12 @@ def make_console(*, stderr: bool = False) -> Console:
     """Return a console with colours only on a terminal; respects NO_COLOR."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
+
+
+def plain(text: str) -> Text:
+    """Return ``text`` as it is: without markup, and without characters that a terminal obeys or cannot show."""
+    seen = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
+    return Text("".join(seen))
 
 
 def progress_line(progress: ProgressAnswer) -> str:
@@ -63,7 +74,8 @@ def _size_text(count: int) -> Text:
 def _table(columns: Sequence[str], *, right_from: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number >= right_from else "left", no_wrap=True)
+        width = None if number else _NAME_WIDTH
+        table.add_column(column, justify="right" if number >= right_from else "left", no_wrap=True, max_width=width)
     return table
 
 
@@ -75,7 +87,7 @@ def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
     for tag in tags:
         sizes = [tag.released_bytes, tag.backed_up_bytes, tag.unchanged_bytes] if released else [tag.resumed_bytes]
         state = Text.assemble(state_text(tag.state), (" already", "dim") if tag.already else "")
-        table.add_row(tag.tag, state, tag.restore, _size_text(tag.bytes), *map(_size_text, sizes))
+        table.add_row(plain(tag.tag), state, tag.restore, _size_text(tag.bytes), *map(_size_text, sizes))
     return table
 
 
@@ -120,7 +132,7 @@ def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDev
 def operation_view(result: OperationAnswer) -> RenderableType:
     """Return the whole answer of a release or a resume."""
     mark = Text("✓ " if result.success else "✗ ", style="green" if result.success else "red")
-    parts: list[RenderableType] = [Text.assemble(mark, result.message)]
+    parts: list[RenderableType] = [Text.assemble(mark, plain(result.message))]
     if result.tags:
         parts += ["", operation_tags_table(result.tags, result.operation)]
     if result.devices:
@@ -131,7 +143,7 @@ def operation_view(result: OperationAnswer) -> RenderableType:
 def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
     names = {device.name for device in devices if device.name}
     what = f"{len(devices)} x {names.pop()}" if len(devices) > 1 and len(names) == 1 else ", ".join(sorted(names))
-    return Text(f"in use by all processes on {what or 'the device'}", style="dim")
+    return Text.assemble(plain(f"in use by all processes on {what or 'the device'}"), style="dim")
 
 
 def status_view(occupation: OccupationAnswer) -> RenderableType:
@@ -140,16 +152,21 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
     head = Text.assemble("state ", state_text(state), "   admission ", opened)
-    head.append(f"   engine {occupation.engine}, driver {occupation.driver}", style="dim")
+    model = plain(f", model {name}" if (name := getattr(occupation, "model", "")) else "")
+    head.append_text(
+        Text.assemble("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}", style="dim")
+    )
     parts: list[RenderableType] = [head]
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
     if admission.reason:
-        parts.append(Text(f"closed because {admission.reason}", style="dim"))
+        parts.append(Text.assemble("closed because ", plain(admission.reason), style="dim"))
     if occupation.tags:
         parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
-        parts += ["", devices_table(occupation.devices)]
+        parts += ["", devices_table(occupation.devices), "", holders_table(occupation.devices)]
+    if len(occupation.ranks) > 1:
+        parts += ["", ranks_table(occupation.ranks)]
     backup = occupation.host_backup
     if backup.bytes or backup.capacity_bytes:
         line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"
@@ -162,7 +179,9 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
 def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
     table = _table(["tag", "state", "restore", "size", "on device", "released", "backed up"], right_from=3)
     for tag in tags:
-        table.add_row(tag.tag, state_text(tag.state), tag.restore, *map(_size_text, _tag_sizes(tag)))
+        lost = (", content lost", "bold red") if getattr(tag, "content", "ok") == "lost" else ""
+        state = Text.assemble(state_text(tag.state), lost)
+        table.add_row(plain(tag.tag), state, tag.restore, *map(_size_text, _tag_sizes(tag)))
     if len(tags) > 1:
         table.add_section()
         totals = (sum(sizes) for sizes in zip(*map(_tag_sizes, tags), strict=True))
@@ -179,5 +198,28 @@ def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
     for device in devices:
         total, used, free = map(format_bytes, (device.total_bytes, device.used_bytes, device.free_bytes))
         own = "unknown" if device.process_bytes is None else format_bytes(device.process_bytes)
-        table.add_row(str(device.index), device.name, total, used, own, free)
+        table.add_row(str(device.index), plain(device.name), total, used, own, free)
+    return table
+
+
+def holders_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
+    """Return one row per consumer of device memory: the tags together, what this process holds beside them, others."""
+    table = _table(["in use by", *(f"device {device.index}" for device in devices)], right_from=1)
+    held: dict[str, list[int]] = {"tags": [0] * len(devices)}
+    for number, device in enumerate(devices):
+        for source in device.sources:
+            name = "tags" if source.kind == "tag" else source.name
+            held.setdefault(name, [0] * len(devices))[number] += source.bytes
+    for name, sizes in held.items():
+        if name == "tags" or any(sizes):
+            table.add_row(plain(name), *map(_size_text, sizes))
+    return table
+
+
+def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row per process of the engine; ``ranks`` as in ``OccupationAnswer``."""
+    table = _table(["rank", "process", "state"], right_from=3)
+    for rank in ranks:
+        state = Text("dead", style="bold red") if rank["alive"] is False else state_text(rank["state"])
+        table.add_row(str(rank["rank"]), "elsewhere" if rank["pid"] is None else str(rank["pid"]), state)
     return table

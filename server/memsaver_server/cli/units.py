@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import ByteSize, TypeAdapter
+import re
+from decimal import Decimal
 
-_SIZE = TypeAdapter(ByteSize)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*((?:([kmgtp])(i?))?b?)\s*", re.IGNORECASE | re.ASCII)
 
 
 def format_bytes(count: int) -> str:
@@ -36,12 +37,25 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return ``text`` in bytes: ``8GiB``, ``500MB``, ``4096``. The settings use the same notation.
+    """Return ``text`` in bytes: ``8GiB``, ``500MB``, ``20G``, ``4096``. The settings use the same notation.
 
     Raises:
-        ValueError: it is not a size.
+        ValueError: it is not a size, or 8 EiB and more.
     """
-    try:
-        return int(_SIZE.validate_python(text))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB or a number of bytes") from None
+    matched = _SIZE.fullmatch(text)
+    if matched is None or (count := int(Decimal(matched[1]) * _unit_bytes(matched))) >= 1 << 63:
+        raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB or a number of bytes")
+    return count
+
+
+def like(text: str, count: int) -> str:
+    """Return ``count`` bytes in the unit of the size ``text``: what was asked in GB is told in GB."""
+    matched = _SIZE.fullmatch(text)
+    if matched is None or not matched[2]:
+        return f"{count} bytes"
+    return f"{count / _unit_bytes(matched):.4g} {matched[2]}"
+
+
+def _unit_bytes(matched: re.Match[str]) -> int:
+    step = 1024 if matched[4] else 1000
+    return int(step ** " kmgtp".index((matched[3] or " ").lower()))

@@ -44,6 +44,12 @@ class AnswerError(ClientError):
         return int(self._details.get("free_bytes") or 0)
 
     @property
+    def held_bytes(self) -> int | None:
+        """Bytes that the tags of a release hold if ``at_least_bytes`` is more, else None."""
+        held = self._details.get("held_bytes")
+        return held if isinstance(held, int) else None
+
+    @property
     def _details(self) -> dict[str, Any]:
         details = self.body.get("error")
         return details if isinstance(details, dict) else {}
@@ -59,6 +65,10 @@ class UnauthorizedError(AnswerError):
 
 class ConflictError(AnswerError):
     """A conflicting operation is in progress; the message names it."""
+
+
+class OperationCancelledError(AnswerError):
+    """Another caller has cancelled the operation; the message names it. Memory is as before."""
 
 
 class UnavailableError(AnswerError):
@@ -93,6 +103,7 @@ _CLASSES: dict[str | int, type[AnswerError]] = {
     "out_of_host_memory": HostMemoryError,
     "drain_timeout": DrainDeadlineError,
     "phase_timeout": PhaseDeadlineError,
+    "cancelled": OperationCancelledError,
     401: UnauthorizedError,
     403: UnauthorizedError,
     409: ConflictError,

@@ -12,10 +12,10 @@ import httpx
 from pydantic import BaseModel
 
 from memsaver_server.api_key import parse_api_key
+from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
+from memsaver_server.client.address import parse_address
 from memsaver_server.client.errors import AnswerError, error_for
 from memsaver_server.schemas import ReleaseArguments
-
-DEFAULT_URL = "http://127.0.0.1:30000"
 
 #: Delay before the second attempt, seconds; doubled before each further one.
 FIRST_DELAY_S = 0.2
@@ -52,10 +52,11 @@ class Target:
         """``url`` may be ``unix:///path``.
 
         Raises:
-            ValueError: the key contains characters that a header cannot carry.
+            ValueError: ``url`` is not an address, or the key contains characters that a header cannot carry.
         """
-        self.uds = url.removeprefix("unix://") if uds is None and url.startswith("unix://") else uds
-        self.address = f"unix://{self.uds}" if self.uds else url.rstrip("/")
+        address = f"unix://{uds}" if uds else parse_address(url)
+        self.uds = address.removeprefix("unix://") if address.startswith("unix://") else None
+        self.address = address
         self.base_url = "http://localhost" if self.uds else self.address
         key = parse_api_key(api_key or "").encode()
         # As bytes: httpx accepts only ASCII in a str.
@@ -95,10 +96,15 @@ def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run
 
 
 def resume_call(
-    tags: Iterable[str] | None, wait_for_memory_s: float | None, wait: bool, *, run_async: bool = False
+    tags: Iterable[str] | None,
+    wait_for_memory_s: float | None,
+    wait: bool,
+    verify: str | None = None,
+    *,
+    run_async: bool = False,
 ) -> Call:
     """Return the call of a resume."""
-    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait}
+    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "verify": verify}
     return operation_call("/resume_memory_occupation", tags, options, run_async=run_async)
 
 

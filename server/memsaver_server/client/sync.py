@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,12 +41,15 @@ class Client:
     """Client of one service. Use it in one event loop.
 
     Args:
-        url: the service's address, ``http://host:port`` or ``unix:///path``. Ignored if ``uds`` is given.
+        url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``. Ignored if ``uds``
+            is given.
         uds: path of the service's Unix socket.
         api_key: sent as ``Authorization: Bearer``.
         timeout_s: limit of connecting, and of one attempt of a call that answers at once, in seconds.
         operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
         attempts: how often a call is sent in total, if repeating it is safe.
+        verify: checks the certificate of an ``https`` address; False accepts any. The default trusts the system's
+            authorities, or those of the file that SSL_CERT_FILE names.
         transport: another httpx transport, e.g. to reach an ASGI app.
 
     Every method raises UnreachableError if no answer came, and an AnswerError if the answer is not a success.
@@ -60,6 +64,7 @@ class Client:
         timeout_s: float = 10.0,
         operation_timeout_s: float | None = 600.0,
         attempts: int = 3,
+        verify: ssl.SSLContext | bool = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
@@ -67,7 +72,7 @@ class Client:
         self._http = httpx.Client(
             base_url=self._target.base_url,
             headers=self._target.headers,
-            transport=transport or httpx.HTTPTransport(uds=self._target.uds),
+            transport=transport or httpx.HTTPTransport(uds=self._target.uds, verify=verify),
         )
 
     @property
@@ -94,25 +99,36 @@ class Client:
         return parse(AcceptedAnswer, self._send(release_call(tags, options, run_async=True)))
 
     def resume(
-        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
     ) -> OperationAnswer:
         """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
 
         Args:
             wait_for_memory_s: how long to retry while other processes hold the device's memory, seconds.
             wait: wait for a conflicting operation instead of raising ConflictError.
+            verify: ``"token"``: fail if a fixed prompt gives other tokens than before the release.
 
         Raises:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        return parse(OperationAnswer, self._send(resume_call(tags, wait_for_memory_s, wait)))
+        return parse(OperationAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, verify)))
 
     def start_resume(
-        self, tags: Iterable[str] | None = None, *, wait_for_memory_s: float | None = None, wait: bool = False
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return parse(AcceptedAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, run_async=True)))
+        return parse(AcceptedAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, verify, run_async=True)))
 
     def occupation(self) -> OccupationAnswer:
         """Return what the engine holds on its devices now."""
@@ -125,6 +141,14 @@ class Client:
     def operation(self, operation_id: str) -> OperationStatusAnswer:
         """Return the status of one operation."""
         return parse(OperationStatusAnswer, self._send(Call("GET", f"/operations/{operation_id}")))
+
+    def cancel(self, operation_id: str) -> OperationStatusAnswer:
+        """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+        """
+        return parse(OperationStatusAnswer, self._send(Call("DELETE", f"/operations/{operation_id}", long=True)))
 
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended."""

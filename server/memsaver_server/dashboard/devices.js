@@ -21,7 +21,7 @@ export function deviceView(now, { tags, devices }) {
     el(
       "tr",
       {},
-      el("th", { scope: "row" }, el("i", { class: `swatch ${colour}`, "aria-hidden": "true" }), name),
+      el("th", { scope: "row", class: "clamped", title: name }, el("i", { class: `swatch ${colour}`, "aria-hidden": "true" }), name),
       el("td", { class: "number" }, size(bytes)),
       el("td", { class: "number quiet" }, percent(bytes, now.total_bytes)),
     );

@@ -17,12 +17,12 @@ function headers() {
   return bytes.length ? { Authorization: `Bearer ${String.fromCharCode(...bytes)}` } : {};
 }
 
-/** POST to one of the memory paths; returns the answer, or throws its message. */
-export async function post(path, body) {
+/** Call one of the paths; returns the answer, or throws its message. */
+export async function call(method, path, body) {
   const answer = await fetch(path, {
-    method: "POST",
+    method,
     headers: { "Content-Type": "application/json", ...headers() },
-    body: JSON.stringify(body),
+    body: body && JSON.stringify(body),
   });
   if (answer.status === 401) throw new Refused("the key is wrong");
   const content = await answer.json().catch(() => ({}));

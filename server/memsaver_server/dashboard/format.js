@@ -35,8 +35,11 @@ export function percent(part, whole) {
   return whole > 0 ? `${((100 * part) / whole).toFixed(1)} %` : "";
 }
 
+const LONGEST = 48;
+
+/** The tags' names, long ones cut; the panel "Tags" has each in full. */
 export function tagList(tags) {
-  return tags ? tags.join(", ") : "all";
+  return tags?.map((tag) => (tag.length > LONGEST ? `${tag.slice(0, LONGEST - 1)}…` : tag)).join(", ") ?? "all";
 }
 
 /** el("td", {class: "number"}, "12 MiB"): an element with attributes and children; text is never parsed as markup. */

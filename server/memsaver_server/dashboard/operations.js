@@ -5,8 +5,8 @@ import { clock, difference, duration, el, size, tagList } from "./format.js";
 const COLUMNS = 6;
 const PHASE_COLUMNS = { Phase: null, Time: "number", "In use before": "number wide", After: "number", Change: "number" };
 
-/** Rows for `operations`, newest first; `open` has the ids of open rows, `toggle(id)` changes it. */
-export function operationRows(operations, open, toggle) {
+/** Rows for `operations`, newest first; `open` has the ids of open rows, `toggle(id)` changes it, `cancel(id)` cancels. */
+export function operationRows(operations, open, cancel, toggle) {
   return operations.flatMap((operation) => {
     const id = operation.operation_id;
     const isOpen = open.has(id);
@@ -36,14 +36,16 @@ export function operationRows(operations, open, toggle) {
       el("td", { class: "number" }, moved(operation)),
       el("td", { class: "number" }, operation.status === "queued" ? "" : duration(operation.seconds)),
     );
-    return isOpen ? [row, details(operation)] : [row];
+    return isOpen ? [row, details(operation, cancel)] : [row];
   });
 }
 
 function outcome({ status, phase, answer }) {
   if (status === "failed") return el("span", { class: "outcome bad" }, answer?.error?.type?.replaceAll("_", " ") ?? "failed");
   if (status === "running") return el("span", { class: "outcome busy" }, phase || "running");
+  if (status === "cancelled") return el("span", { class: "outcome" }, "cancelled");
   if (status === "queued") return el("span", { class: "outcome busy" }, "queued");
+  if (status === "cancelled") return el("span", { class: "outcome quiet" }, "cancelled");
   return el("span", { class: "outcome good" }, "done");
 }
 
@@ -52,7 +54,7 @@ function moved({ answer, status }) {
   return difference(answer.resumed_bytes - answer.released_bytes);
 }
 
-function details(operation) {
+function details(operation, cancel) {
   const devices = new Set(operation.phases.flatMap((phase) => phase.devices.map((device) => device.index)));
   const rows = operation.phases.flatMap((phase) =>
     phase.devices.map((device, number) =>
@@ -76,7 +78,10 @@ function details(operation) {
     el(
       "td",
       { colspan: COLUMNS },
-      el("p", {}, operation.answer?.message ?? (operation.status === "queued" ? "queued" : "in progress")),
+      el("p", {}, operation.answer?.message ?? operation.status),
+      operation.status === "queued"
+        ? el("button", { type: "button", class: "small", onclick: () => cancel(operation.operation_id) }, "Cancel")
+        : null,
       rows.length
         ? el(
             "table",
@@ -87,7 +92,7 @@ function details(operation) {
         : null,
       el(
         "p",
-        { class: "quiet one-line", title: operation.client },
+        { class: "quiet" },
         `${operation.operation_id} of ${tagList(operation.tags)}, requested by ${operation.client} at ${clock(operation.created_at)}`,
       ),
     ),

@@ -2,9 +2,10 @@
 
 import { Chart } from "./chart.js";
 import { deviceView } from "./devices.js";
-import { Refused, follow, key, post } from "./feed.js";
+import { Refused, call, follow, key } from "./feed.js";
 import { duration, el, size, tagList } from "./format.js";
 import { operationRows } from "./operations.js";
+import { rankRows } from "./ranks.js";
 import { tagRows } from "./tags.js";
 import { operationView, rangeView } from "./timeline.js";
 
@@ -88,6 +89,7 @@ follow("dashboard/feed", {
     drawState();
     drawDevices();
     drawTags();
+    drawRanks();
     drawProgress();
     drawOperations();
     drawCharts();
@@ -132,7 +134,7 @@ function drawState() {
       : admits
         ? "requests are accepted"
         : `requests are refused: ${reason}`;
-    $("admission").title = reason;
+    $("admission").dataset.open = String(admits || !occupation.enabled);
   }
   const idle = connected && occupation?.enabled && !running();
   const any = (field) => Boolean(occupation?.tags.some((tag) => tag[field] > 0));
@@ -167,6 +169,13 @@ function drawTags() {
     (inFiles ? `, ${size(inFiles)} in files.` : ".");
 }
 
+/** The processes of an engine, if it has several. */
+function drawRanks() {
+  const ranks = occupation.ranks ?? [];
+  $("ranks-panel").hidden = ranks.length < 2;
+  redraw($("ranks"), ranks, () => rankRows(ranks));
+}
+
 function drawProgress() {
   const operation = running();
   $("progress").hidden = !operation;
@@ -191,7 +200,7 @@ function drawOperations() {
   $("no-operations").hidden = list.length > 0;
   const isOpen = new Set(open.size ? open : list.slice(0, 1).map((latest) => latest.operation_id));
   redraw($("operations"), [list, [...isOpen]], () =>
-    operationRows(list, isOpen, (id) => {
+    operationRows(list, isOpen, cancel, (id) => {
       open = new Set(isOpen);
       if (open.delete(id)) {
         open.add("none");
@@ -240,6 +249,7 @@ const actions = {
   release: () => confirmRelease(null),
   hibernate: () => confirmRelease(null, { hibernate: true }),
   resume: () => send("resume", {}),
+  cancel: () => running() && cancel(running().operation_id),
 };
 for (const [id, act] of Object.entries(actions)) $(id).addEventListener("click", () => may($(id)) && act());
 
@@ -261,13 +271,21 @@ function confirmRelease(tags, { hibernate = false } = {}) {
   dialog.showModal();
 }
 
-async function send(operation, body) {
+function send(operation, body) {
+  return attempt(operation, "POST", `${operation}_memory_occupation`, body);
+}
+
+function cancel(id) {
+  return attempt("cancel", "DELETE", `operations/${id}`);
+}
+
+async function attempt(what, method, path, body) {
   say("", "operation");
   try {
-    await post(`${operation}_memory_occupation`, body);
+    await call(method, path, body);
   } catch (error) {
     const hint = error instanceof Refused ? " Reload the page to enter it." : "";
-    say(`Could not ${operation}: ${error.message}.${hint}`, "operation");
+    say(`Could not ${what}: ${error.message}.${hint}`, "operation");
   }
 }
 

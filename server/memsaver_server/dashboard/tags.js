@@ -25,8 +25,13 @@ export function tagRows(tags, busy, act) {
     return el(
       "tr",
       {},
-      el("th", { scope: "row" }, swatch, tag.tag),
-      el("td", {}, el("span", { class: "state small", "data-state": tag.state }, tag.state)),
+      el("th", { scope: "row", class: "one-line", title: tag.tag }, swatch, tag.tag),
+      el(
+        "td",
+        {},
+        el("span", { class: "state small", "data-state": tag.state }, tag.state),
+        tag.content === "lost" ? el("span", { class: "state small", "data-state": "failed" }, "content lost") : null,
+      ),
       el("td", { class: "wide" }, tag.restore),
       el("td", { class: "number wide" }, size(tag.bytes)),
       el("td", { class: "number" }, size(tag.resident_bytes + tag.retained_bytes)),

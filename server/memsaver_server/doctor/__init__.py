@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 
 from memsaver_server.doctor import cuda, software
 from memsaver_server.doctor.finding import Finding, Level, Machine, look
+from memsaver_server.missing_package import missing_package
 
 __all__ = ["Finding", "Level", "examine"]
 
 _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     software.check_python,
     software.check_torch,
+    software.check_extras,
     software.check_settings,
     software.check_core,
     cuda.check_cuda_driver,
@@ -26,6 +28,9 @@ _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     cuda.check_module_loading,
     software.check_host_driver,
     software.check_host_memory,
+    software.check_backup_folder,
+    software.check_key,
+    software.check_port,
 )
 
 
@@ -37,6 +42,8 @@ def examine() -> tuple[Finding, ...]:
         subject = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             findings.extend(check(machine))
+        except ModuleNotFoundError as error:
+            findings.append(Finding(subject, Level.BLOCKED, "could not be checked", missing_package(error, "server")))
         except Exception as error:
             if isinstance(error, ValueError) and any(one.level is Level.BLOCKED for one in findings):
                 continue  # an invalid setting, which is reported already

@@ -1,52 +1,105 @@
-"""Who may call: API key, browser origin, and the addresses that need no key."""
+"""Who may call: keys, browsers, and the addresses that need no key."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import Request
+from pydantic import SecretStr
 
 from memsaver_core.errors import ConfigurationError
 from memsaver_server.http.errors import ForbiddenError, UnauthorizedError
 from memsaver_server.settings import Settings
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-def has_valid_key(request: Request, key: str) -> bool:
+
+def reads_only(endpoint: Endpoint) -> Endpoint:
+    """Mark a route that changes nothing: the read-only key suffices for it."""
+    endpoint.__dict__["reads_only"] = True
+    return endpoint
+
+
+def has_valid_key(request: Request, key: SecretStr | None) -> bool:
     """Return whether the request carries ``key``. Compares in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Headers are decoded as Latin-1, in which the last byte of a UTF-8 key may be white space: strip only " \t".
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip(" \t").encode("latin-1"), key.encode())
+    sent = given.strip(" \t").encode("latin-1")
+    return key is not None and scheme.lower() == "bearer" and hmac.compare_digest(sent, key.get_secret_value().encode())
 
 
-def check_key(request: Request, settings: Settings) -> None:
-    """Check the caller's key, if one is set.
+def check_key(request: Request, settings: Settings, *, reads: bool = False) -> None:
+    """Check the caller's key, or without one that the caller is on this machine.
+
+    Args:
+        reads: the read-only key suffices, even if the route is not marked ``reads_only``.
 
     Raises:
-        UnauthorizedError: it is missing or wrong.
+        UnauthorizedError: the key is missing or wrong.
+        ForbiddenError: the key may only read; or none is set, and the caller is not on this machine.
     """
-    if settings.api_key is not None and not has_valid_key(request, settings.api_key.get_secret_value()):
-        raise UnauthorizedError("this server requires a key; send it as 'Authorization: Bearer KEY'")
+    if settings.api_key is None:
+        if not _is_local(request.scope):
+            raise ForbiddenError(
+                "without a key this server accepts only callers on its own machine, through a loopback address or a "
+                "Unix socket; set MEMSAVER_API_KEY",
+                "not_local",
+            )
+    elif has_valid_key(request, settings.read_key):
+        if not (reads or _only_reads(request)):
+            raise ForbiddenError("this key may only read; this call needs the one in MEMSAVER_API_KEY", "read_only")
+    elif not has_valid_key(request, settings.api_key):
+        raise UnauthorizedError(
+            "this server requires a key; send it as 'Authorization: Bearer KEY'",
+            "wrong_key" if "authorization" in request.headers else "no_key",
+        )
 
 
-def check_origin(request: Request, settings: Settings) -> None:
+def check_browser(request: Request, settings: Settings) -> None:
     """Refuse requests that a browser sends for another site's page, which could otherwise release a local engine.
 
     Raises:
-        ForbiddenError: the browser names another site as the origin, or the Host header may be another site's.
+        ForbiddenError: the page or the name that the browser reached us by is another site's, or it only prefetches.
     """
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise ForbiddenError("a page of another site may not call this server")
-    # DNS rebinding: a site can resolve its own name to this machine, which makes its pages same-origin. It cannot do
-    # that with an address or a name without a dot.
-    name = _host_of(request)
-    local, _ = request.scope.get("server") or ("", None)
-    ours = _is_address(name) or "." not in name or name.endswith(".localhost")
-    if settings.api_key is None and _is_loopback(local) and not ours:
+        raise ForbiddenError("a page of another site may not call this server", "other_site")
+    if any("prefetch" in request.headers.get(name, "").lower() for name in ("sec-purpose", "purpose", "x-moz")):
+        raise ForbiddenError("a browser may not call this server before its user does", "prefetch")
+    if settings.api_key is None:  # a browser has no key to send
+        _check_host(request, settings)
+        _check_page(request)
+
+
+def _check_host(request: Request, settings: Settings) -> None:
+    """Refuse names and addresses that are not ours: a site can let its own name lead to this machine.
+
+    Browsers let such pages call this machine by ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, without ``Sec-Fetch-Site``.
+    """
+    name, (_, port) = _host_of(request), _server(request.scope)
+    ours = {"localhost", *(each.strip().lower() for each in settings.hosts.split(","))}
+    if name and port is not None and name not in ours and not _is_loopback(name):
         raise ForbiddenError(
-            f"without a key this server accepts requests to its address or to localhost, not to {name!r}; "
-            "to serve under that name, set MEMSAVER_API_KEY"
+            f"without a key this server accepts requests to localhost or a loopback address, not to {name!r}; to serve "
+            "under that name, add it to MEMSAVER_HOSTS or set MEMSAVER_API_KEY",
+            "other_host",
+        )
+
+
+def _check_page(request: Request) -> None:
+    """Refuse the pages of others. To most hosts browsers send no ``Sec-Fetch-Site`` over plain HTTP."""
+    headers = request.headers
+    pages = [headers[name] for name in ("origin", "referer") if name in headers]
+    if any(_host_and_port(page) != headers.get("host", "").lower() for page in pages):
+        raise ForbiddenError("a page of another site may not call this server", "other_site")
+    is_browser = request.method in ("GET", "HEAD") and headers.get("user-agent", "").startswith("Mozilla/")
+    if is_browser and not (pages or "sec-fetch-site" in headers or _only_reads(request)):
+        raise ForbiddenError(
+            "a browser that does not say which page calls may not change anything; use the dashboard, or curl",
+            "other_site",
         )
 
 
@@ -68,6 +121,28 @@ def caller(request: Request) -> str:
     return f"{address} {request.headers.get('user-agent', '')[:120]}".strip()
 
 
+def _only_reads(request: Request) -> bool:
+    return getattr(request.scope.get("endpoint"), "reads_only", False)
+
+
+def _is_local(scope: Mapping[str, Any]) -> bool:
+    """Whether the connection ends at a loopback address or a Unix socket. Unknown, as of a server that does not tell
+    the connection's address, is no."""
+    address, port = _server(scope)
+    if port is None:
+        return bool(address) and not _is_address(address)
+    return _is_loopback(address)
+
+
+def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the local address of the connection and its port; or a Unix socket's path, and None.
+
+    IPv4 through a socket of both families is told as IPv4.
+    """
+    host, port = scope.get("server") or ("", None)
+    return host.removeprefix("::ffff:"), port
+
+
 def _host_of(request: Request) -> str:
     """Return the Host header without its port, or an empty string."""
     host = request.headers.get("host", "")
@@ -75,6 +150,14 @@ def _host_of(request: Request) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:  # brackets without an address
         return host
+
+
+def _host_and_port(page: str) -> str:
+    """Return host and port of a page's address or origin; something that is no host if the page hides its origin."""
+    try:
+        return urlsplit(page).netloc.lower()
+    except ValueError:
+        return "null"
 
 
 def _is_address(host: str) -> bool:
@@ -86,4 +169,6 @@ def _is_address(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    """Whether ``host`` is in 127.0.0.0/8 or is ::1."""
+    address = ipaddress.ip_address(host) if _is_address(host) else None
+    return address is not None and address.is_loopback and getattr(address, "ipv4_mapped", None) is None

@@ -1,23 +1,32 @@
 """Limits on connections, which cost the engine's process file descriptors before a caller has shown a key.
 
-uvicorn limits neither their number nor the time that a request may take to arrive.
+uvicorn limits neither their number nor the time that a request may take to arrive. At the limit, a new connection
+replaces the one that has waited longest for its caller, and while nearly all have a request in progress, only probes
+are answered: however many callers there are, an orchestrator sees that the engine lives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 import h11
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from memsaver_server.http.errors import ErrorResponse
+from memsaver_server.metrics import ConnectionFigures
 
 #: Concurrent connections at most, and no more than half of the files that the process may open.
 MAX_CONNECTIONS = 4096
+#: Of the connections that are allowed, one in so many is for probes if all others have a request in progress.
+PROBE_SHARE = 64
+PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 #: Time limit for a request line and headers from their first byte on, and for the first byte of a connection.
 HEADERS_S = 30.0
 #: Minimum upload rate of a body: BODY_BYTES per BODY_S. There is no limit on its total time.
@@ -27,6 +36,45 @@ BODY_BYTES = 64 << 10
 REST_S = 5.0
 
 
+class Connections:
+    """The open connections of a service: busy ones, which have a request in progress, and those that wait for their
+    caller: for a complete request head, or until it reads."""
+
+    def __init__(self) -> None:
+        self.figures = ConnectionFigures()
+        #: In the order in which they began to wait.
+        self._waiting: dict[LimitedProtocol, None] = {}
+        self._busy: set[LimitedProtocol] = set()
+
+    def note(self, connection: LimitedProtocol, *, waits: bool) -> None:
+        """Take note of a connection that is new, or begins or ceases to wait for its caller."""
+        if waits != (connection in self._waiting):
+            self.forget(connection)
+            if waits:
+                self._waiting[connection] = None
+            else:
+                self._busy.add(connection)
+            self._count()
+
+    def forget(self, connection: LimitedProtocol) -> None:
+        self._waiting.pop(connection, None)
+        self._busy.discard(connection)
+        self._count()
+
+    def make_room(self) -> None:
+        """Drop connections over the limit: of those that wait, the one that began first. It may be the newest."""
+        while self._waiting and len(self._waiting) + len(self._busy) > max_connections():
+            next(iter(self._waiting)).drop("evicted")
+
+    def is_crowded(self) -> bool:
+        """Whether what is left is for probes."""
+        most = max_connections()
+        return len(self._busy) >= most - max(1, most // PROBE_SHARE)
+
+    def _count(self) -> None:
+        self.figures.open = {"waiting": len(self._waiting), "busy": len(self._busy)}
+
+
 class LimitedProtocol(H11Protocol):
     """uvicorn's protocol with a limit on connections and time limits on requests."""
 
@@ -34,16 +82,24 @@ class LimitedProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _received = 0
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = logging.getLogger("memsaver")  # not uvicorn's, whose handlers may block the event loop
+        self.access_log = False
+        self._counted: Connections = self.config.app.state.memsaver.connections  # type: ignore[union-attr]
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        if len(self.connections) > max_connections():
-            transport.close()
-        else:
-            self._expect("headers")
+        self._counted.note(self, waits=True)
+        self._expect("headers")
+        self._counted.make_room()
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
+        if self.conn.their_state is h11.IDLE:
+            self.app = self._answer_probes if self._counted.is_crowded() else self.config.loaded_app
         super().data_received(data)
+        self._note()
         if self.conn.their_state is h11.IDLE:
             self._expect("headers")
         elif self.conn.their_state is h11.SEND_BODY:
@@ -53,12 +109,42 @@ class LimitedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._note()
         if self.conn.their_state is h11.SEND_BODY:
             self._expect_body()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect("")
+        self._counted.forget(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._note()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._note()
+
+    def drop(self, reason: str) -> None:
+        """End the connection at once, without waiting until the caller has read what was sent to it."""
+        self._counted.figures.ended[reason] += 1
+        self._counted.forget(self)
+        self.transport.abort()
+
+    def _note(self) -> None:
+        if not self.transport.is_closing():
+            is_answering = self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+            self._counted.note(self, waits=self.flow.write_paused or not is_answering)
+
+    async def _answer_probes(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application while nearly all connections have a request in progress."""
+        if scope["path"] in PROBES:
+            await self.config.loaded_app(scope, receive, send)
+        else:
+            response = ErrorResponse(503, "too_many_connections", "too many requests are in progress; repeat later")
+            headers = {"Connection": "close", "Retry-After": "1"}
+            await JSONResponse(response.body(), response.status, headers)(scope, receive, send)
 
     def _expect_body(self) -> None:
         self._expect("rest" if self.conn.our_state is h11.DONE else "body")
@@ -74,16 +160,17 @@ class LimitedProtocol(H11Protocol):
         if awaited == "body":
             self._timer = self.loop.call_later(BODY_S, self._check_rate, self._received)
         elif awaited:
-            # Not close(), which would wait until the caller has read all that was sent to it.
-            self._timer = self.loop.call_later(HEADERS_S if awaited == "headers" else REST_S, self.transport.abort)
+            limit_s = HEADERS_S if awaited == "headers" else REST_S
+            self._timer = self.loop.call_later(limit_s, self.drop, f"{awaited}_late")
 
     def _check_rate(self, before: int) -> None:
         """Check the upload rate; ``before`` is the count of received bytes at the last check."""
         if self._received - before >= BODY_BYTES or self.flow.read_paused:  # paused: we do not read
             self._timer = self.loop.call_later(BODY_S, self._check_rate, self._received)
         elif self.cycle.response_started:
-            self.transport.abort()
+            self.drop("body_late")
         else:
+            self._counted.figures.ended["body_late"] += 1
             wanted = f"send all of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
             self._end_with(ErrorResponse(408, "body_late", f"the body was sent too slowly; {wanted}"))
 

@@ -15,18 +15,22 @@ class BadRequestError(MemsaverError):
     status = 400
 
 
+@dataclass(eq=False, repr=False)
 class UnauthorizedError(MemsaverError):
-    """The key is missing or wrong."""
+    """The key is missing or wrong; ``reason`` says which, in one word."""
 
     kind = "unauthorized"
     status = 401
+    reason: str
 
 
+@dataclass(eq=False, repr=False)
 class ForbiddenError(MemsaverError):
-    """A browser sent the request on behalf of another site."""
+    """The caller may not do this, or a browser sent the request for another site; ``reason`` says why, in one word."""
 
     kind = "forbidden"
     status = 403
+    reason: str
 
 
 class NotFoundError(MemsaverError):

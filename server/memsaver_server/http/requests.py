@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
@@ -14,12 +13,13 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from memsaver_server.http.auth import check_key, check_origin
+from memsaver_server.http.auth import check_browser, check_key
 from memsaver_server.http.errors import BadRequestError, BodyTooLargeError
 from memsaver_server.http.service import Service
 from memsaver_server.http.unknown_fields import check_names
 from memsaver_server.schemas import ErrorAnswer, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
 
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
@@ -108,7 +108,7 @@ async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any
     try:
         if limit is None:
             _check_few_values(body)
-        value = _parse(body) if len(body) < LARGE_BYTES else await asyncio.to_thread(_parse, body)
+        value = _parse(body) if len(body) < LARGE_BYTES else await in_thread(_parse, body)
     except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     if value is None:
@@ -182,15 +182,15 @@ ResumeOf = Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
 
 
 async def guard(request: Request) -> None:
-    """Require the key, and refuse requests of other sites' pages."""
-    check_origin(request, service_of(request).settings)
+    """Require the key, and refuse requests of other sites' pages. For routes marked ``reads_only`` each key will do."""
+    check_browser(request, service_of(request).settings)
     check_key(request, service_of(request).settings)
 
 
 async def guard_probes(request: Request) -> None:
     """Require the key for probes and metrics only with the setting ``protect_probes``."""
     if service_of(request).settings.protect_probes:
-        check_key(request, service_of(request).settings)
+        check_key(request, service_of(request).settings, reads=True)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
@@ -214,7 +214,10 @@ Responses = dict[int | str, dict[str, Any]]
 ERROR_RESPONSES: Responses = {
     400: {"model": ErrorAnswer, "description": "The request is invalid; nothing was changed."},
     401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
-    403: {"model": ErrorAnswer, "description": "A browser sent the request for another site."},
+    403: {
+        "model": ErrorAnswer,
+        "description": "The key may only read, or a browser sent the request for another site.",
+    },
     408: {"model": ErrorAnswer, "description": "The body was sent too slowly."},
     409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},

@@ -30,7 +30,9 @@ def operation_answer(operation: Operation) -> dict[str, Any]:
             "seconds": operation.seconds,
             "phases": [phase_answer(phase) for phase in operation.phases],
         }
-        body = error_response(operation.error).body()
+        response = error_response(operation.error)
+        body = response.body()
+        body["error"]["status"] = response.status  # for readers of the operation, whose own status is 200
         if operation.failed_phase:
             body["error"].setdefault("phase", operation.failed_phase)
         return {**body, **about}
@@ -83,7 +85,6 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
 
 def operation_status(operation: Operation) -> dict[str, Any]:
     """Return an operation in any status."""
-    done = operation.status in ("succeeded", "failed")
     return {
         "operation_id": operation.id,
         "operation": operation.request.operation,
@@ -92,13 +93,14 @@ def operation_status(operation: Operation) -> dict[str, Any]:
         "stalled": stalled(operation),
         "tags": list(operation.request.tags) or None,
         "client": operation.client,
+        "callers": operation.callers,
         "created_at": operation.created_at,
         "started_at": operation.started_at,
         "finished_at": operation.finished_at,
         "seconds": operation.elapsed_s(),
         "progress": progress(operation),
         "phases": [phase_answer(phase) for phase in operation.phases],
-        "answer": operation_answer(operation) if done else None,
+        "answer": operation_answer(operation) if operation.has_ended else None,
     }
 
 

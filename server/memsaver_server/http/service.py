@@ -12,23 +12,29 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_core import MemsaverError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_server import audit, tracing
+from memsaver_server import tracing
+from memsaver_server.audit import AuditLog
 from memsaver_server.device_monitor import DeviceMonitor
 from memsaver_server.dry_run import plan_release, plan_resume
 from memsaver_server.engine import DrainMode, Engine, memory_of
 from memsaver_server.http.auth import caller
+from memsaver_server.http.connection_limits import Connections
 from memsaver_server.http.errors import error_response
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
 from memsaver_server.http.serializers import accepted_answer, operation_answer, plan_answer
 from memsaver_server.lifecycle import Lifecycle
+from memsaver_server.log_output import relay
 from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
 from memsaver_server.schemas import ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
 
 #: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
 STALL_CHECK_S = 0.5
+#: Time for the lines of the audit file to be written when the service closes, seconds.
+AUDIT_CLOSE_S = 1.0
 
 
 class PhaseTimeoutError(MemsaverError):
@@ -63,11 +69,14 @@ class Service:
     """One engine, served."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
+        relay()
         self.engine = engine
         self.settings = settings
+        self.audit = AuditLog(settings.audit_file)
         self.monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
-        self.metrics = Metrics(self.monitor, self.lifecycle)
+        self.connections = Connections()
+        self.metrics = Metrics(self.monitor, self.lifecycle, self.connections.figures)
         self.nonces = NonceCache()
         self.fair_queue = FairQueue()
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
@@ -78,6 +87,7 @@ class Service:
         self.closing.set()
         self.monitor.stop()
         self.lifecycle.operations.close()
+        self.audit.close(AUDIT_CLOSE_S)
 
     async def release(self, request: Request, fields: ReleaseFields) -> Operation:
         """Start a release or join the one in flight; wait for its end unless ``fields.run_async``.
@@ -106,11 +116,12 @@ class Service:
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
         """See Lifecycle.pause."""
-        await asyncio.to_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+        await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
 
     def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
         options = ReleaseOptions.of(**fields.core_options())
-        return ReleaseRequest(options, self._drain_timeout_s(fields.timeout_s), fields.mode, fields.at_least_bytes)
+        timeout_s, verify = self._drain_timeout_s(fields.timeout_s), fields.verify is not None
+        return ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes, verify)
 
     def _drain_timeout_s(self, asked_s: float | None) -> float:
         return self.settings.drain_timeout_s if asked_s is None else asked_s
@@ -127,7 +138,7 @@ class Service:
             raise
         self._log_stalls(operation)
         if not run_async:
-            await self._finished(operation)
+            await self.finished(operation)
         return operation
 
     def _log_stalls(self, operation: Operation) -> None:
@@ -138,9 +149,14 @@ class Service:
         self._stall_loggers[operation.id] = task
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
-    async def _finished(self, operation: Operation) -> None:
-        """Wait until ``operation`` has ended, the operation in progress stalls, or a rank of the engine has ended: the
-        drain of an engine that lost a rank may take long."""
+    async def finished(self, operation: Operation) -> None:
+        """Wait until ``operation`` has ended.
+
+        Raises:
+            PhaseTimeoutError: the operation in progress stalls.
+            ServerEndsError: the server shuts down first.
+            Also the error of a rank of the engine that has ended, whose drain may take long.
+        """
         ended = operation.ended()
         while not ended.done():
             try:
@@ -163,14 +179,15 @@ class Service:
     def _record(self, operation: Operation) -> None:
         outcome = "success" if operation.error is None else error_response(operation.error).kind
         self.metrics.record(operation, outcome)
-        audit.record(operation, outcome)
+        self.audit.record(operation, outcome)
         tracing.record(operation, outcome)
         if operation.phases:
             self.monitor.note(operation.phases[-1].devices)
 
 
 def _resume_request(fields: ResumeFields) -> ResumeRequest:
-    return ResumeRequest(ResumeOptions(**fields.core_options()), fields.wait_for_memory_s)
+    options = ResumeOptions(**fields.core_options())
+    return ResumeRequest(options, fields.wait_for_memory_s, fields.verify is not None)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

@@ -90,9 +90,9 @@ class Group:
         self.devices = RankDevices(self.ranks)
         self.progress = GroupProgress([rank.progress for rank in self.ranks])
         self._ended: set[int | None] = set()
-        seen = {self.ranks[rank].pid: self.name(rank) for rank in self.progress.seen}
-        self._names = {pid: name for pid, name in seen.items() if pid is not None}
-        self._names |= {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._closed = False
+        self._names = {pid: f"{name} (process {pid})" for name, pid in processes.items()}
+        self._names |= {self.ranks[rank].pid or 0: self.name(rank) for rank in self.progress.seen}
         self._watch = ProcessWatch(self._names, self._note_end)
 
     def name(self, rank: int) -> str:
@@ -125,6 +125,10 @@ class Group:
             for rank, (told, status) in pairs
         )
 
+    def close(self) -> None:
+        """From now on the end of a process is no failure: the engine ends them."""
+        self._closed = True
+
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once the group has failed, at once if it has."""
         self._failed.add_done_callback(lambda _: call())
@@ -136,10 +140,11 @@ class Group:
     def fail(self, cause: str) -> GroupFailedError:
         """Refuse all operations from now on, those that are waited for included. The first cause is the one told."""
         with self._failing:
-            if not self.failure:
-                self.failure = f"{cause}; restart the engine"
-                logger.error("the engine's ranks have failed: %s", self.failure)
-                self._failed.set_result(None)
+            first = not self.failure
+            self.failure = self.failure or f"{cause}; restart the engine"
+        if first:
+            logger.error("the engine's ranks have failed: %s", self.failure)
+            self._failed.set_result(None)
         return GroupFailedError(self.failure)
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
@@ -160,6 +165,9 @@ class Group:
         except Exception as error:
             raise self.fail(f"the engine's ranks cannot be reached for the {self.step}: {error}") from error
         self._statuses = [answer.status for answer in answers]
+        for rank, answer in enumerate(answers):
+            if answer.report is not None:
+                self.devices.note(rank, answer.report.devices)
         return answers
 
     def wait(self, call: Future[_T], limit_s: float | None = None) -> _T:
@@ -201,6 +209,8 @@ class Group:
 
     def _note_end(self, pid: int) -> None:
         """A process has ended; called by the watch."""
+        if self._closed:
+            return
         self._ended.add(pid)
         during = f" during the {self.step}" if self.step else ""
         self.fail(f"{self._names[pid]} has ended{during}")

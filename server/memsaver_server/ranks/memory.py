@@ -19,7 +19,7 @@ from memsaver_core import PhaseLog
 from memsaver_core.device_memory import read_again
 from memsaver_core.errors import MemsaverError, UnknownTagError, UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
-from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_any
+from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
 from memsaver_core.ranks.protocol import (
     Answer,
     HibernationStep,
@@ -60,15 +60,23 @@ class RankMemory:
         self._began = 0.0
         #: The policies that a release of these tags had instead of their own.
         self._overrides: dict[str, RestorePolicy] = {}
+        self._lost: set[str] = set()
 
     @property
     def failure(self) -> str:
         """Why no operation is possible any more, or an empty string."""
         return self._group.failure
 
+    def close(self) -> None:
+        """Call before the engine ends its processes, which is then no failure."""
+        self._group.close()
+
     def on_failure(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once the ranks have failed, from any thread."""
         self._group.on_failure(call)
+
+    def take_lost(self) -> set[str]:
+        lost, self._lost = self._lost, set()
+        return lost
 
     def enabled(self) -> bool:
         return any(rank.pid is not None for rank in self._group.ranks)
@@ -116,7 +124,7 @@ class RankMemory:
         with self._operating("release", log) as steps:
             plans = steps.prepare(PrepareRelease(options))
             if any(status is not None and status.hibernated for status in self._group.statuses):
-                steps.take("release", "pause", partial(self.ask, Release(_awake(options))), list)
+                steps.take("release", "pause", partial(self.ask, Release(_awake(options, options.tags))), list)
             else:
                 self._release(steps, options, self._to_suspend(options, plans))
         self._overrides |= {tag: options.restore[tag] for tag in _released(steps.reports) if tag in options.restore}
@@ -192,7 +200,7 @@ class RankMemory:
 
     def _take_release(self, steps: Steps, what: str, options: ReleaseOptions) -> None:
         before = self._group.statuses
-        undo = partial(self._resume_again, before)
+        undo = partial(self._resume_again, before, options)
         steps.take(f"release of {what}", "pause", partial(self.release_awake, options), undo)
 
     def _take_communicators(
@@ -202,7 +210,7 @@ class RankMemory:
         undo: type[SuspendCommunicators | ResumeCommunicators],
         names: tuple[str, ...],
     ) -> None:
-        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it all come again, as
+        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it, all come again:
         those inside return only when the last one has entered."""
         limit = self._group.deadlines.communicators_s
 
@@ -241,9 +249,11 @@ class RankMemory:
         asked = options.hibernate or not options.tags or COMMUNICATORS in options.tags
         return names if asked else ()
 
-    def _resume_again(self, before: Sequence[Status | None]) -> list[Answer]:
+    def _resume_again(self, before: Sequence[Status | None], options: ReleaseOptions) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""
         tags = _changed(before, self._group.statuses)
+        policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **options.restore}
+        self._lost.update(tag for tag in tags if not keeps_all(policies[tag]))
         return self.ask(Resume(ResumeOptions(tags))) if tags else []
 
     def _release_again(self, before: Sequence[Status | None]) -> list[Answer]:
@@ -277,7 +287,7 @@ class RankMemory:
 _Step = Literal["lock", "checkpoint", "restore", "unlock"]
 
 
-def _awake(options: ReleaseOptions, tags: tuple[str, ...] = (), trim: bool = False) -> ReleaseOptions:
+def _awake(options: ReleaseOptions, tags: tuple[str, ...], trim: bool = False) -> ReleaseOptions:
     """Return ``options`` for a step that releases ``tags`` and no more."""
     restore = {tag: policy for tag, policy in options.restore.items() if tag in tags}
     return replace(options, tags=tags, restore=restore, trim=trim, hibernate=False)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from memsaver_core.ranks.protocol import Introduction
 from memsaver_core.reports import (
-    CommunicatorStatus,
     DeviceDelta,
     DeviceMemory,
     HostBackupStatus,
@@ -50,6 +49,12 @@ class RankDevices:
         """Return the group's number of the device that ``rank`` calls ``index``."""
         return self._numbers[rank].get(index, index)
 
+    def note(self, rank: int, devices: Iterable[DeviceDelta]) -> None:
+        """Take over what ``rank`` counted after a step, which stands where this process cannot read the device."""
+        for device in devices:
+            number = self.number(rank, device.index)
+            self.readings[number] = replace(self.readings[number], used_bytes=device.used_after_bytes)
+
     def merged_status(self, statuses: Sequence[Status | None]) -> Status:
         """Merge what each rank holds; None is a rank that does not use memsaver."""
         told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
@@ -67,7 +72,7 @@ class RankDevices:
             host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
             progress=Progress("", 0, 0, 0, 0.0),
             hibernated=any(status.hibernated for _, status in told),
-            communicators=_merged_communicators(each for _, status in told for each in status.communicators),
+            communicators=tuple(each for _, status in told for each in status.communicators),
         )
 
     def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:
@@ -94,25 +99,6 @@ class RankDevices:
         return replace(
             tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
         )
-
-
-def _merged_communicators(found: Iterable[CommunicatorStatus]) -> tuple[CommunicatorStatus, ...]:
-    """Merge what is about the same communicator: bytes are added up."""
-    merged: dict[str, CommunicatorStatus] = {}
-    for one in found:
-        before = merged.get(one.name)
-        merged[one.name] = (
-            one
-            if before is None
-            else replace(
-                before,
-                suspendable_bytes=before.suspendable_bytes + one.suspendable_bytes,
-                persistent_bytes=before.persistent_bytes + one.persistent_bytes,
-                suspended=before.suspended and one.suspended,
-                obstacle=before.obstacle or one.obstacle,
-            )
-        )
-    return tuple(merged.values())
 
 
 def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
 from memsaver_server.reference.attention import ATTENTION_NAME
+from memsaver_server.reference.tensor_parallel import WHOLE, Partition, Place, divide
 
 # Typed in some versions of transformers and torch only.
 _Models: Any = AutoModelForCausalLM
@@ -24,7 +25,7 @@ _cuda: Any = torch.cuda
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the causal language model in ``folder``, in host memory.
+    """Return the whole causal language model in ``folder``, in host memory.
 
     Not on its device, as transformers loads tensors in threads of its own, which a region does not see.
 
@@ -42,26 +43,40 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
     return _ready(model)
 
 
-def create_random(config_file: Path, device: torch.device, dtype: torch.dtype | None, seed: int) -> Any:
-    """Return a model of the shape in ``config_file`` with random weights, created on ``device``: call it in the region.
+def load_config(path: Path) -> Any:
+    """Return the configuration in ``path``, a file or a checkpoint folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (path / "config.json").is_file() and not path.is_file():
+        raise ValueError(f"{path} does not exist; give the config.json of a model")
+    return AutoConfig.from_pretrained(str(path))
+
+
+def create_random(
+    config_file: Path, device: torch.device, dtype: torch.dtype | None, seed: int, place: Place
+) -> tuple[Any, Partition]:
+    """Return one rank's part of a model of the shape in ``config_file`` with random weights, created on ``device``.
+
+    Call it in the region. The parts of all ranks are together the model that one rank would have.
 
     Raises:
         ValueError: the file is not the configuration of a model that this engine can serve.
     """
-    if not config_file.is_file():
-        raise ValueError(f"{config_file} does not exist; give the config.json of a model")
-    config = AutoConfig.from_pretrained(str(config_file))
+    config = load_config(config_file)
     with torch.device("meta"):
         model = _Models.from_config(
             config, dtype=dtype or config.dtype or torch.float32, attn_implementation=ATTENTION_NAME
         )
     model.tie_weights()
+    partition = divide(model, place)
     _materialize(model, device)
     # For what is computed rather than stored (rotary frequencies and the like); its random numbers are replaced.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.initialize_weights()
-    fill_random(model, seed)
-    return _ready(model)
+    fill_random(model, seed, partition)
+    return _ready(model), partition
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -146,8 +161,11 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                 store[name] = made[id(old)]
 
 
-def fill_random(model: Any, seed: int) -> None:
-    """Fill in seeded weights, large enough that greedy output varies: comparing outputs would else prove little."""
+def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
+    """Fill in seeded weights, large enough that greedy output varies: comparing outputs would else prove little.
+
+    Each rank draws the numbers of the whole model and keeps those of its own part.
+    """
     embedding = model.get_input_embeddings()
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
@@ -155,15 +173,23 @@ def fill_random(model: Any, seed: int) -> None:
             if parameter.device not in generators:
                 generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
             generator = generators[parameter.device]
+            whole = parameter
+            if name in partition.dims:
+                with ms.region("workspace"):  # which uses this memory again
+                    whole = torch.empty(
+                        partition.whole_shape(name, parameter), dtype=parameter.dtype, device=parameter.device
+                    )
             if parameter.dim() >= 2:
                 gain = 1.0 if parameter is embedding.weight else 2.0
-                parameter.normal_(0.0, gain / math.sqrt(parameter.shape[-1]), generator=generator)
+                whole.normal_(0.0, gain / math.sqrt(whole.shape[-1]), generator=generator)
             elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.1, generator=generator)
+                whole.normal_(0.0, 0.1, generator=generator)
+            if whole is not parameter:
+                parameter.copy_(partition.part(name, whole))
 
 
 def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str, Tensor]:
-    """Return the tensors of an update request.
+    """Return the tensors of an update request, whole.
 
     Raises:
         ValueError: the payload is not one base64 safetensors image.
@@ -171,7 +197,7 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
     if load_format not in (None, "auto", "safetensors"):
         raise ValueError(f"load_format {load_format!r} is not supported; send safetensors, with no load_format")
     if isinstance(payloads, str) or len(payloads) != 1:
-        raise ValueError("serialized_named_tensors must be a list of one payload: this engine has one rank")
+        raise ValueError("serialized_named_tensors must be a list of one payload, with the whole tensors")
     try:
         image = base64.b64decode(payloads[0], validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
@@ -187,27 +213,37 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
         raise ValueError(f"the payload is not a safetensors image: {error}") from None
 
 
-def write_tensors(model: nn.Module, given: Mapping[str, Tensor]) -> int:
-    """Copy ``given`` over the model's tensors of the same names, all or none; return how many.
+def check_update(model: nn.Module, given: Mapping[str, Tensor], partition: Partition) -> dict[str, Tensor]:
+    """Return this rank's part of each tensor ``given``, which are whole.
 
     Raises:
-        ValueError: a name or shape differs from the model's; nothing was written.
+        ValueError: a name or shape differs from the model's.
         RuntimeError: the weights are released.
     """
     state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
     if state != "resident":
         raise RuntimeError(f"the weights are {state}; resume them before updating them")
-    # Tied tensors have several names.
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    own = _by_name(model)
     unknown = sorted(set(given) - set(own))
     if unknown:
         raise ValueError(f"the model has no {', '.join(unknown[:8])}; nothing was written")
     for name, tensor in given.items():
-        if own[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {list(own[name].shape)}, not {list(tensor.shape)}; nothing was written")
+        shape = partition.whole_shape(name, own[name])
+        if shape != list(tensor.shape):
+            raise ValueError(f"{name} has shape {shape}, not {list(tensor.shape)}; nothing was written")
+    return {name: partition.part(name, tensor) for name, tensor in given.items()}
+
+
+def write_tensors(model: nn.Module, parts: Mapping[str, Tensor]) -> None:
+    """Copy what `check_update` returned over the model's tensors of the same names."""
+    own = _by_name(model)
     with torch.no_grad():
-        for name, tensor in given.items():
+        for name, tensor in parts.items():
             own[name].copy_(tensor.to(own[name].dtype))
     if any(tensor.device.type == "cuda" for tensor in own.values()):
         torch.cuda.synchronize()
-    return len(given)
+
+
+def _by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by its names; tied ones have several."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}

@@ -16,9 +16,14 @@ import memsaver_core as ms
 from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
 from memsaver_server.reference.checkpoint import check_in_region
 from memsaver_server.reference.requests import Row
-from memsaver_server.reference.sampling import Sampler
+from memsaver_server.reference.sampling import Sampler, Sampling
+from memsaver_server.reference.tensor_parallel import Partition
 
 _cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
+
+#: The tokens of the verification prompt, and of the answer to it; together less than a chunk.
+_VERIFY_PROMPT = 16
+_VERIFY_TOKENS = 8
 
 
 class ModelRunner:
@@ -32,7 +37,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        make_model: Callable[[], Any],
+        make_model: Callable[[], tuple[Any, Partition]],
         *,
         device: torch.device,
         kv_cache_bytes: int,
@@ -41,7 +46,7 @@ class ModelRunner:
         batch_sizes: Sequence[int],
         use_graphs: bool,
     ) -> None:
-        """``make_model`` returns the model, in host memory or on the device.
+        """``make_model`` returns the model, in host memory or on the device, and which part of it this rank holds.
 
         Raises:
             ValueError: the options do not fit the model; the message says which and what would.
@@ -54,13 +59,13 @@ class ModelRunner:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._stream = _cuda.Stream(device) if device.type == "cuda" else None
         with torch.no_grad(), self._on_stream():
-            self.model: Any = self._place(make_model)
+            self.model, self.partition = self._place(make_model)
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
             self._kv_dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
             self.length = self._fit_length(max_len)
             self.stop_ids = _stop_ids(self.model)
             self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-            shapes = self._probe()
+            shapes, self.vocabulary = self._probe()
             self.slots = self._fit_slots(shapes, kv_cache_bytes)
             self._allocate(shapes)
             self._warm_up()
@@ -96,6 +101,18 @@ class ModelRunner:
             self._row_slots[:batch].copy_(inputs[:, 2])
             self._step(batch, 1)
             return self._pick([row.sampler for row in rows])
+
+    def verify_tokens(self) -> list[int]:
+        """Return the tokens that follow a fixed prompt. Uses the spare slot, which no request has."""
+        greedy = Sampler(Sampling())
+        prompt = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
+        token = self.prefill(self.slots, prompt, 0, greedy)
+        assert token is not None
+        tokens = [token]
+        while len(tokens) < _VERIFY_TOKENS:
+            position = len(prompt) + len(tokens) - 1
+            tokens += self.decode([Row(self.slots, position, tokens[-1], greedy)])
+        return tokens
 
     def repair(self, lost: Sequence[str]) -> None:
         """Restore what came back without content under the tags ``lost``.
@@ -159,15 +176,16 @@ class ModelRunner:
 
     # Construction.
 
-    def _place(self, make_model: Callable[[], Any]) -> Any:
+    def _place(self, make_model: Callable[[], tuple[Any, Partition]]) -> tuple[Any, Partition]:
         gc.collect()  # garbage of an earlier engine must not be freed while bytes are counted
         before = next((tag.bytes for tag in ms.status().tags if tag.tag == "weights"), 0)
         with ms.region("weights"):
-            model = make_model().to(self._device)
+            model, partition = make_model()
+            model = model.to(self._device)
         # A region on the host driver does not see what other threads loaded.
         ms.adopt(model, "weights")
         check_in_region(model, "weights", before)
-        return model
+        return model, partition
 
     def _fit_length(self, max_len: int) -> int:
         """Return ``max_len`` limited by the model, in whole chunks."""
@@ -177,22 +195,22 @@ class ModelRunner:
             raise ValueError(f"max_len must be at least {self.chunk} tokens for this engine and model, not {max_len}")
         return length
 
-    def _probe(self) -> list[LayerShape]:
-        """Find out by one token what the model's layers store."""
+    def _probe(self) -> tuple[list[LayerShape], int]:
+        """Find out by one token what the model's layers store, and the size of its vocabulary."""
         probe = ShapeProbe()
         position = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         # On the host no library keeps memory of a first step.
         with ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext():
-            self.model(
+            logits = self.model(
                 input_ids=position,
                 position_ids=position,
                 attention_mask=distances(position, 1),
                 past_key_values=probe,
                 use_cache=True,
-            )
+            ).logits
         if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
             raise ValueError(f"{type(self.model).__name__} cannot be served: it did not use the cache given to it")
-        return [probe.shapes[layer] for layer in range(len(probe.shapes))]
+        return [probe.shapes[layer] for layer in range(len(probe.shapes))], int(logits.shape[-1])
 
     def _fit_slots(self, shapes: Sequence[LayerShape], kv_cache_bytes: int) -> int:
         """Return how many slots fit, besides the spare one."""
@@ -209,7 +227,6 @@ class ModelRunner:
         length, batch, slots = self.length, self.max_batch, self.slots + 1
         values = functools.partial(torch.zeros, dtype=self._kv_dtype, device=self._device)
         ids = functools.partial(torch.zeros, dtype=torch.long, device=self._device)
-        self.vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         with ms.region("kv_cache"):
             layers = [
                 (values(slots, s.heads, length, s.key_dim), values(slots, s.heads, length, s.value_dim)) for s in shapes

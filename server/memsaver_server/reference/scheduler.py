@@ -10,12 +10,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
+from memsaver_server.threads import start_thread
 
 if TYPE_CHECKING:
     from memsaver_server.reference.runner import ModelRunner
@@ -35,7 +37,7 @@ class Scheduler:
     """
 
     def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
-        """Start the thread and wait for its runner; raise what ``make_runner`` raises there."""
+        """Start the thread and wait for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
         self._make_runner = make_runner
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
@@ -50,13 +52,12 @@ class Scheduler:
         self._decode_next = False
         self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
-        self._thread = threading.Thread(target=self._main, args=(ready,), name="memsaver-engine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("memsaver-engine", partial(self._main, ready))
         self.runner = ready.result()
 
     @property
     def alive(self) -> bool:
-        return self._failure is None and not self._stopping and self._thread.is_alive()
+        return not self._ended and self._thread.is_alive()
 
     def submit(self, request: Request) -> Future[Request]:
         """Queue a request; cancelling its future ends it.
@@ -95,11 +96,11 @@ class Scheduler:
                 request.held = False
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode) -> None:
+    def drain(self, timeout_s: float, mode: DrainMode, given_up: Callable[[], bool] = never) -> None:
         """Drain as ``mode`` says, and compute nothing until `open_admission`.
 
         Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``; nothing is frozen that was not before.
+            DrainTimeoutError: it took longer than ``timeout_s`` or was given up. Nothing is frozen that was not before.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -108,8 +109,9 @@ class Scheduler:
             if mode == "abort":
                 self.abort("aborted: generation was stopped")
             while not self._is_drained():
-                # After a timeout check again: the last change may have come with the deadline.
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and not self._is_drained():
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+                # Check again: the last change may have come with the deadline.
+                if (given_up() or time.monotonic() >= deadline) and not self._is_drained():
                     self._quiesced = quiesced_before
                     self._changed.notify_all()
                     raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])
@@ -145,6 +147,12 @@ class Scheduler:
             for request in self._running:
                 request.cached = 0
 
+    def fail(self, error: BaseException) -> None:
+        """The engine is dead because of ``error``: requests in flight are answered with it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End the thread and its runner. Requests in flight fail. Idempotent."""
         with self._changed:
@@ -154,6 +162,10 @@ class Scheduler:
             self._thread.join(_LAST_STEP_S)
             if self._thread.is_alive():
                 log.error("a step has not ended for %g s; the process continues without waiting for it", _LAST_STEP_S)
+
+    @property
+    def _ended(self) -> bool:
+        return self._stopping or self._failure is not None
 
     # With the lock held.
 
@@ -245,9 +257,9 @@ class Scheduler:
         while True:
             chosen: list[Request] = []
             with self._changed:
-                while not (self._stopping or self._calls or (chosen := self._choose())):
+                while not (self._ended or self._calls or (chosen := self._choose())):
                     self._changed.wait()
-                if self._stopping:
+                if self._ended:
                     return
                 call = self._calls.popleft() if self._calls else None
                 self._busy = True
@@ -262,8 +274,6 @@ class Scheduler:
                 self._busy = False
                 self._sweep()
                 self._changed.notify_all()
-            if self._failure is not None:
-                return
 
     def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
         try:
@@ -296,7 +306,7 @@ class Scheduler:
         try:
             self.runner.check()
         except Exception as lost:
-            log.critical("the device context is lost; the engine is dead", exc_info=True)
+            log.critical("the engine is dead: %s", lost)
             self._failure = lost
         with self._changed:
             self._fail(chosen, error)

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response, StreamingResponse
 
 from memsaver_server.device_monitor import Sample
+from memsaver_server.http.auth import reads_only
 from memsaver_server.http.errors import NotFoundError
 from memsaver_server.http.requests import ServiceOf, guard
 from memsaver_server.http.serializers import event, occupation_answer, operation_status
@@ -23,7 +24,7 @@ from memsaver_server.http.service import Service, event_stream
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)
 
-_SCRIPTS = ("chart", "devices", "feed", "format", "operations", "page", "tags", "timeline")
+_SCRIPTS = ("chart", "devices", "feed", "format", "operations", "page", "ranks", "tags", "timeline")
 #: The page's files and their media types.
 FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -55,6 +56,7 @@ async def page() -> Response:
 
 
 @router.get("/dashboard/feed")
+@reads_only
 async def feed(service: ServiceOf, _key: None = Depends(guard)) -> StreamingResponse:
     """Server-sent events: ``past`` samples once, then ``occupation`` each second and ``operation`` at each change."""
     return event_stream(_feed(service))

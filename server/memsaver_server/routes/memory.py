@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
+from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
     REFUSED_RESPONSES,
@@ -31,6 +32,7 @@ router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], depende
 
 
 @router.get("/memory_occupation", response_model=OccupationAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def memory_occupation(service: ServiceOf) -> JSONResponse:
     """States, tags, devices and backups. Waits for no operation; an unresponsive device is shown as last read."""
     sample = await service.monitor.fresh()

@@ -1,4 +1,4 @@
-"""Operations: their list, one of them, and its events."""
+"""Operations: their list, one of them, its events, and cancelling it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
+from memsaver_server.http.auth import caller, reads_only
 from memsaver_server.http.errors import NotFoundError
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard
 from memsaver_server.http.serializers import event, operation_answer, operation_status, phase_answer, progress, stalled
@@ -21,20 +22,38 @@ _MISSING: Responses = {
     **REFUSED_RESPONSES,
     404: {**ERROR_RESPONSES[400], "description": "No such operation is remembered."},
 }
+_TOO_LATE: Responses = {
+    409: {**ERROR_RESPONSES[409], "description": "It unmaps or maps memory already and will complete, or has ended."},
+    504: {**ERROR_RESPONSES[504], "description": "Its drain has not ended yet, with which it will be cancelled."},
+}
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 
 
 @router.get("/operations", response_model=OperationsAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def operations(service: ServiceOf) -> dict[str, Any]:
     """All remembered operations, newest first."""
     return {"operations": [operation_status(operation) for operation in service.lifecycle.operations.recent()]}
 
 
 @router.get("/operations/{operation_id}", response_model=OperationStatusAnswer, responses=_MISSING)
+@reads_only
 async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     """One operation, in any status."""
     return operation_status(_find(service, operation_id))
+
+
+@router.delete("/operations/{operation_id}", response_model=OperationStatusAnswer, responses={**_MISSING, **_TOO_LATE})
+async def cancel(request: Request, service: ServiceOf, operation_id: str) -> dict[str, Any]:
+    """Cancel an operation that is queued, drains, or waits for memory or a weight update; answers once it has ended.
+
+    Memory and admission are then as before, and its callers get an error of type ``cancelled``. Idempotent.
+    """
+    operation = _find(service, operation_id)
+    service.lifecycle.operations.cancel(operation, caller(request))
+    await service.finished(operation)
+    return operation_status(operation)
 
 
 @router.get(
@@ -42,6 +61,7 @@ async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}}, **_MISSING},
 )
+@reads_only
 async def operation_events(service: ServiceOf, operation_id: str) -> StreamingResponse:
     """Server-sent events: ``phase`` when one begins, ``phase_done`` with its report, ``progress``, ``stalled`` if a
     phase makes none, and finally ``done``.

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from memsaver_server.engine import AdmissionClosedError, GeneratingEngine
+from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
 from memsaver_server.lifecycle import Snapshot
@@ -82,6 +83,7 @@ async def metrics(service: ServiceOf) -> Response:
 
 
 @router.get("/version", response_model=VersionAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def version(service: ServiceOf, _key: None = Depends(guard)) -> dict[str, str]:
     """Versions of what serves, for bug reports and rollouts."""
     return {

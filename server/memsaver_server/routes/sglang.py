@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
@@ -34,6 +33,7 @@ from memsaver_server.schemas import (
     ResumeFields,
     Seconds,
 )
+from memsaver_server.threads import in_thread
 
 
 class PauseFields(Fields):
@@ -79,7 +79,7 @@ async def resume_memory_occupation(request: Request, service: ServiceOf, fields:
 @router.post("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields))
 async def flush_cache(service: ServiceOf, _fields: _NoFieldsOf) -> JSONResponse:
     """Forget cached prefixes, in any state of the memory."""
-    await asyncio.to_thread(service.engine.flush_cache)
+    await in_thread(service.engine.flush_cache)
     return message_answer("Cache flushed.")
 
 

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from memsaver_server.engine import Memory
-from memsaver_server.http.auth import check_key, check_origin, has_valid_key
+from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
 from memsaver_server.http.errors import UnauthorizedError
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
 from memsaver_server.http.requests import (
@@ -39,16 +39,24 @@ STATES = {"resident": "running", "releasing": "parking", "released": "parked", "
 async def guard_signed(request: Request) -> None:
     """Require the key or a valid signature. The body is read before that only if the request is signed."""
     service = service_of(request)
-    check_origin(request, service.settings)
+    check_browser(request, service.settings)
     key = service.settings.api_key
-    if key is None or has_valid_key(request, key.get_secret_value()) or not is_signed(request.headers):
+    if key is None or has_valid_key(request, key) or not is_signed(request.headers):
         check_key(request, service.settings)
         return
+    if request.url.query or "idempotency-key" in request.headers:
+        raise UnauthorizedError(
+            "the signature covers neither the query nor an Idempotency-Key; put all options into the body, or send "
+            "'Authorization: Bearer KEY'",
+            "signature",
+        )
     body = await body_of(request, memory_call_limit(service.settings))
     if not has_valid_signature(
         key.get_secret_value(), request.method, request.url.path, request.headers, body, service.nonces
     ):
-        raise UnauthorizedError("the signature is wrong, expired or used before; sign each request anew with the key")
+        raise UnauthorizedError(
+            "the signature is wrong, expired or used before; sign each request anew with the key", "signature"
+        )
 
 
 router = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
@@ -74,6 +82,7 @@ async def resume_memory(request: Request, service: ServiceOf, fields: ResumeOf) 
 
 
 @router.get("/memory_status", response_model=MemoryStatusAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def memory_status(service: ServiceOf) -> dict[str, Any]:
     """The state of the memory and the released tags."""
     return {

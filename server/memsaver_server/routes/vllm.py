@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from starlette.requests import Request
 
+from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
     REFUSED_RESPONSES,
@@ -118,6 +119,7 @@ async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: 
 
 
 @router.get("/is_sleeping", response_model=SleepingAnswer, responses=REFUSED_RESPONSES)
+@reads_only
 async def is_sleeping(service: ServiceOf) -> dict[str, bool]:
     """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
     return {"is_sleeping": service.lifecycle.is_sleeping}

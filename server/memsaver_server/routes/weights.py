@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, cast
 
@@ -17,6 +16,7 @@ from memsaver_server.http.serializers import message_answer
 from memsaver_server.http.service import Service
 from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.schemas import Fields, MessageAnswer
+from memsaver_server.threads import in_thread
 
 
 class UpdateFromDiskFields(Fields):
@@ -89,7 +89,7 @@ async def _update(service: Service, write: Callable[[], int]) -> JSONResponse:
             return write()
 
     try:
-        written = await asyncio.to_thread(update)
+        written = await in_thread(update)
     except (ValueError, OSError) as error:
         raise BadRequestError(str(error)) from None
     missing = sorted(unwritten_weights(service.engine))

@@ -13,7 +13,7 @@ from typing import Any
 
 import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, UnsupportedError
-from memsaver_server.engine import LOCAL_MEMORY, DrainMode, DrainTimeoutError, Engine, Memory, check_drain_mode
+from memsaver_server.engine import LOCAL_MEMORY, DrainMode, DrainTimeoutError, Engine, Memory, check_drain_mode, never
 from memsaver_server.integrations.sglang import ranks
 from memsaver_server.integrations.sglang.event_loop import LeadingLoop
 from memsaver_server.integrations.sglang.intake import Intake
@@ -71,13 +71,13 @@ class SglangEngine(Engine):
         self._intake.open()
         self._loop.submit(lambda: self._thaw() if self._intake.is_open else None)
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's scheduler to a standstill until `open_admission`.
 
         With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens.
 
         Raises:
-            DrainTimeoutError: it took longer; the scheduler continues as before.
+            DrainTimeoutError: it took longer, or was given up; the scheduler continues as before.
             UnsupportedError: the mode is ``keep``, and the engine is pipeline-parallel.
             ValueError: the mode is unknown.
         """
@@ -107,11 +107,11 @@ class SglangEngine(Engine):
 
         begun = self._loop.submit(begin)
         # Without any time left, too, one iteration is tried.
-        self._loop.wait_for_future(begun, max(timeout_s, ITERATION_S))
+        self._loop.wait_for_future(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
             raise DrainTimeoutError(timeout_s, self._work.in_flight())
         begun.result()
-        self._loop.wait_for_future(still, begun_at + timeout_s - time.monotonic())
+        self._loop.wait_for_future(still, begun_at + timeout_s - time.monotonic(), given_up)
         if not still.done():
             # If this one began just now, the iteration that it began in may still end it.
             self._loop.wait_for_future(self._loop.submit(give_up), ITERATION_S)

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import memsaver_core as ms
 from memsaver_core.errors import MemsaverError
+from memsaver_server.engine import DRAIN_POLL_S, never
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.integrations.sglang.work import SchedulerWork
 
-#: How often a caller that waits for the scheduler checks that it still runs, seconds.
-LIVENESS_S = 1.0
 #: How long a rank may take to come to the iteration that another rank has come to, seconds.
 ARRIVAL_S = 30.0
 
@@ -162,13 +161,16 @@ class LeadingLoop(EventLoop):
         finally:
             over.set()
 
-    def wait_for_future(self, future: Future[Any], timeout_s: float = float("inf")) -> None:
-        """Return once ``future`` is done, or after ``timeout_s`` seconds; raise MemsaverError as ``run``."""
+    def wait_for_future(
+        self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
+    ) -> None:
+        """Return once ``future`` is done or ``given_up()``, or after ``timeout_s`` seconds; raise MemsaverError as
+        ``run``."""
         deadline = time.monotonic() + timeout_s
-        while not wait([future], max(0.0, min(LIVENESS_S, deadline - time.monotonic()))).done:
+        while not wait([future], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
             if not self.is_alive():
                 raise MemsaverError(self.failure() or "SGLang's scheduler has stopped; restart the engine")
-            if time.monotonic() >= deadline:
+            if given_up() or time.monotonic() >= deadline:
                 return
 
     def _run(self, name: str, arguments: tuple[Any, ...], over: threading.Event | None) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,7 +17,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.ranks.protocol import Plain
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.integrations.vllm.engine_cores import ask_workers, processes
 
 logger = logging.getLogger("memsaver")
@@ -46,13 +47,14 @@ class AsyncClient:
     def sleep(self, level: int) -> Future[None]:
         return self._start(self._engine.sleep(level, "keep"))
 
-    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + timeout_s
         pausing = self._start(self._engine.sleep(0, mode))
-        try:
-            pausing.result(timeout_s)
-        except (FutureTimeoutError, TimeoutError):
-            pausing.cancel()
-            raise DrainTimeoutError(timeout_s, self._pending()) from None
+        while not wait([pausing], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
+            if given_up() or time.monotonic() >= deadline:
+                pausing.cancel()
+                raise DrainTimeoutError(timeout_s, self.pending())
+        pausing.result()
 
     def wake_up(self, tags: list[str] | None) -> None:
         """Have vLLM resume ``tags``, all if None. Does not block."""
@@ -68,7 +70,27 @@ class AsyncClient:
         config = getattr(getattr(self._engine, "vllm_config", None), "model_config", None)
         return str(getattr(config, "model", ""))
 
-    def _pending(self) -> list[str]:
+    def run_scheduler(self, tags: list[str] | None) -> None:
+        """As ``wake_up``, but returns once it is done."""
+        self._wait(self._engine.wake_up(tags))
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the ``count`` tokens that greedy decoding appends to ``prompt``, without cached prefixes."""
+
+        async def generated() -> list[int]:
+            await self._engine.reset_prefix_cache()
+            tokens: list[int] = []
+            request = {"prompt_token_ids": list(prompt)}
+            async for output in self._engine.generate(request, greedy(count), f"memsaver-{uuid.uuid4().hex}"):
+                tokens = list(output.outputs[0].token_ids)
+            await self._engine.reset_prefix_cache()
+            return tokens
+
+        told: list[int] = self._wait(generated())
+        return told
+
+    def pending(self) -> list[str]:
+        """Return the names of the requests in flight."""
         states = getattr(getattr(self._engine, "output_processor", None), "request_states", {})
         return sorted(str(getattr(state, "external_req_id", name)) for name, state in list(states.items()))
 
@@ -77,6 +99,13 @@ class AsyncClient:
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._start(work).result()
+
+
+def greedy(count: int) -> Any:
+    """Return vLLM's parameters for ``count`` tokens of greedy decoding."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
 def _log_failure(done: Future[Any]) -> None:
@@ -108,7 +137,7 @@ class HttpAdmission:
     def is_closed(self) -> bool:
         return self._closed is not None
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Do nothing: an admitted request is vLLM's to drain."""
 
     async def enter(self) -> None:

@@ -6,14 +6,14 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.errors import MemsaverError, UnsupportedError
 from memsaver_core.options import ReleaseOptions
 from memsaver_core.policies import RestorePolicy
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
-from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, never
 from memsaver_server.gate import Gate
 from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
 from memsaver_server.integrations.vllm.offline import OfflineClient
@@ -21,6 +21,12 @@ from memsaver_server.ranks import GroupFailedError, RankMemory
 
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
+
+#: The prompt of a verification: token ids that every vocabulary has.
+VERIFICATION_PROMPT = tuple(range(3, 35))
+VERIFICATION_TOKENS = 8
+#: How long the scheduler may take to stop after a verification, seconds.
+VERIFICATION_S = 10.0
 
 
 class VllmMemory(RankMemory):
@@ -90,15 +96,32 @@ class VllmEngine(Engine):
         self._paused = self._asleep = False
         self._admission.open_admission()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait") -> None:
-        self._admission.drain(timeout_s, mode)
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        self._admission.drain(timeout_s, mode, given_up)
         try:
-            self._client.pause(mode, timeout_s)
+            self._client.pause(mode, timeout_s, given_up)
         except DrainTimeoutError:
             if not self._paused:
                 self._client.wake_up([SCHEDULING])
             raise
         self._paused = True
+
+    def verify_tokens(self) -> list[int]:
+        """Have vLLM generate from a fixed prompt, for which its scheduler has to run.
+
+        Raises:
+            UnsupportedError: requests are frozen, which would run along.
+        """
+        if frozen := self._client.pending():
+            raise UnsupportedError(
+                f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
+            )
+        self._client.run_scheduler(None if self._asleep else [SCHEDULING])
+        self._asleep, self._paused = False, True
+        try:
+            return self._client.generate(VERIFICATION_PROMPT, VERIFICATION_TOKENS)
+        finally:
+            self._client.pause("abort", VERIFICATION_S, never)
 
     def flush_cache(self) -> None:
         self._client.reset_prefix_cache()

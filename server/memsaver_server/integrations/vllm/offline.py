@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server.engine import DrainMode
 from memsaver_server.gate import Gate
+from memsaver_server.integrations.vllm.api_server import greedy
 from memsaver_server.integrations.vllm.engine_cores import processes
 
 _T = TypeVar("_T")
@@ -37,13 +38,28 @@ class OfflineClient:
     def sleep(self, level: int) -> Future[None]:
         return self._started(lambda: self._llm.sleep(level, "keep"))
 
-    def pause(self, mode: DrainMode, timeout_s: float) -> None:
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
         with self.lock:
             self._llm.sleep(0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
 
     def wake_up(self, tags: list[str] | None) -> None:
         with self.lock:
             self._llm.wake_up(tags)
+
+    run_scheduler = wake_up
+
+    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the ``count`` tokens that greedy decoding appends to ``prompt``, without cached prefixes."""
+        call = getattr(self._llm.generate, "__wrapped__", self._llm.generate)  # not by the gate, which is closed
+        with self.lock:
+            self._llm.reset_prefix_cache()
+            [output] = call([{"prompt_token_ids": list(prompt)}], greedy(count), use_tqdm=False)
+            self._llm.reset_prefix_cache()
+            return list(output.outputs[0].token_ids)
+
+    def pending(self) -> list[str]:
+        """Return nothing: an offline engine generates only inside its callers' calls, which are drained."""
+        return []
 
     def reset_prefix_cache(self) -> None:
         with self.lock:

@@ -1,0 +1,26 @@
+"""The address of a service, as callers write it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+
+def parse_address(url: str) -> str:
+    """Return ``url`` with its scheme: ``localhost:30000`` is ``http://localhost:30000``.
+
+    Raises:
+        ValueError: it is not the address of a service.
+    """
+    address = url.strip()
+    if address and "://" not in address and not address.startswith("/"):
+        address = f"http://{address}"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme == "unix" or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+    except ValueError:  # a port that is no number, or brackets without an address
+        known = False
+    if not known:
+        raise ValueError(f"{url!r} is not the address of a service; write http://host:port or unix:///path")
+    return address.rstrip("/")

@@ -1,0 +1,173 @@
+"""Log output that never blocks the threads that log: a thread of its own writes what waits in a bounded queue.
+
+A pipe that nobody reads, a disk that is full or a file system that hangs then costs lines, which are counted.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import queue
+import select
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+#: Lines that may wait to be written; those that come while so many wait are dropped.
+CAPACITY = 1000
+
+#: The loggers of the service.
+LOGGERS = ("memsaver", "memsaver.audit")
+
+#: Lines that were dropped, or could not be written, by the name of their output.
+dropped: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+class LogOutput:
+    """Passes items from any thread to ``write``, in order."""
+
+    def __init__(self, name: str, write: Callable[[Any], object]) -> None:
+        """``name`` is that of the output in the metrics; ``write`` may block, and may raise."""
+        self._name = name
+        self._write = write
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def put(self, item: Any) -> None:
+        """Queue ``item``, or drop and count it. Never blocks, never raises."""
+        if self._process != os.getpid():  # a forked child, which has no thread and whose parent writes what waits
+            self._begin()
+        if self._waiting.qsize() >= CAPACITY:
+            self._drop()
+            return
+        self._waiting.put(item)
+        self._start()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Return whether everything put so far was written within ``timeout_s`` seconds."""
+        written = threading.Event()
+        self.put(written)
+        return written.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """As ``flush``, and end the thread; a later item starts another."""
+        self._waiting.put(None)
+        self._start()
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def _start(self) -> None:
+        if (self._thread is None or not self._thread.is_alive()) and self._starting.acquire(blocking=False):
+            try:
+                thread = threading.Thread(target=self._run, name=f"memsaver-{self._name}", daemon=True)
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # no thread can be started now: the next item tries again
+                pass
+            finally:
+                self._starting.release()
+
+    def _run(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if item is None:
+                return
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._write(item)
+            except Exception:  # also of handlers that are not ours
+                self._drop()
+            del item  # which may hold an operation, while the thread waits for the next one
+
+    def _drop(self) -> None:
+        with _counting:
+            dropped[self._name] += 1
+
+
+class LogStream(io.TextIOBase):
+    """A text stream that passes what is written to a file descriptor, in place of a program's own stderr."""
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._output = LogOutput(name, lambda content: write_all(descriptor, content))
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def write(self, text: str) -> int:
+        self._output.put(text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def settle(self, timeout_s: float) -> bool:
+        """Return whether everything was written within ``timeout_s`` seconds; ``flush`` waits for nothing."""
+        return self._output.flush(timeout_s)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write all of ``content``, however long this takes.
+
+    Raises:
+        OSError: the descriptor is closed, or its other end, disk or device does not take the content.
+    """
+    while content:
+        try:
+            content = content[os.write(descriptor, content) :]
+        except BlockingIOError:  # another process made the pipe non-blocking
+            select.select([], [descriptor], [])
+
+
+class _Relay:
+    """A filter of a logger: takes each record and has the handlers called from a thread, because they may block."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._output = LogOutput("log", logger.callHandlers)
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        # As text, because what waits must hold neither the frames of an error nor objects that change.
+        with suppress(TypeError, ValueError):  # arguments that do not fit are reported by the handlers
+            record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+            record.exc_info = None
+        self._output.put(record)
+        return False
+
+
+def relay() -> None:
+    """Let the loggers of the service call their handlers, and those of the process, from threads. Idempotent."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _Relay) for each in logger.filters):
+            logger.addFilter(_Relay(logger))
+
+
+def hold_standard_files() -> None:
+    """Open the null device for each closed standard file, lest a socket gets its number and receives stray output."""
+    for number in (0, 1, 2):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)

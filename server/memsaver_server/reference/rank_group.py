@@ -1,0 +1,205 @@
+"""The ranks of a tensor-parallel engine, seen from rank 0: the others are processes that take every step with it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memsaver_core.errors import MemsaverError
+from memsaver_core.ranks.connection import Listener, SocketChannel, started
+from memsaver_core.ranks.protocol import Plain
+from memsaver_core.ranks.rank import Rank
+from memsaver_server.reference import tensor_parallel
+from memsaver_server.reference.options import EngineOptions
+from memsaver_server.reference.requests import Row
+from memsaver_server.reference.runner import ModelRunner
+from memsaver_server.reference.sampling import Sampler
+from memsaver_server.reference.tensor_parallel import Place
+
+log = logging.getLogger("memsaver.engine")
+
+#: How long a rank's process may take to start, and to end by itself, seconds.
+_START_S = 300.0
+_END_S = 10.0
+#: How long a step that failed may wait for the end of the process that explains it, seconds.
+_EXPLAIN_S = 0.5
+
+
+class RanksFailedError(MemsaverError):
+    """A rank's process has ended, or a step failed on one of them. The engine has to be restarted."""
+
+    kind = "ranks_failed"
+
+
+class RankGroup:
+    """Starts the processes of ranks 1 and up, and reaches them by one ordered connection each.
+
+    A message of the engine is ``{"engine": NAME, ...}``; all others are of the rank protocol.
+
+    Attributes:
+        channel: reaches all ranks; this process is rank 0.
+        failure: why the ranks can compute nothing more, or None.
+    """
+
+    def __init__(self, options: EngineOptions, ranks: int, on_failure: Callable[[RanksFailedError], None]) -> None:
+        """Return once every process runs, and makes its runner.
+
+        Raises:
+            RanksFailedError: one has ended, or did not start in time.
+        """
+        self.ranks = ranks
+        self.failure: RanksFailedError | None = None
+        self._failed: Future[None] = Future()
+        self._on_failure = on_failure
+        self._closing = False
+        self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
+        self._meeting = Path(self._folder) / "meeting"
+        listener = Listener(ranks)
+        self._processes = [_start(rank, listener.path) for rank in range(1, ranks)]
+        self._watches = [
+            threading.Thread(target=self._watch, args=each, name="memsaver-rank-watch", daemon=True)
+            for each in enumerate(self._processes, 1)
+        ]
+        for watch in self._watches:
+            watch.start()
+        rank = Rank()
+        connected = started(lambda: listener.accept(_START_S))
+        either: set[Future[Any]] = {connected, self._failed}
+        wait_for(either, return_when=FIRST_COMPLETED)
+        connections = connected.result() if connected.done() and connected.exception() is None else []
+        self.channel = SocketChannel(lambda told: {} if "engine" in told else rank.answer(told), connections)
+        if not connections:
+            self.close()
+            raise self.failure or RanksFailedError(str(connected.exception()))
+        setup = {"options": asdict(options), "ranks": ranks, "meeting": str(self._meeting)}
+        self._ready = self.channel.start({"engine": "setup", **setup})
+
+    def join(self, device: torch.device) -> None:
+        """Make the group in which the ranks compute, at the same time as the others."""
+        tensor_parallel.join(Place(0, self.ranks), self._meeting, device)
+
+    def await_ready(self) -> None:
+        """Wait until every rank has made its runner.
+
+        Raises:
+            RanksFailedError: one could not; its log says why.
+        """
+        self._result(self._ready)
+
+    def tell(self, name: str, **fields: Any) -> None:
+        """Have every other rank do what ``name`` says, after all that it was told before. Does not wait for it."""
+        with suppress(OSError):  # the watch tells that a process has ended
+            self.channel.tell({"engine": name, **fields})
+
+    def ask(self, name: str, **fields: Any) -> None:
+        """As ``tell``; wait until they have.
+
+        Raises:
+            ValueError, RuntimeError: one could not; the message names it.
+        """
+        for rank, answer in enumerate(self._result(self.channel.start({"engine": name, **fields}))):
+            if "error" in answer:
+                kind = ValueError if answer["invalid"] else RuntimeError
+                raise kind(f"rank {rank}: {answer['error']}")
+
+    def check(self) -> None:
+        """Raise RanksFailedError if the ranks can compute nothing more."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail_step(self, error: Exception) -> RanksFailedError:
+        """Return why a step failed on rank 0: because another rank has ended, which may be seen a moment later, or by
+        ``error``."""
+        wait_for({self._failed}, _EXPLAIN_S)
+        self.fail(f"a step failed on rank 0: {error}")
+        return self.failure or RanksFailedError("the engine was shut down")
+
+    def fail(self, why: str) -> None:
+        """From now on the ranks can compute nothing more: end what waits for one of them."""
+        if self.failure is None and not self._closing:
+            self.failure = RanksFailedError(f"{why}; restart the engine")
+            log.critical("%s", self.failure)
+            self._failed.set_result(None)
+            tensor_parallel.abort()
+            self._on_failure(self.failure)
+
+    def close(self) -> None:
+        """End the processes and leave the group."""
+        if self._closing:
+            return
+        self._closing = True
+        self.channel.close()
+        for rank, process in enumerate(self._processes, 1):
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank %d (process %d) did not end and is killed", rank, process.pid)
+                process.kill()
+        for watch in self._watches:
+            watch.join()
+        tensor_parallel.leave()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self.fail(f"rank {rank} (process {process.pid}) {how}")
+
+    def _result(self, answers: Future[list[Plain]]) -> list[Plain]:
+        try:
+            return answers.result()
+        except (OSError, ValueError) as error:
+            self.fail(f"a rank cannot be reached: {error}")
+            raise self.failure or error from error
+
+
+def _start(rank: int, path: str) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-m", "memsaver_server.reference.rank_process", path, str(rank)]
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=2)  # standard output is the service's own
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner: the other ranks take every step with it."""
+
+    def __init__(self, group: RankGroup, make_model: Callable[[], Any], **options: Any) -> None:
+        self._group = group
+        super().__init__(make_model, **options)
+
+    def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
+        with self._together("prefill", slot=slot, tokens=list(tokens), start=start):
+            return super().prefill(slot, tokens, start, sampler)
+
+    def decode(self, rows: Sequence[Row]) -> list[int]:
+        with self._together("decode", rows=[[row.slot, row.position, row.token] for row in rows]):
+            return super().decode(rows)
+
+    def repair(self, lost: Sequence[str]) -> None:
+        with self._together("repair", lost=list(lost)):
+            super().repair(lost)
+
+    def check(self) -> None:
+        self._group.check()
+        super().check()
+
+    @contextmanager
+    def _together(self, name: str, **fields: Any) -> Iterator[None]:
+        """Tell the others to do what the block does. If it fails the ranks may be at different points of a step."""
+        self._group.check()
+        self._group.tell(name, **fields)
+        try:
+            yield
+        except Exception as error:
+            raise self._group.fail_step(error) from error

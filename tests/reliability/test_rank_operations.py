@@ -1,0 +1,135 @@
+"""Operations over several processes: what is checked before, what is undone, and what is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from memsaver_core import (
+    DriverError,
+    OutOfDeviceMemoryError,
+    OutOfHostMemoryError,
+    PhaseLog,
+    ReleaseOptions,
+    RestorePolicy,
+    ResumeOptions,
+    UnsupportedError,
+)
+from tests.reliability.conftest import Start
+from tests.reliability.rank_engine import KEPT, RANKS, Group
+
+
+def released(group: Group) -> list[set[str]]:
+    return [{tag for tag, size in state["released"].items() if size} for state in group.look()]
+
+
+def content(group: Group, *tags: str) -> list[list[str]]:
+    return [[state["content"][tag] for tag in tags] for state in group.look()]
+
+
+def test_the_steps_are_taken_in_order(start: Start) -> None:
+    """And reported once, as taken by all ranks together."""
+    group, memory = start()
+    before = content(group, *KEPT)
+    report = memory.release(ReleaseOptions(hibernate=True))
+    names = [phase.name for phase in report.phases]
+    assert [name for name in names if name in ("pause", "suspend_communicators", "lock", "hibernate")] == [
+        *("pause", "suspend_communicators", "pause", "lock", "hibernate")
+    ]
+    tags = {tag.tag: tag for tag in report.tags}
+    assert tags["communicators"].released_bytes == RANKS * (8 << 20)
+    status = memory.status()
+    assert (status.state, status.hibernated, status.communicators[0].suspended) == ("released", True, True)
+    again = memory.release(ReleaseOptions(hibernate=True))
+    assert again.released_bytes == 0
+    report = memory.resume(ResumeOptions(("kv_cache",)))
+    assert [phase.name for phase in report.phases] == ["wake", "unlock", "resume_communicators", "restore"]
+    assert released(group) == [{"weights", "disk", "t"}] * RANKS
+    memory.resume(ResumeOptions())
+    assert content(group, *KEPT) == before
+
+
+def test_one_rank_is_an_engine_too(start: Start) -> None:
+    group, memory = start(1)
+    before = content(group, *KEPT)
+    memory.release(ReleaseOptions(hibernate=True))
+    assert memory.status().hibernated
+    memory.resume(ResumeOptions())
+    assert content(group, *KEPT) == before
+
+
+@pytest.mark.guards("one rank or device failed while the others went on")
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_rank_that_fails_half_way_is_undone(start: Start, nth: int) -> None:
+    """Only what this operation released is resumed."""
+    group, memory = start()
+    memory.release(ReleaseOptions(("t",)))
+    before = content(group, *KEPT, "kv_cache")
+    group.tell("FailCall", rank=2, call="unmap", nth=nth)
+    with pytest.raises(DriverError, match=r"^rank 2: .*unmap"):
+        memory.release(ReleaseOptions())
+    assert released(group) == [{"t"}] * RANKS
+    assert content(group, *KEPT) == [each[: len(KEPT)] for each in before]
+    memory.release(ReleaseOptions())
+    memory.resume(ResumeOptions())
+    assert released(group) == [set()] * RANKS
+
+
+@pytest.mark.guards("one rank or device failed while the others went on", "content was wrong after a restore")
+def test_what_a_release_kept_by_an_override_survives_a_failed_resume(start: Start) -> None:
+    """The ranks that had resumed release it again in the same way."""
+    group, memory = start()
+    before = content(group, "kv_cache")
+    memory.release(ReleaseOptions(restore={"kv_cache": RestorePolicy.HOST}))
+    group.arm(3, "Resume", "error", after=False)
+    with pytest.raises(DriverError, match=r"^rank 3: "):
+        memory.resume(ResumeOptions())
+    memory.resume(ResumeOptions())
+    assert content(group, "kv_cache") == before
+
+
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_device_that_is_full_is_found_before_any_rank_resumes(start: Start) -> None:
+    """The error has the device's number as the service counts devices."""
+    group, memory = start()
+    memory.release(ReleaseOptions())
+    group.tell("Hold", rank=1, bytes=1000 << 10)
+    log = PhaseLog(memory.read_devices)
+    with pytest.raises(OutOfDeviceMemoryError, match=r"^rank 1: ") as short:
+        memory.resume(ResumeOptions(), log=log)
+    assert (log.failed, log.phases, short.value.device) == ("prepare", (), 1)
+    assert released(group) == [{"weights", "disk", "kv_cache", "t", "communicators"}] * RANKS
+    group.tell("LetGo")
+    memory.resume(ResumeOptions())
+    assert released(group) == [set()] * RANKS
+
+
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
+def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Start) -> None:
+    group, memory = start(host_backup_limit=1 << 16)
+    log = PhaseLog(memory.read_devices)
+    with pytest.raises(OutOfHostMemoryError, match=r"^rank 0: the backups need 196608 bytes"):
+        memory.release(ReleaseOptions(), log=log)
+    assert (log.failed, log.phases) == ("prepare", ())
+    assert released(group) == [set()] * RANKS
+    memory.release(ReleaseOptions(("kv_cache",)))
+
+
+@pytest.mark.guards("idle NCCL communicators held gigabytes while the engine slept")
+def test_communicators_that_must_stay_stay_and_prevent_a_hibernation(start: Start) -> None:
+    """Each rank is named, before anything is released."""
+    group, memory = start(communicators="off")
+    with pytest.raises(UnsupportedError, match=r"rank 3: .*MEMSAVER_COMMUNICATORS=off.*nothing was released"):
+        memory.release(ReleaseOptions(hibernate=True))
+    assert released(group) == [set()] * RANKS
+    memory.release(ReleaseOptions())
+    assert released(group) == [{"weights", "disk", "kv_cache", "t"}] * RANKS
+
+
+def test_communicators_are_released_alone_or_with_everything(start: Start) -> None:
+    group, memory = start()
+    memory.release(ReleaseOptions(("weights",)))
+    assert released(group) == [{"weights"}] * RANKS
+    memory.release(ReleaseOptions(("communicators",)))
+    assert released(group) == [{"weights", "communicators"}] * RANKS
+    memory.resume(ResumeOptions(("weights",)))
+    assert released(group) == [set()] * RANKS

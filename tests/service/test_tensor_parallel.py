@@ -1,0 +1,228 @@
+"""The reference engine on several ranks, each a process, through the service: one memory, one model, one fate."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+from transformers import AutoModelForCausalLM
+
+from memsaver_server import Attachment, attach
+from memsaver_server.reference.builtin_model import small_checkpoint
+from memsaver_server.reference.checkpoint import fill_random
+from memsaver_server.reference.engine import TransformersEngine
+from memsaver_server.reference.rank_group import RanksFailedError
+from tests.e2e.serving import serving
+from tests.waiting import wait_until
+
+TEXT = "a prompt that is longer than one chunk, so that a prefix of it is kept; "
+PROMPT = {"text": TEXT, "sampling_params": {"max_new_tokens": 24}}
+LONG = {"text": TEXT, "sampling_params": {"max_new_tokens": 60}}
+SIZES: dict[str, Any] = {"kv_cache_bytes": 16 << 20, "max_len": 256, "batch_sizes": (1, 2)}
+#: Four key-value heads, so that four ranks can share them.
+SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+class Served:
+    """An engine of several ranks, served; and what an engine of one rank with the same weights answers to PROMPT."""
+
+    def __init__(self, ranks: int, **options: Any) -> None:
+        whole = TransformersEngine(**options, **SIZES)
+        self.expected = whole.generate_sync(PROMPT)["output_ids"]
+        whole.close()
+        self.engine = TransformersEngine(tensor_parallel=ranks, **options, **SIZES)
+        self.attachment: Attachment = attach(self.engine)
+        self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
+
+    def post(self, path: str, body: object = None, status: int = 200) -> dict[str, Any]:
+        response = self.http.post(path, json=body)
+        assert response.status_code == status, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def tokens(self) -> list[int]:
+        tokens: list[int] = self.post("/generate", PROMPT)["output_ids"]
+        return tokens
+
+    def used_bytes(self) -> int:
+        devices = self.http.get("/memory_occupation").json()["devices"]
+        return sum(device["used_bytes"] for device in devices)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks; the first is this one."""
+        return [rank["pid"] for rank in self.http.get("/memory_occupation").json()["ranks"]]
+
+    def close(self) -> None:
+        self.http.close()
+        self.attachment.close()
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Served]:
+    served = Served(2)
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    shape = tmp_path_factory.mktemp("shape") / "config.json"
+    shape.write_text(json.dumps(SHAPE))
+    served = Served(4, random_weights=shape, seed=3)
+    yield served
+    served.close()
+
+
+def test_two_ranks_compute_what_one_does(two: Served) -> None:
+    """Each holds its part of the weights, and its heads of the KV cache."""
+    assert two.tokens() == two.expected
+    assert two.engine.describe()["ranks"] == 2
+    assert len(set(two.pids())) == 2
+    assert two.pids()[0] == os.getpid()
+
+
+@pytest.mark.parametrize("body", [{}, {"hibernate": True}])
+def test_all_ranks_are_released_together(two: Served, body: dict[str, object]) -> None:
+    full = two.used_bytes()
+    answer = two.post("/release_memory_occupation", body)
+    assert full - two.used_bytes() >= answer["released_bytes"] > 2 * SIZES["kv_cache_bytes"] * 9 // 10
+    asleep = two.http.get("/memory_occupation").json()
+    assert asleep["state"] == "released"
+    assert asleep["hibernated"] == ("hibernate" in body)
+    assert all(tag["resident_bytes"] == 0 for tag in asleep["tags"])
+    assert {rank["state"] for rank in asleep["ranks"]} == {"released"}
+    assert two.http.get("/livez").status_code == 200
+    two.post("/resume_memory_occupation")
+    assert two.http.get("/readyz").status_code == 200
+    assert two.tokens() == two.expected
+
+
+def test_frozen_requests_go_on(two: Served) -> None:
+    """All ranks take the same steps before and after. A verification meanwhile does not disturb them."""
+    expected = two.post("/generate", LONG)["output_ids"]
+    frozen = two.engine.submit(LONG)
+    two.post("/release_memory_occupation", {"mode": "keep", "verify": "token"})
+    assert not frozen.done()
+    two.post("/resume_memory_occupation", {"verify": "token"})
+    assert frozen.result(60).output == expected
+
+
+def test_updates_reach_every_rank(two: Served, tmp_path: Path) -> None:
+    """Tensors are whole in a request; one that no rank can use is written to none."""
+    model: Any = AutoModelForCausalLM.from_pretrained(small_checkpoint())
+    fill_random(model, 99)
+    model.save_pretrained(tmp_path)
+    prompt = [list(TEXT.encode())]
+    theirs = model.generate(model.lm_head.weight.new_tensor(prompt).long(), max_new_tokens=24, do_sample=False)
+    trained = theirs[0, len(prompt[0]) :].tolist()
+    two.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert two.tokens() == trained != two.expected
+
+    name = "model.layers.0.self_attn.q_proj.weight"
+    original: Any = AutoModelForCausalLM.from_pretrained(small_checkpoint())
+    tensors = {name: tensor.contiguous() for name, tensor in original.state_dict().items()}
+    half = payload({name: tensors[name][: len(tensors[name]) // 2].contiguous()})
+    assert "nothing was written" in two.post("/update_weights_from_tensor", half, 400)["message"]
+    assert two.tokens() == trained
+    two.post("/update_weights_from_tensor", payload(tensors))
+    assert two.tokens() == two.expected
+
+
+def test_discarded_weights_are_written_again(two: Served) -> None:
+    two.post("/release_memory_occupation", {"restore": {"weights": "discard"}})
+    two.post("/resume_memory_occupation")
+    assert "content of weights was discarded" in two.http.get("/readyz").json()["reason"]
+    two.post("/update_weights_from_disk", {"model_path": str(small_checkpoint())})
+    assert two.tokens() == two.expected
+
+
+def test_a_second_engine_is_refused(two: Served) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is in use"):
+        TransformersEngine(tensor_parallel=2, **SIZES)
+    assert two.tokens() == two.expected
+
+
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_heads_must_divide(ranks: int) -> None:
+    with pytest.raises(ValueError, match="2 key-value heads evenly; tensor_parallel can be 1, 2"):
+        TransformersEngine(tensor_parallel=ranks, **SIZES)
+
+
+@pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
+def test_a_rank_dies_while_released(two: Served) -> None:
+    two.post("/release_memory_occupation")
+    pid = two.pids()[1]
+    os.kill(pid, signal.SIGKILL)
+    try:
+        is_dead(two, f"rank 1 (process {pid})")
+        message = two.post("/resume_memory_occupation", status=500)["message"]
+        assert f"rank 1 (process {pid})" in message
+    finally:
+        two.close()  # a process has one group of ranks
+
+
+def test_four_ranks_compute_what_one_does(four: Served) -> None:
+    assert four.tokens() == four.expected
+    four.post("/release_memory_occupation")
+    four.post("/resume_memory_occupation")
+    assert four.tokens() == four.expected
+
+
+@pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
+def test_a_rank_dies_while_it_computes(four: Served) -> None:
+    """Requests in flight are answered with an error, and name the rank."""
+    pid = four.pids()[2]
+    request = four.engine.submit(LONG)
+    os.kill(pid, signal.SIGKILL)
+    who = rf"rank 2 \(process {pid}\) was killed by signal 9"
+    with pytest.raises(RanksFailedError, match=who):
+        request.result(60)
+    is_dead(four, f"rank 2 (process {pid})")
+    with pytest.raises(RuntimeError, match=who):
+        four.engine.submit(PROMPT)
+    assert four.http.post("/generate", json=PROMPT).status_code >= 500
+
+
+def test_ranks_end_with_the_service() -> None:
+    """Also if it is killed: none is left behind with its memory."""
+    with serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            assert http.post("/generate", json=PROMPT).status_code == 200
+            service, rank = (each["pid"] for each in http.get("/memory_occupation").json()["ranks"])
+        assert service == server.process.pid
+        ended = os.pidfd_open(rank)
+        server.process.kill()
+        wait_until(lambda: select.select([ended], [], [], 0)[0])
+        os.close(ended)
+
+
+def is_dead(served: Served, who: str) -> None:
+    """The probes say so, without an operation, and name the rank."""
+    wait_until(lambda: served.http.get("/livez").status_code == 503)
+    assert who in served.http.get("/livez").json()["reason"]
+    assert who in served.http.get("/readyz").json()["reason"]
+    assert served.http.get("/memory_occupation").json()["state"] == "failed"
+
+
+def payload(tensors: dict[str, Any]) -> dict[str, list[str]]:
+    return {"serialized_named_tensors": [base64.b64encode(safetensors.torch.save(tensors)).decode()]}
