@@ -3,11 +3,17 @@
 Its model is a table of weights and a buffer, under ``weights``; the cache holds one number per token, under
 ``kv_cache``; the next token is computed from the sum of the cached numbers. So lost weights, a lost buffer, or a cached
 prefix without pages give other tokens.
+
+It has one rank or several. Then rank 0 receives requests, and broadcasts them as SGLang does: to the tensor-parallel
+ranks of its stage, and from stage to stage. Each rank has other weights, and a token is computed from the sums of all,
+so it depends on the memory of every rank; ranks that do not compute the same batch hang.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 VOCABULARY = 97
 PAGES = 4096
@@ -77,6 +84,29 @@ class UpdateWeightsFromTensorReqInput:
     table: torch.Tensor
 
 
+# Of this stand-in alone.
+
+
+@dataclass
+class Stall:
+    """Set ``Scheduler.stalled`` on every rank."""
+
+    stalled: bool
+
+
+@dataclass
+class Exit:
+    """End the event loop of every rank."""
+
+
+@dataclass
+class Run:
+    """Call ``call`` with the scheduler on the rank ``rank``."""
+
+    rank: int
+    call: Callable[[Any], None]
+
+
 MESSAGES = (
     TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput,
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
@@ -109,9 +139,9 @@ class DisaggregationMode(Enum):
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(torch.arange(VOCABULARY, dtype=torch.float64) + 1)
+        self.table = torch.nn.Parameter((torch.arange(VOCABULARY, dtype=torch.float64) + 1) * (rank + 1))
         self.register_buffer("scale", torch.tensor([3.0], dtype=torch.float64))
 
 
@@ -169,21 +199,98 @@ class Tokenizer:
         self.answers.put((getattr(output, "rid", "") or getattr(request, "rid", ""), output))
 
 
+@dataclass(frozen=True)
+class Parallel:
+    """``ParallelState`` of a scheduler."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dp_size: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+
+@dataclass(kw_only=True, frozen=True)
+class SchedulerRequestReceiver:
+    recv_from_tokenizer: Queue[Any]
+    input_blocker: Any
+    ps: Parallel
+    tp_cpu_group: Any
+
+    def recv_requests(self, local_reqs: list[Any] | None = None) -> list[Any]:
+        received: Any = None
+        if self.ps.tp_rank == 0:
+            received = self._pull() if self.ps.pp_rank == 0 else receive(self.ps.rank - self.ps.tp_size)
+        if self.input_blocker is not None:
+            received = self.input_blocker.handle(received)
+        if self.ps.tp_size > 1:
+            told = [received]
+            try:
+                dist.broadcast_object_list(told, src=self.ps.pp_rank * self.ps.tp_size, group=self.tp_cpu_group)
+            except RuntimeError:
+                # A rank is dead. Some backends notice and some hang, which is harder for the service: hang always.
+                threading.Event().wait()
+            received = told[0]
+        requests: list[Any] = received
+        return requests
+
+    def _pull(self) -> list[Any]:
+        requests = []
+        try:
+            requests.append(self.recv_from_tokenizer.get(timeout=0.01))
+            while True:
+                requests.append(self.recv_from_tokenizer.get_nowait())
+        except Empty:
+            return requests
+
+
+def send(data: Any, rank: int) -> list[Any]:
+    """Begin to send ``data``; returns what must be kept until the next call."""
+    content = torch.frombuffer(bytearray(pickle.dumps(data)), dtype=torch.uint8)
+    size = torch.tensor([len(content)])
+    return [size, content, dist.isend(size, rank), dist.isend(content, rank)]
+
+
+def receive(rank: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(content, rank)
+    return pickle.loads(content.numpy().tobytes())
+
+
 class Scheduler:
     def __init__(self, *, enable_memory_saver: bool = True, enable_weights_cpu_backup: bool = True, **ranks: int):
-        self.ps = SimpleNamespace(**{"tp_size": 1, "pp_size": 1, "dp_size": 1, **ranks})
+        self.ps = Parallel(**ranks)
         self.disaggregation_mode = DisaggregationMode.NULL
         self.rust_server = None
-        self.server_args = SimpleNamespace(model_path="/models/a table")
+        self.mm_receiver = None
+        self.server_args = SimpleNamespace(model_path="/models/a table", nnodes=1)
         self.draft_worker = None
         self.memory_saver_adapter = Adapter(enable_memory_saver)
         with self.memory_saver_adapter.region("weights", enable_cpu_backup=enable_weights_cpu_backup):
-            model = Model()
+            model = Model(self.ps.rank)
         with self.memory_saver_adapter.region("kv_cache"):
             self.cache = torch.zeros(PAGES, dtype=torch.float64)
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=Tokenizer())
         self.received: Queue[Any] = Queue()
+        self.several = dist.is_initialized()
+        size = self.ps.tp_size * self.ps.pp_size
+        everyone = list(range(size))
+        self.world_group = SimpleNamespace(cpu_group=None, ranks=everyone, world_size=size, rank_in_group=self.ps.rank)
+        stages = [everyone[start : start + self.ps.tp_size] for start in range(0, size, self.ps.tp_size)]
+        groups = [dist.new_group(stage) for stage in stages] if self.several else [None]
+        self.request_receiver = SchedulerRequestReceiver(
+            recv_from_tokenizer=self.received,
+            input_blocker=None,
+            ps=self.ps,
+            tp_cpu_group=groups[self.ps.pp_rank] if self.several else None,
+        )
         self.req_to_token_pool = Pool()
         self.token_to_kv_pool_allocator = Pool()
         self.tree_cache = Tree()
@@ -198,15 +305,14 @@ class Scheduler:
         self.stalled = False
 
     def run_event_loop(self) -> None:
+        sending: list[Any] = []
         while not self.gracefully_exit:
-            requests = []
-            try:
-                requests.append(self.received.get(timeout=0.01))
-                while True:
-                    requests.append(self.received.get_nowait())
-            except Empty:
-                pass
+            requests = self.request_receiver.recv_requests()
             self.process_input_requests(requests)
+            if self.ps.pp_rank + 1 < self.ps.pp_size and self.ps.tp_rank == 0:
+                for each in sending[2:]:
+                    each.wait()
+                sending = send(requests, self.ps.rank + self.ps.tp_size)
             if self._engine_paused:
                 continue
             self.running_batch.reqs += self.waiting_queue
@@ -228,9 +334,20 @@ class Scheduler:
                 self.process_input_requests(list(request))
             elif isinstance(request, AbortReq):
                 self.abort_request(request)
+            elif isinstance(request, Stall):
+                self.stalled = request.stalled
+            elif isinstance(request, Run):
+                if request.rank == self.ps.rank:
+                    request.call(self)
+            elif isinstance(request, Exit):
+                self.gracefully_exit = True
+            elif isinstance(request, PauseGenerationReqInput):
+                self.pause_generation(request)
+            elif isinstance(request, ContinueGenerationReqInput):
+                self.continue_generation(request)
             elif isinstance(request, UpdateWeightsFromTensorReqInput):
                 with torch.no_grad():
-                    self.tp_worker.model_runner.model.table.copy_(request.table)
+                    self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
             else:
                 raise TypeError(request)
 
@@ -246,7 +363,10 @@ class Scheduler:
                 self.cache[page] = model.table[tokens[len(request.pages)]] * model.scale[0]
                 request.pages.append(page)
             self.tree_cache.prefixes.setdefault(tuple(request.tokens), request.pages[: len(request.tokens)])
-            request.output_ids.append(int(self.cache[request.pages].sum().item()) % VOCABULARY)
+            total = self.cache[request.pages].sum()
+            if self.several:
+                dist.all_reduce(total)
+            request.output_ids.append(int(total.item()) % VOCABULARY)
 
     def _end(self, request: Req) -> bool:
         if not (request.finished() or request.to_finish):

@@ -280,8 +280,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     ("wrong", "why"),
     [
         ({"enable_memory_saver": False}, "--enable-memory-saver"),
-        ({"tp_size": 2}, "one of several ranks"),
-        ({"dp_size": 4}, "one of several ranks"),
+        ({"dp_size": 4}, "one of 4 data-parallel replicas"),
     ],
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
@@ -293,6 +292,14 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
     scheduler = make()
     scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
     with pytest.raises(ConfigurationError, match="prefill side"):
+        plugin.attach(scheduler)
+    scheduler = make(tp_size=2)
+    scheduler.server_args.nnodes = 2
+    with pytest.raises(ConfigurationError, match="on several hosts"):
+        plugin.attach(scheduler)
+    scheduler = make()
+    scheduler.mm_receiver = object()  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match="another engine's encoder"):
         plugin.attach(scheduler)
     scheduler = make()
     scheduler.rust_server = object()  # type: ignore[assignment]

@@ -30,7 +30,8 @@ def attach(scheduler: Any, **options: Any) -> Attachment:
     """Serve a SGLang ``Scheduler`` from a thread of its process: call it before ``scheduler.run_event_loop()``.
 
     Args:
-        scheduler: the only rank of an engine that was started with ``--enable-memory-saver``.
+        scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks call
+            ``follow`` at the same time.
         options: as for ``memsaver_server.attach``.
 
     Raises:
@@ -46,7 +47,25 @@ def attach(scheduler: Any, **options: Any) -> Attachment:
     return attachment
 
 
+def follow(scheduler: Any) -> None:
+    """Let the service on the first rank release this one's memory: call it before ``scheduler.run_event_loop()``.
+
+    Raises:
+        ConfigurationError: this scheduler cannot be served.
+    """
+    from memsaver_server.integrations.sglang import engine, event_loop, ranks, work
+
+    engine.check(scheduler)
+    ranks.join(scheduler, event_loop.EventLoop(scheduler, work.SchedulerWork(scheduler)))
+
+
 def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
+    from memsaver_server.integrations.sglang.ranks import is_first
+
+    if not is_first(scheduler):
+        follow(scheduler)
+        run_event_loop(scheduler)
+        return
     with attach(scheduler, **address(os.environ[VARIABLE])):
         run_event_loop(scheduler)
 

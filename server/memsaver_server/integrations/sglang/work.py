@@ -1,0 +1,71 @@
+"""What a rank does with its own scheduler, in the scheduler's thread, in the same iteration as every other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import memsaver_core as ms
+from memsaver_server.engine import DrainTimeoutError
+
+
+class SchedulerWork:
+    """The methods ``flush``, ``save_buffers`` and ``repair`` are names of commands."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def is_still(self) -> bool:
+        """Whether no request runs, and no paused one holds a part of the cache."""
+        scheduler = self._scheduler
+        return scheduler.is_fully_idle() or (
+            scheduler._engine_paused
+            and scheduler.running_batch.is_empty()
+            and scheduler.last_batch is None
+            and scheduler.chunked_req is None
+        )
+
+    def in_flight(self) -> list[str]:
+        """Return the names of the requests in flight; also called from other threads."""
+        scheduler = self._scheduler
+        running = sorted(request.rid for request in scheduler.collect_inflight_reqs())
+        return [*running, *(request.rid for request in list(scheduler.waiting_queue))]
+
+    def flush(self) -> None:
+        """Forget every cached prefix.
+
+        Raises:
+            DrainTimeoutError: requests are running, under which SGLang does not flush.
+        """
+        scheduler = self._scheduler
+        if scheduler.is_fully_idle():
+            scheduler.flush_cache(empty_cache=False)
+            return
+        if not self.is_still():
+            raise DrainTimeoutError(0, self.in_flight())
+        # flush_cache() refuses while requests wait. Those that wait here were retracted and hold nothing of the cache.
+        scheduler.tree_cache.reset()
+        scheduler.req_to_token_pool.clear()
+        scheduler.token_to_kv_pool_allocator.clear()
+        scheduler.req_to_token_pool.reset_aux_cache_allocator()
+        if scheduler.draft_worker:
+            scheduler.draft_worker.clear_cache_pool()
+
+    def save_buffers(self) -> None:
+        """Copy the model's buffers, which no weight update writes, if their memory is resident."""
+        if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
+            return
+        model = self._scheduler.tp_worker.model_runner.model
+        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+
+    def repair(self, lost: Sequence[str]) -> None:
+        """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""
+        if "weights" in lost:
+            with torch.inference_mode():
+                for buffer, content in self._buffers:
+                    buffer[...] = content
+        if "kv_cache" in lost:
+            self.flush()
