@@ -67,8 +67,9 @@ def _torch_groups() -> Iterator[tuple[str, Any]]:
 
 
 def _of_torch() -> Iterator[Communicator]:
-    library = loaded()
-    for group_name, group in _torch_groups():
+    groups = tuple(_torch_groups())
+    library = loaded() if groups else None
+    for group_name, group in groups:
         backend = group._get_backend(torch.device("cuda"))
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
         name = _name("torch", group_name, torch.distributed.get_process_group_ranks(group))

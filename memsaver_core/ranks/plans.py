@@ -18,11 +18,10 @@ def plan_release(options: ReleaseOptions) -> Plan:
     """Return what a release would do.
 
     Raises:
-        UnknownTagError, ContextLostError: as ``memsaver_core.release``.
+        ContextLostError: as ``memsaver_core.release``.
         OutOfHostMemoryError: the backups would not fit.
     """
     tags, status = _look(options.tags)
-    ms.check_tags(list(options.restore))
     needed = sum(
         max(0, tag.resident_bytes - tag.backed_up_bytes)
         for tag in tags
@@ -52,7 +51,7 @@ def plan_resume(options: ResumeOptions) -> Plan:
     """Return what a resume would do.
 
     Raises:
-        UnknownTagError, ContextLostError: as ``memsaver_core.resume``.
+        ContextLostError: as ``memsaver_core.resume``.
         OutOfDeviceMemoryError: a device has less free memory than the tags need.
     """
     tags, status = _look(options.tags)
@@ -82,7 +81,6 @@ def plan_resume(options: ResumeOptions) -> Plan:
 
 
 def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
-    ms.check_tags(names)
     hibernation.raise_if_lost()
     status = ms.status()
     tags = [tag for tag in status.tags if tag.tag != COMMUNICATORS]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import memsaver_core as ms
-from memsaver_core import communicators, hibernation
+from memsaver_core import communicators, hibernation, process
 from memsaver_core.errors import UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.policies import COMMUNICATORS, policy_for
+from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, policy_for
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
@@ -82,9 +83,10 @@ class Rank:
             case protocol.PrepareResume(options):
                 return plan_resume(options)
             case protocol.Release(options):
-                return self.release(options)
+                return self.release_own(options)
             case protocol.Resume(options):
-                return self.resume(options)
+                tags = _here(options.tags)
+                return self.resume(ResumeOptions(tags)) if tags or not options.tags else _nothing("resume")
             case protocol.SuspendCommunicators(names, timeout_s):
                 return self._communicate("release", names, timeout_s)
             case protocol.ResumeCommunicators(names, timeout_s):
@@ -92,6 +94,14 @@ class Rank:
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
+
+    def release_own(self, options: ReleaseOptions) -> OperationReport:
+        """Release those of the tags that this rank has."""
+        tags = _here(options.tags)
+        if options.tags and not tags:
+            return _nothing("release")
+        restore = {tag: options.restore[tag] for tag in _here(options.restore)}
+        return self.release(replace(options, tags=tags, restore=restore))
 
     def release(self, options: ReleaseOptions) -> OperationReport:
         """Release; the engine is idle. Must touch no device if this process is hibernated."""
@@ -150,3 +160,15 @@ class Rank:
             return OperationReport(operation, True, log.seconds, (), log.phases, log.devices())
 
         return self.followed(operate)
+
+
+def _here(tags: Iterable[str]) -> tuple[str, ...]:
+    """Return those of ``tags`` that this process has; ranks of one engine may have different ones."""
+    saver = process.existing_saver()
+    known = {*WELL_KNOWN_TAGS, *(saver.known_tags() if saver is not None else ())}
+    return tuple(tag for tag in tags if tag in known)
+
+
+def _nothing(operation: str) -> OperationReport:
+    """Return the report of an operation that had nothing to do."""
+    return OperationReport(operation, True, 0.0, (), (), ())

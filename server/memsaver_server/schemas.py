@@ -318,10 +318,10 @@ class OccupationAnswer(BaseModel):
     admission: AdmissionAnswer
     operation_id: str | None
     tags: list[TagStatusAnswer]
-    communicators: list[dict[str, str | int | bool]]  # fields of memsaver_core.CommunicatorStatus
+    communicators: list[dict[str, str | int | bool]] = []  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
-    ranks: list[dict[str, int | str | bool | None]]  # fields of memsaver_core.RankStatus
+    ranks: list[dict[str, int | str | bool | None]] = []  # fields of memsaver_core.RankStatus
 
 
 class MessageAnswer(BaseModel):

@@ -24,6 +24,7 @@ ANSWERS = {
     "DriverError": (500, "driver_error", None),
     "EngineFailedError": (500, "context_lost", None),
     "ForbiddenError": (403, "forbidden", None),
+    "GroupFailedError": (500, "rank_failed", None),
     "ForkedProcessError": (500, "error", None),
     "IdempotencyKeyError": (422, "idempotency_key_reused", None),
     "MemoryBusyError": (504, "memory_busy", None),
@@ -35,12 +36,15 @@ ANSWERS = {
     "OutOfDeviceMemoryError": (503, "out_of_device_memory", 1),
     "OutOfHostMemoryError": (507, "out_of_host_memory", None),
     "PhaseTimeoutError": (504, "phase_timeout", None),
+    "RanksFailedError": (500, "ranks_failed", None),
     "ServerEndsError": (503, "server_ends", None),
     "TooLateToCancelError": (409, "too_late", None),
     "TooManyOperationsError": (503, "too_many_operations", 1),
     "UnauthorizedError": (401, "unauthorized", None),
     "UnknownTagError": (400, "unknown_tag", None),
     "UnsupportedError": (409, "unsupported", None),
+    "VerificationError": (500, "verification_failed", None),
+    "VerificationUnavailableError": (400, "verification_unavailable", None),
 }
 
 

@@ -270,7 +270,7 @@ def test_settings_that_cannot_be_used() -> None:
         try:
             ms.status()
         except ms.ConfigurationError as error:
-            print("MEMSAVER_" in str(error) and "retention" in str(error))
+            print("MEMSAVER_RETENTION is 'forever'" in str(error))
         """,
         MEMSAVER_RETENTION="forever",
     )

@@ -50,7 +50,7 @@ class _WorkerRank(Rank):
     def _release_asleep(self, options: ReleaseOptions) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
         try:
-            self._outcome = self.release(options)
+            self._outcome = self.release_own(options)
         except Exception as error:
             self._outcome = Failure.of(error, self._failed_phase)
 
