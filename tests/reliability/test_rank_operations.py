@@ -57,6 +57,22 @@ def test_one_rank_is_an_engine_too(start: Start) -> None:
     assert content(group, *KEPT) == before
 
 
+def test_a_tag_of_one_rank_alone(start: Start) -> None:
+    """As of a layer that only one rank has."""
+    group, memory = start()
+    before = content(group, *KEPT)
+    group.tell("Hold", rank=2, bytes=4096)
+    memory.release(ReleaseOptions(("t",)))
+    memory.release(ReleaseOptions(("held",), restore={"held": RestorePolicy.ZERO}))
+    assert released(group) == [{"t"}, {"t"}, {"t", "held"}, {"t"}]
+    memory.resume(ResumeOptions(("held",)))
+    memory.release(ReleaseOptions())
+    assert released(group)[2] == {"kv_cache", "weights", "disk", "t", "held", "communicators"}
+    memory.resume(ResumeOptions())
+    assert released(group) == [set()] * RANKS
+    assert content(group, *KEPT) == before
+
+
 @pytest.mark.guards("one rank or device failed while the others went on")
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_rank_that_fails_half_way_is_undone(start: Start, nth: int) -> None:
