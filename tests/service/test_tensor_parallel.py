@@ -195,15 +195,18 @@ def test_four_ranks_compute_what_one_does(four: Served) -> None:
 def test_a_rank_dies_while_it_computes(four: Served) -> None:
     """Requests in flight are answered with an error, and name the rank."""
     pid = four.pids()[2]
-    request = four.engine.submit(LONG)
-    os.kill(pid, signal.SIGKILL)
-    who = rf"rank 2 \(process {pid}\) was killed by signal 9"
-    with pytest.raises(RanksFailedError, match=who):
-        request.result(60)
-    is_dead(four, f"rank 2 (process {pid})")
-    with pytest.raises(RuntimeError, match=who):
-        four.engine.submit(PROMPT)
-    assert four.http.post("/generate", json=PROMPT).status_code >= 500
+    try:
+        request = four.engine.submit(LONG)
+        os.kill(pid, signal.SIGKILL)
+        who = rf"rank 2 \(process {pid}\) was killed by signal 9"
+        with pytest.raises(RanksFailedError, match=who):
+            request.result(60)
+        is_dead(four, f"rank 2 (process {pid})")
+        with pytest.raises(RuntimeError, match=who):
+            four.engine.submit(PROMPT)
+        assert four.http.post("/generate", json=PROMPT).status_code >= 500
+    finally:
+        four.close()  # a process has one group of ranks
 
 
 @pytest.mark.parametrize("what", ["prefill", "update"])
