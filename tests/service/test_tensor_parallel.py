@@ -8,6 +8,8 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import safetensors.torch
 from transformers import AutoModelForCausalLM
 
 from memsaver_server import Attachment, attach
+from memsaver_server.reference import rank_group
 from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.checkpoint import fill_random
 from memsaver_server.reference.engine import TransformersEngine
@@ -201,6 +204,44 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
     with pytest.raises(RuntimeError, match=who):
         four.engine.submit(PROMPT)
     assert four.http.post("/generate", json=PROMPT).status_code >= 500
+
+
+@pytest.mark.parametrize("what", ["prefill", "update"])
+def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """What waits for it is answered with an error that names it, and the engine has failed."""
+    monkeypatch.setattr(rank_group, "STEP_S" if what == "prefill" else "ANSWER_S", 2.0)
+    with closing(Served(2)) as served:
+        pid = served.pids()[1]
+        os.kill(pid, signal.SIGSTOP)
+        if what == "prefill":
+            answer = served.http.post("/generate", json=PROMPT)
+        else:
+            answer = served.http.post("/update_weights_from_disk", json={"model_path": str(small_checkpoint())})
+        assert answer.status_code == 500
+        assert f"rank 1 (process {pid}) does not answer: the {what} did not end in 2 s" in answer.text
+        is_dead(served, f"rank 1 (process {pid}) does not answer")
+
+
+def test_a_frozen_rank_does_not_keep_the_service() -> None:
+    """It ends although an update waits for the rank, which ends, too."""
+    with (
+        serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        rank = os.pidfd_open(http.get("/memory_occupation").json()["ranks"][1]["pid"])
+        signal.pidfd_send_signal(rank, signal.SIGSTOP)
+        try:
+            update = pool.submit(http.post, "/update_weights_from_disk", json={"model_path": str(small_checkpoint())})
+            busy = 'memsaver_connections{state="busy"} 2.0'  # the update, and the one that reads this
+            wait_until(lambda: busy in http.get("/metrics").text)
+            assert server.end() == 0
+            assert select.select([rank], [], [], 0)[0]
+            assert not isinstance(update.exception(60), httpx.TimeoutException)
+        finally:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank, signal.SIGKILL)
+            os.close(rank)
 
 
 def test_ranks_end_with_the_service() -> None:

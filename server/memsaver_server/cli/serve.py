@@ -6,6 +6,7 @@ import atexit
 import gc
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -105,7 +106,7 @@ def serve(
     try:
         settings = _settings(while_released=while_released, verify_tokens=verify_tokens)
         from memsaver_server import audit
-        from memsaver_server.attachment import attach, check_place
+        from memsaver_server.attachment import GRACE_S, attach, check_place
         from memsaver_server.reference.engine import TransformersEngine
 
         check_place(host, port, uds, settings)
@@ -152,8 +153,13 @@ def serve(
         notify("STOPPING=1")
         console.print("ending", style="dim")
     finally:
+        # A thread that waits for a frozen rank would keep the process from ending.
+        late = threading.Timer(GRACE_S, engine.end_waits)
+        late.daemon = True
+        late.start()
         attachment.close()
         engine.close()
+        late.cancel()
 
 
 def _settings(**given: str | bool | None) -> Settings:

@@ -71,6 +71,10 @@ class RankMemory:
         """Call before the engine ends its processes, which is then no failure."""
         self._group.close()
 
+    def fail(self, cause: str) -> None:
+        """Call if the engine's ranks have failed: refuses all operations from now on."""
+        self._group.fail(cause)
+
     def on_failure(self, call: Callable[[], None]) -> None:
         self._group.on_failure(call)
 

@@ -142,9 +142,11 @@ class TransformersEngine:
                 raise group.failure from error
             raise
 
-    def _ranks_failed(self, why: RanksFailedError) -> None:
+    def _ranks_failed(self, why: str, error: RanksFailedError) -> None:
+        if hasattr(self, "memory"):
+            self.memory.fail(why)
         if hasattr(self, "_scheduler"):
-            self._scheduler.fail(why)
+            self._scheduler.fail(error)
 
     # The methods of ``Engine``.
 
@@ -255,6 +257,11 @@ class TransformersEngine:
             "max_batch": self._runner.max_batch,
             "graph_batch_sizes": self._runner.captured,
         }
+
+    def end_waits(self) -> None:
+        """Kill the other ranks, from any thread, which ends what waits for them. Only `close` may follow."""
+        if self._group is not None:
+            self._group.kill("the engine was shut down")
 
     def close(self) -> None:
         """Stop the scheduler, end the other ranks and free all device memory. Requests in flight fail. Idempotent."""

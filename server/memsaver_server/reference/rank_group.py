@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,31 @@ _START_S = 300.0
 _END_S = 10.0
 #: How long a step that failed may wait for the end of the process that explains it, seconds.
 _EXPLAIN_S = 0.5
+#: How long a step may take, seconds; it takes milliseconds.
+STEP_S = 60.0
+#: How long the ranks may take for a part of an update or for the capture of lost graphs, seconds.
+ANSWER_S = 300.0
+#: Interval at which waits for the ranks are looked at, seconds.
+_LOOK_S = 1.0
 
 
 class RanksFailedError(MemsaverError):
     """A rank's process has ended, or a step failed on one of them. The engine has to be restarted."""
 
     kind = "ranks_failed"
+
+
+@dataclass(eq=False)
+class _Wait:
+    """Something that does not end before every rank has done it.
+
+    Attributes:
+        waited_s: counted in looks, so that time in which this process was stopped itself does not count.
+    """
+
+    what: str
+    limit_s: float
+    waited_s: float = 0.0
 
 
 class RankGroup:
@@ -54,8 +73,11 @@ class RankGroup:
         failure: why the ranks can compute nothing more, or None.
     """
 
-    def __init__(self, options: EngineOptions, ranks: int, on_failure: Callable[[RanksFailedError], None]) -> None:
+    def __init__(self, options: EngineOptions, ranks: int, on_failure: Callable[[str, RanksFailedError], None]) -> None:
         """Return once every process runs, and makes its runner.
+
+        Args:
+            on_failure: is called once with the reason of a failure, and with the error for what waits.
 
         Raises:
             RanksFailedError: one has ended, or did not start in time.
@@ -65,6 +87,8 @@ class RankGroup:
         self._failed: Future[None] = Future()
         self._on_failure = on_failure
         self._closing = False
+        self._waits: set[_Wait] = set()
+        self._closed = threading.Event()
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
         self._meeting = Path(self._folder) / "meeting"
         listener = Listener(ranks)
@@ -73,6 +97,7 @@ class RankGroup:
             threading.Thread(target=self._watch, args=each, name="memsaver-rank-watch", daemon=True)
             for each in enumerate(self._processes, 1)
         ]
+        self._watches.append(threading.Thread(target=self._watch_waits, name="memsaver-rank-waits", daemon=True))
         for watch in self._watches:
             watch.start()
         rank = Rank()
@@ -109,8 +134,11 @@ class RankGroup:
 
         Raises:
             ValueError, RuntimeError: one could not; the message names it.
+            RanksFailedError: one has ended, or did not answer in ``ANSWER_S``.
         """
-        for rank, answer in enumerate(self._result(self.channel.start({"engine": name, **fields}))):
+        with self.bounded("update", ANSWER_S):
+            answers = self._result(self.channel.start({"engine": name, **fields}))
+        for rank, answer in enumerate(answers):
             if "error" in answer:
                 kind = ValueError if answer["invalid"] else RuntimeError
                 raise kind(f"rank {rank}: {answer['error']}")
@@ -133,8 +161,24 @@ class RankGroup:
             self.failure = RanksFailedError(f"{why}; restart the engine")
             log.critical("%s", self.failure)
             self._failed.set_result(None)
+            self._on_failure(why, self.failure)
             tensor_parallel.abort()
-            self._on_failure(self.failure)
+
+    @contextmanager
+    def bounded(self, what: str, limit_s: float) -> Iterator[None]:
+        """Fail, and kill the other ranks, if the block takes longer: it waits for one that does not answer."""
+        wait = _Wait(what, limit_s)
+        self._waits.add(wait)
+        try:
+            yield
+        finally:
+            self._waits.discard(wait)
+
+    def kill(self, why: str) -> None:
+        """Fail because of ``why``, and kill the other ranks, which ends what waits for one of them."""
+        self.fail(why)
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         """End the processes and leave the group."""
@@ -148,6 +192,7 @@ class RankGroup:
             except subprocess.TimeoutExpired:
                 log.warning("rank %d (process %d) did not end and is killed", rank, process.pid)
                 process.kill()
+        self._closed.set()
         for watch in self._watches:
             watch.join()
         tensor_parallel.leave()
@@ -158,12 +203,34 @@ class RankGroup:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self.fail(f"rank {rank} (process {process.pid}) {how}")
 
+    def _watch_waits(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            for wait in tuple(self._waits):
+                wait.waited_s += _LOOK_S
+                if wait.waited_s > wait.limit_s:
+                    self.kill(f"{self._silent()} does not answer: the {wait.what} did not end in {wait.limit_s:g} s")
+                    return
+
+    def _silent(self) -> str:
+        """Return what messages call the ranks that may be the one that does not answer: if any is stopped, those."""
+        ranks = list(enumerate(self._processes, 1))
+        stopped = [(rank, process) for rank, process in ranks if _is_stopped(process.pid)]
+        return " or ".join(f"rank {rank} (process {process.pid})" for rank, process in stopped or ranks)
+
     def _result(self, answers: Future[list[Plain]]) -> list[Plain]:
         try:
             return answers.result()
         except (OSError, ValueError) as error:
             self.fail(f"a rank cannot be reached: {error}")
             raise self.failure or error from error
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process; see proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _start(rank: int, path: str) -> subprocess.Popen[bytes]:
@@ -179,15 +246,15 @@ class LeadingRunner(ModelRunner):
         super().__init__(make_model, **options)
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        with self._together("prefill", slot=slot, tokens=list(tokens), start=start):
+        with self._together("prefill", STEP_S, slot=slot, tokens=list(tokens), start=start):
             return super().prefill(slot, tokens, start, sampler)
 
     def decode(self, rows: Sequence[Row]) -> list[int]:
-        with self._together("decode", rows=[[row.slot, row.position, row.token] for row in rows]):
+        with self._together("decode", STEP_S, rows=[[row.slot, row.position, row.token] for row in rows]):
             return super().decode(rows)
 
     def repair(self, lost: Sequence[str]) -> None:
-        with self._together("repair", lost=list(lost)):
+        with self._together("repair", ANSWER_S, lost=list(lost)):
             super().repair(lost)
 
     def check(self) -> None:
@@ -195,11 +262,12 @@ class LeadingRunner(ModelRunner):
         super().check()
 
     @contextmanager
-    def _together(self, name: str, **fields: Any) -> Iterator[None]:
+    def _together(self, name: str, limit_s: float, **fields: Any) -> Iterator[None]:
         """Tell the others to do what the block does. If it fails the ranks may be at different points of a step."""
         self._group.check()
-        self._group.tell(name, **fields)
+        self._group.tell(name, **fields)  # waits while an update is read
         try:
-            yield
+            with self._group.bounded(name, limit_s):
+                yield
         except Exception as error:
             raise self._group.fail_step(error) from error
