@@ -8,12 +8,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from memsaver_core.errors import MemsaverError
 from memsaver_core.reports import Status
 from memsaver_server.engine import Engine, Memory
 from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import released_tags
 
 logger = logging.getLogger("memsaver")
+
+
+class PauseEndedError(MemsaverError):
+    """Generation was continued while a pause still waited for requests in flight. It goes on."""
+
+    kind = "pause_ended"
+    status = 409
+
+    def __init__(self) -> None:
+        super().__init__("generation was continued while this pause waited for requests in flight; pause again")
 
 
 class Admission:
@@ -30,6 +41,7 @@ class Admission:
         self._lock = threading.Lock()
         self._operation = ""
         self._paused: Literal["", "paused", "asleep"] = ""
+        self._pausing: set[object] = set()  # pauses that still drain the engine
         self._lost: set[str] = set()
         self._to_repair: set[str] = set()
         self._unverified = ""
@@ -62,23 +74,34 @@ class Admission:
 
     @contextmanager
     def pausing(self, *, asleep: bool) -> Iterator[None]:
-        """Pause generation until ``unpause``; undone if the block raises."""
+        """Pause generation until ``unpause``, by the block, which drains the engine. If it raises, the pause is undone.
+
+        Raises:
+            PauseEndedError: ``unpause`` was called meanwhile.
+        """
+        own = object()
         with self._lock:
-            before = self._paused
-            self._paused = "asleep" if asleep else before or "paused"
+            self._pausing.add(own)
             self._update()
         try:
             yield
         except BaseException:
             with self._lock:
-                self._paused = before
+                self._pausing.discard(own)
                 self._update()
             raise
+        with self._lock:
+            if own not in self._pausing:
+                self._update()  # the engine, which stands still now, goes on
+                raise PauseEndedError
+            self._pausing.remove(own)
+            self._paused = "asleep" if asleep else self._paused or "paused"
 
     def unpause(self) -> str:
         """End a pause. Returns why admission is still closed, or an empty string."""
         with self._lock:
             self._paused = ""
+            self._pausing.clear()
             return self._update()
 
     def unverified(self, why: str) -> None:
@@ -145,7 +168,7 @@ class Admission:
             return _unwritten_reason(unwritten)
         if self._unverified:
             return self._unverified
-        return "generation is paused" if self._paused else ""
+        return "generation is paused" if self._paused or self._pausing else ""
 
     def _unwritten_tags(self, status: Status) -> set[str]:
         """Return the tags in ``_unwritten`` that still hold something."""
@@ -155,7 +178,7 @@ class Admission:
         """How many new requests may wait: those of a paused engine, and during a release if the operator set so."""
         status = self._memory.status()
         closed_otherwise = self._operation or released_tags(status) or self._unwritten_tags(status)
-        paused_only = self._paused and not closed_otherwise
+        paused_only = (self._paused or self._pausing) and not closed_otherwise
         return self._settings.queue_limit if paused_only or self._settings.while_released == "queue" else 0
 
 

@@ -196,6 +196,7 @@ class Lifecycle:
 
         Raises:
             DrainTimeoutError: requests still run. Generation is as before.
+            PauseEndedError: generation was continued meanwhile.
         """
         with self._admission.pausing(asleep=asleep):
             self._engine.drain(timeout_s, mode)

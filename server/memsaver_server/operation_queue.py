@@ -194,6 +194,7 @@ class OperationQueue:
         if operation.status != "failed":
             return operation
         del self._by_key[key]
+        operation.keys.remove(key)  # which names another operation from now on
         return None
 
     def _joined(self, request: OperationRequest) -> Operation | None:

@@ -87,7 +87,14 @@ def test_too_much_asked_is_told_in_the_unit_that_was_asked_in(server: Server, cl
 
 @pytest.mark.parametrize(
     "arguments",
-    [("release", "--restore", "weights"), ("release", "--at-least", "much"), ("resume", "--sideways"), ("dance",)],
+    [
+        ("release", "--restore", "weights"),
+        ("release", "--at-least", "much"),
+        ("resume", "--sideways"),
+        ("dance",),
+        ("resume", "--wait-for-memory", "inf"),
+        ("release", "--timeout", "nan"),
+    ],
 )
 def test_a_wrong_argument_is_2(arguments: tuple[str, ...]) -> None:
     assert memsaver(*arguments).returncode == 2

@@ -119,7 +119,9 @@ def test_hibernate_and_wake(page: playwright.Page, server: Server) -> None:
     playwright.expect(page.locator("#admission")).to_contain_text("the process is hibernated")
     playwright.expect(page.get_by_role("button", name="Hibernate")).to_be_disabled()
     page.wait_for_function("document.querySelector('.device').dataset.used == 0")
-    phases = page.get_by_role("table", name="Phases of release").first.locator("tbody th").all_inner_texts()
+    table = page.get_by_role("table", name="Phases of release").first
+    playwright.expect(table).to_contain_text("hibernate")
+    phases = table.locator("tbody th").all_inner_texts()
     assert {"trim_workspaces", "empty_cache", "trim_graphs", "trim_pinned", "hibernate"} <= set(phases)
     page.get_by_role("button", name="Resume all").click()
     state(page, "resident")

@@ -63,7 +63,7 @@ def test_a_signal_ends_it_with_code_0_released_or_not(number: signal.Signals, re
 
 COUNTED = """
 import atexit, gc, sys
-atexit.register(lambda: print("left out:", gc.get_freeze_count(), file=sys.stderr))
+atexit.register(lambda: print("left out:", gc.get_freeze_count(), file=sys.__stderr__))
 from memsaver_server.cli import main
 main()
 """

@@ -20,9 +20,10 @@ HUNG_S = 3.0
 Start = Callable[..., tuple[Group, RankMemory]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts an engine of some ranks with some settings of the core; all of them end with the last test."""
+    """Starts an engine of some ranks with some settings of the core; all of them end with the module's last test, so
+    that no later test has their descriptors."""
     zygote = Zygote()
     groups: list[Group] = []
     prefix = f"ranks-{uuid.uuid4().hex[:8]}"

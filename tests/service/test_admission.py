@@ -84,6 +84,44 @@ def test_nothing_opens_admission_while_a_release_runs(
     assert generate(http).status_code == 503
 
 
+def test_a_pause_that_is_overtaken_by_continue_ends_without_effect(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response]
+) -> None:
+    """It says so, and the engine computes."""
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(post, http, "/pause_generation", mode="wait")
+        engine.wait_until(lambda engine: engine.is_closed)
+        post(http, "/continue_generation")
+        engine.unblock()
+        ended = pausing.result()
+        assert (ended.status_code, ended.json()["error"]["type"]) == (409, "pause_ended")
+    assert http.get("/readyz").status_code == 200
+    assert generate(http).status_code == 200
+
+
+@pytest.mark.parametrize("second_succeeds", [True, False])
+def test_a_pause_that_fails_undoes_itself_alone(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response], second_succeeds: bool
+) -> None:
+    """Of two that overlap; the engine is paused if one of them succeeds."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(post, http, "/pause_generation", mode="wait", timeout_s=0.2)
+        engine.wait_until(lambda engine: engine.is_closed)
+        if second_succeeds:
+            second = pool.submit(post, http, "/pause_generation", mode="wait")
+            assert first.result().status_code == 504
+        else:
+            assert post(http, "/pause_generation", mode="wait", timeout_s=0.4).status_code == 504
+            assert first.result().status_code == 504
+            assert http.get("/readyz").status_code == 200
+        engine.unblock()
+        if second_succeeds:
+            assert second.result().status_code == 200
+            assert http.get("/readyz").json()["reason"] == "generation is paused"
+            post(http, "/continue_generation")
+    assert generate(http).status_code == 200
+
+
 def test_a_resume_of_what_is_resident_disturbs_nobody(
     http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

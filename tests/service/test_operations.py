@@ -320,6 +320,19 @@ def test_the_key_of_a_call_that_joined_is_remembered(http: httpx.Client, engine:
     assert http.post("/release_memory_occupation", json={"timeout_s": 9}, headers=key).status_code == 422
 
 
+def test_a_key_outlives_its_first_use_that_failed(serve: Serve, engine: TensorEngine) -> None:
+    """That operation leaves the history before the one that succeeded."""
+    http = serve(history=2)
+    key = {"Idempotency-Key": "rollout 15"}
+    with drain_held_up(http, engine):
+        assert http.post("/release_memory_occupation", json={"timeout_s": 0}, headers=key).status_code == 504
+        engine.unblock()
+        engine.wait_until(lambda engine: not engine.in_flight())
+    first = http.post("/release_memory_occupation", json={"timeout_s": 0}, headers=key).json()
+    post(http, "/resume_memory_occupation")
+    assert http.post("/release_memory_occupation", json={"timeout_s": 0}, headers=key).json() == first
+
+
 def test_an_idempotency_key_does_not_keep_a_failure(http: httpx.Client, engine: TensorEngine) -> None:
     key = {"Idempotency-Key": "rollout 13"}
     body = {"timeout_s": 0}

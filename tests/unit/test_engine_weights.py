@@ -143,6 +143,7 @@ def test_requests_in_flight_can_be_ended_by_an_update(engine: TransformersEngine
         ([base64.b64encode(pickle.dumps([("a", 1)])).decode()], None, "is a pickle"),
         (["YQ=="], "flattened_bucket", "load_format 'flattened_bucket' is not supported"),
         (payload({"lm_head.nothing": torch.zeros(2)}), None, "the model has no lm_head.nothing; nothing was written"),
+        (payload({"lm_head.weight": torch.zeros(256, 256, dtype=torch.int8)}), None, "came as int8; send float16"),
         (payload({"lm_head.weight": torch.zeros(2, 3)}), None, r"has shape \[256, 256\], not \[2, 3\]; nothing was"),
     ],
 )

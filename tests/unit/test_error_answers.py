@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import memsaver_server.app  # noqa: F401  (loads every error that a request can end in)
+import memsaver_server.app
+import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
 from memsaver_server.http.errors import UnauthorizedError, error_response
@@ -35,6 +36,7 @@ ANSWERS = {
     "OperationCancelledError": (409, "cancelled", None),
     "OutOfDeviceMemoryError": (503, "out_of_device_memory", 1),
     "OutOfHostMemoryError": (507, "out_of_host_memory", None),
+    "PauseEndedError": (409, "pause_ended", None),
     "PhaseTimeoutError": (504, "phase_timeout", None),
     "RanksFailedError": (500, "ranks_failed", None),
     "ServerEndsError": (503, "server_ends", None),

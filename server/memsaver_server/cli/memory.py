@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
-from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url, finite
 from memsaver_server.cli.progress import until_ended
 from memsaver_server.cli.tables import make_console, operation_view, status_view
 
@@ -45,7 +45,8 @@ def release(
     api_key: ApiKey = None,
     as_json: Json = False,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Deadline of the drain, in seconds.", metavar="SECONDS")
+        float | None,
+        typer.Option("--timeout", help="Deadline of the drain, in seconds.", metavar="SECONDS", callback=finite),
     ] = None,
     mode: Annotated[
         str | None, typer.Option("--mode", help="Requests in flight: wait for them, abort them, or keep (freeze) them.")
@@ -103,6 +104,7 @@ def resume(
             "--wait-for-memory",
             help="Seconds to retry while other processes hold the device's memory.",
             metavar="SECONDS",
+            callback=finite,
         ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Annotated
 
@@ -24,6 +25,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print the service's JSON ins
 Tags = Annotated[
     list[str] | None, typer.Argument(help="Tags, e.g. weights kv_cache. Default: all.", show_default=False)
 ]
+
+
+def finite(seconds: float | None) -> float | None:
+    """Return a number of seconds as it was given.
+
+    Raises:
+        BadParameter: it is infinite or no number.
+    """
+    if seconds is not None and not math.isfinite(seconds):
+        raise typer.BadParameter(
+            f"{seconds} is not a number of seconds; leave the option out, or write for example 3600"
+        )
+    return seconds
 
 
 class ExitCode(IntEnum):

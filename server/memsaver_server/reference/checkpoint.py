@@ -213,11 +213,15 @@ def parse_payload(payloads: Sequence[str], load_format: str | None) -> dict[str,
         raise ValueError(f"the payload is not a safetensors image: {error}") from None
 
 
+#: What updates may carry weights in; others would be cast to useless ones.
+UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def check_update(model: nn.Module, given: Mapping[str, Tensor], partition: Partition) -> dict[str, Tensor]:
     """Return this rank's part of each tensor ``given``, which are whole.
 
     Raises:
-        ValueError: a name or shape differs from the model's.
+        ValueError: a name or shape differs from the model's, or a dtype cannot carry weights.
         RuntimeError: the weights are released.
     """
     state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
@@ -231,6 +235,9 @@ def check_update(model: nn.Module, given: Mapping[str, Tensor], partition: Parti
         shape = partition.whole_shape(name, own[name])
         if shape != list(tensor.shape):
             raise ValueError(f"{name} has shape {shape}, not {list(tensor.shape)}; nothing was written")
+        if own[name].is_floating_point() and tensor.dtype not in UPDATE_DTYPES:
+            accepted = ", ".join(str(each).removeprefix("torch.") for each in UPDATE_DTYPES)
+            raise ValueError(f"{name} came as {str(tensor.dtype).removeprefix('torch.')}; send {accepted}")
     return {name: partition.part(name, tensor) for name, tensor in given.items()}
 
 
