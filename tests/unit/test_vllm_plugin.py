@@ -424,13 +424,10 @@ def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
 @pytest.mark.guards("one rank or device failed while the others went on")
 def test_errors_are_answers(rank: Rank) -> None:
     """A rank that raised would leave vLLM's executor waiting for the answers of the others."""
-    for message, error in (
-        (REQUESTS.encode(Resume(ResumeOptions(("nothing",)))), "UnknownTagError"),
-        ({"version": VERSION, "type": "Dance", "fields": {}}, "ConfigurationError"),
-    ):
-        failure = ANSWERS.decode(rank.answer(message)).failure
+    for name in ("Dance", "Resume"):  # unknown, and without its fields
+        failure = ANSWERS.decode(rank.answer({"version": VERSION, "type": name, "fields": {}})).failure
         assert failure is not None
-        assert failure.error == error
+        assert failure.error == "ConfigurationError"
 
 
 def test_another_version_of_the_protocol_is_refused(rank: Rank) -> None:
