@@ -56,16 +56,14 @@ class Communicators:
         Raises:
             ConfigurationError: the name is taken.
         """
-        if name in self._registered:
-            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
+        self._check_free(name)
         if ranks > 1:
             made = Communicator.of(name, comm, ranks=ranks, rank=rank, device=device, nccl=loaded())
             self._registered[name] = made
 
     def register_buffers(self, name: str, buffers: PeerBuffers) -> None:
         """Have the buffers of an engine's own all-reduce suspended; ``name`` and errors as of ``register``."""
-        if name in self._registered:
-            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
+        self._check_free(name)
 
         def held() -> Held:
             return Held(suspendable=buffers.nbytes, persistent=0, suspended=buffers.suspended)
@@ -174,6 +172,10 @@ class Communicators:
                     self._call("resume", each, each.resume, deadline)
             finally:
                 self.found()
+
+    def _check_free(self, name: str) -> None:
+        if name in self._registered:
+            raise ConfigurationError(f"a communicator {name!r} is registered already; choose another name")
 
     def _count(self) -> tuple[tuple[Communicator, CommunicatorStatus], ...]:
         present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()

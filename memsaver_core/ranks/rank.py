@@ -16,7 +16,7 @@ from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
-from memsaver_core.reports import OperationReport, TagReport
+from memsaver_core.reports import CommunicatorStatus, OperationReport, TagReport
 
 #: The result of a request; None if there is nothing to report.
 Result = Introduction | Plan | OperationReport | Failure | None
@@ -130,14 +130,14 @@ class Rank:
         resuming = operation == "resume"
         act = communicators.resume if resuming else communicators.suspend
 
-        def held() -> dict[str, int]:
-            return {each.name: each.suspendable_bytes for each in communicators.found() if each.name in names}
+        def held(counted: Iterable[CommunicatorStatus]) -> dict[str, int]:
+            return {each.name: each.suspendable_bytes for each in counted if each.name in names}
 
         def operate(log: ms.PhaseLog) -> OperationReport:
             with log.phase(f"{'resume' if resuming else 'suspend'}_communicators"):
-                before = held()
+                before = held(communicators.found())
                 act(tuple(before), timeout_s)
-                moved = abs(sum(held().values()) - sum(before.values()))
+                moved = abs(sum(held(communicators.statuses()).values()) - sum(before.values()))  # counted by the call
             tag = TagReport(
                 tag=COMMUNICATORS,
                 restore=policy_for(COMMUNICATORS, None).value,

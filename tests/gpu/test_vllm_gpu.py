@@ -25,20 +25,12 @@ from tests.gpu.vllm_server import (
     post,
     prompt,
     serving,
-    write_model,
 )
 from tests.waiting import wait_until
 
 MIB = 1 << 20
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

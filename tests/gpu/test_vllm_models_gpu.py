@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.vllm_server import QUICK, complete, completions, missing, post, serving, write_model
+from tests.gpu.vllm_server import QUICK, complete, completions, missing, post, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
@@ -67,13 +67,6 @@ def write_adapter(folder: Path, layers: int = 4, hidden: int = 1536, rank: int =
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    return folder
 
 
 @pytest.mark.guards("calibrated FP8 scales or adapters were wrong after a wake-up")

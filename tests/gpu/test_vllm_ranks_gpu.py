@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from tests.gpu.vllm_server import QUICK, completions, missing, post, serving, write_model
+from tests.gpu.vllm_server import QUICK, completions, missing, post, serving
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -26,13 +26,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "-"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

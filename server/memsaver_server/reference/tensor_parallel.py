@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 dist: Any = torch.distributed  # typed in part
 
-#: Switched off unless the environment says otherwise: a captured graph whose memory NCCL has registered hangs after
-#: that memory was remapped, a process with NVLS memory cannot be checkpointed, and torch would end a process that waits
-#: for another rank, or that is hibernated.
+#: Switched off unless the environment says otherwise. A captured graph hangs if NCCL has registered its memory and that
+#: was remapped. A process with NVLS memory cannot be checkpointed. torch's monitors end a process that waits for a rank
+#: or that is hibernated.
 _OFF = (
     "NCCL_GRAPH_REGISTER",
     "NCCL_NVLS_ENABLE",
