@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -143,11 +144,12 @@ def serve(connection: Connection, environment: dict[str, str]) -> None:
 
 
 class Rank:
-    """A worker as its executor sees it. Its calls are those of ``Model``."""
+    """A worker as its executor sees it. Its calls are those of ``Model``, one at a time."""
 
     def __init__(self, **environment: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
         context = multiprocessing.get_context("spawn")
+        self._alone = Lock()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
         with patch.dict(os.environ, injection.in_child()):
@@ -158,8 +160,9 @@ class Rank:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            self._connection.send((name, arguments))
-            result, error = self._connection.recv()
+            with self._alone:
+                self._connection.send((name, arguments))
+                result, error = self._connection.recv()
             if error is not None:
                 raise RuntimeError(error)
             return result
