@@ -30,6 +30,10 @@ def test_saver_under_threads(build: Path) -> None:
     run(build / "saver_threads")
 
 
+def test_packed_content_comes_back(build: Path) -> None:
+    run(build / "packing")
+
+
 def test_declarations_match_the_toolkit(build: Path) -> None:
     """If cuda.h is present, compiling this program has compared our declarations with it."""
     program = build / "cuda_abi"
