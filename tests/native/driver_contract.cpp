@@ -235,7 +235,7 @@ void packing_equals_the_reference(Driver& driver) {
       host.data[i] = static_cast<unsigned char>(state >> 24);
     }
     for (std::size_t i = size - 1; size > 1 && i < kContent; i += size) {
-      host.data[i] = static_cast<unsigned char>(0x3c | (host.data[i] & 0x83));
+      host.data[i] = static_cast<unsigned char>(0x3c | (host.data[i] & 0x82));
     }
     const std::vector<unsigned char> expected(host.data, host.data + kContent);
     driver.copy_to_device(0, content, host.data, kContent, stream);
