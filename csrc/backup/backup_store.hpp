@@ -38,6 +38,7 @@ class BackupStore {
     std::string folder;
     Retention retention;
     VerifyChoice verify;
+    bool pack;
   };
 
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held.
@@ -57,6 +58,10 @@ class BackupStore {
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_);
   // Made at the first call. Only one thread at a time for one device.
   [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  // What earlier operations could not give back to the devices, is tried again.
+  void clean_up() REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  // Memory of a device that is held for packing: none between operations, unless the driver did not take it back.
+  [[nodiscard]] std::size_t device_bytes(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
   // Never `automatic`.

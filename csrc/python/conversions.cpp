@@ -12,8 +12,9 @@ py::dict to_dict(const PipelineSeconds& seconds) {
 py::dict to_dict(const TagOutcome& tag) {
   return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
                   "released_bytes"_a = tag.released_bytes, "resumed_bytes"_a = tag.resumed_bytes,
-                  "backed_up_bytes"_a = tag.backed_up_bytes, "unchanged_bytes"_a = tag.unchanged_bytes,
-                  "zero_bytes"_a = tag.zero_bytes, "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
+                  "backed_up_bytes"_a = tag.backed_up_bytes, "kept_bytes"_a = tag.kept_bytes,
+                  "unchanged_bytes"_a = tag.unchanged_bytes, "zero_bytes"_a = tag.zero_bytes,
+                  "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
 }
 
 py::dict to_dict(const TagSnapshot& tag) {

@@ -62,6 +62,7 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   for (const auto& [address, allocation] : arena.allocations()) {
     for (const auto& block : allocation.blocks) {
       if (block.kept != Kept::nothing) tag.backed_up_bytes += block.content_bytes();
+      tag.kept_bytes += block.kept_bytes();
     }
   }
 }

@@ -20,6 +20,7 @@ struct TagSnapshot {
   std::size_t released_bytes = 0;
   std::size_t retained_bytes = 0;  // mapped, but in no live allocation
   std::size_t backed_up_bytes = 0;
+  std::size_t kept_bytes = 0;  // what these backups take: less if they are packed, nothing for zeros
   std::size_t allocations = 0;
   std::size_t chunks = 0;
   std::map<int, std::size_t> mapped_by_device;  // retained bytes included
@@ -58,6 +59,7 @@ struct TagOutcome {
   std::size_t released_bytes = 0;
   std::size_t resumed_bytes = 0;
   std::size_t backed_up_bytes = 0;
+  std::size_t kept_bytes = 0;  // what was copied of them: less if they were packed
   std::size_t unchanged_bytes = 0;
   std::size_t zero_bytes = 0;
   std::size_t restored_bytes = 0;
