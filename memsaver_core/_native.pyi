@@ -12,6 +12,8 @@ class Saver:
         file_folder: str = ...,
         retention: str = ...,
         verify: str = ...,
+        pack: bool = ...,
+        shared_backups: str = ...,
         peer_access: bool = ...,
     ) -> None: ...
     def allocate(self, device: int, tag: str, restore: str, bytes: int) -> int: ...

@@ -37,7 +37,9 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
     const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
     const std::size_t free = index_->slab_bytes() - index_->used_bytes();
     const std::size_t missing = fragmented || bytes <= free ? bytes : bytes - free;
-    const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, expected));
+    // What this process expects, others may be writing.
+    const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
+    const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
     index_->mutex.unlock();
     if (taken) {
       map(pieces);
@@ -73,8 +75,18 @@ void SharedStore::make_slab(std::uint32_t slab, int numa_node) {
   mapping_->pin(slab);
 }
 
-void SharedStore::prepare(std::size_t bytes) {
-  target_ = bytes;
+void SharedStore::prepare_beyond(std::size_t bytes) {
+  target_ = bytes + status().held_bytes;
+  work_later();
+}
+
+void SharedStore::tidy() {
+  target_ = 0;
+  tidy_wanted_ = true;
+  work_later();
+}
+
+void SharedStore::work_later() {
   const Lock lock(work_mutex_);
   again_ = true;
   if (working_) return;
@@ -96,6 +108,9 @@ void SharedStore::work() {
     std::exception_ptr failure;
     try {
       prepare_now();
+      // Content that changes on several processes, one after the other, uses some memory twice.
+      const std::size_t used = index_->used_bytes();
+      if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
     } catch (...) {
       failure = std::current_exception();
     }

@@ -76,13 +76,18 @@ class SharedStore {
 
   // Registers the memory of entries with the driver, for fast copies.
   void pin(const std::vector<HostRange>& ranges) { mapping_->pin(ranges); }
-  // In the background: pins what this process has mapped, and makes the store at least `bytes` large.
-  void prepare(std::size_t bytes);
+  // In the background: makes and pins memory, so that `bytes` beyond what this process uses can be kept as far as no
+  // other process uses it for other content.
+  void prepare_beyond(std::size_t bytes);
+  // In the background: pins what this process uses, and gives back what is more than a little beyond.
+  void tidy();
   // Returns when nothing is prepared any more. Throws the error that stopped it.
   void wait_until_prepared();
   // Gives back memory that nobody uses, as far as it is up to this process.
   void trim();
 
+  // Of an entry of this process, as stored.
+  [[nodiscard]] std::size_t stored_bytes(std::uint32_t entry) const { return index_->stored_bytes(entry); }
   // Never waits for another process.
   [[nodiscard]] SharedStoreStatus status() const;
 
@@ -104,6 +109,7 @@ class SharedStore {
   void make_slab(std::uint32_t slab, int numa_node);
   [[nodiscard]] bool map_another() EXCLUDES(map_mutex_);
   void give_back_unused();
+  void work_later();
   void work();
   void prepare_now();
   void abandon();
@@ -132,6 +138,7 @@ class SharedStore {
   bool again_ GUARDED_BY(work_mutex_) = false;
   std::exception_ptr work_failure_ GUARDED_BY(work_mutex_);
   std::atomic<std::size_t> target_{0};
+  std::atomic<bool> tidy_wanted_{false};
 };
 
 }  // namespace memsaver

@@ -124,6 +124,7 @@ class TagAnswer(BaseModel):
     resumed_bytes: int
     backed_up_bytes: int
     unchanged_bytes: int
+    shared_bytes: int = Field(description="bytes not copied, because the shared store has them from another process")
     zero_bytes: int
     restored_bytes: int
     already: bool
@@ -291,12 +292,25 @@ class TagStatusAnswer(BaseModel):
     chunks: int
 
 
+class SharedStoreAnswer(BaseModel):
+    """The store of host memory that several processes use (``MEMSAVER_SHARED_BACKUPS``)."""
+
+    name: str
+    processes: int = Field(description="that take part in it")
+    held_bytes: int = Field(description="of blocks that this process uses")
+    share_bytes: int = Field(description="the same, each block divided by the number of processes that use it")
+    used_bytes: int = Field(description="of blocks that any process uses")
+    total_bytes: int = Field(description="its memory")
+    limit_bytes: int = Field(description="the bound on its memory, for all processes together")
+
+
 class HostBackupAnswer(BaseModel):
     bytes: int
     capacity_bytes: int
     limit_bytes: int
     file_bytes: int
     prepared: bool
+    shared_store: SharedStoreAnswer | None
 
 
 class AdmissionAnswer(BaseModel):

@@ -307,7 +307,7 @@ void live() {
   std::vector<std::uint32_t> entries;
   for (unsigned seed = 0; seed < 4; ++seed) entries.push_back(part.keep(seed, kBlockBytes));
   for (unsigned seed = 20; seed < 24; ++seed) entries.push_back(part.keep(seed, kBlockBytes * 3 / 4));
-  part.store.prepare(3 * kSlabBytes);
+  part.store.prepare_beyond(kSlabBytes);
   part.store.wait_until_prepared();
   for (std::size_t i = 0; i < entries.size(); i += 2) part.drop(entries[i]);
   part.store.trim();

@@ -31,7 +31,6 @@ def test_saver_under_threads(build: Path) -> None:
     run(build / "saver_threads")
 
 
-<<<<<<< HEAD
 @pytest.mark.guards(
     "each of several replicas pinned its own copy of the same weights",
     "the process that had written a shared backup died",
@@ -39,7 +38,8 @@ def test_saver_under_threads(build: Path) -> None:
 def test_shared_store_of_several_processes(build: Path) -> None:
     """One copy; limits; two users and two keys; stopped processes; one killed at each of its steps."""
     run(build / "shared_store")
-=======
+
+
 def test_packed_content_comes_back(build: Path) -> None:
     run(build / "packing")
 
@@ -50,14 +50,15 @@ def test_kernels_that_pack_on_the_cpu(build: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_that_pack_compile(build: Path, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_pack_compile(
+    build: Path, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = _nvrtc_path()
     if not library:
         pytest.skip("NVRTC is not installed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(library).parent))  # where it looks for its own parts
     assert run(build / "packing_kernels", library, architecture).endswith(" bytes\n")
->>>>>>> packing
 
 
 def test_declarations_match_the_toolkit(build: Path) -> None:
