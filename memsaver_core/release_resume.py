@@ -223,6 +223,7 @@ def status() -> Status:
             file_bytes=now["file_bytes"],
             prepared=now["prepared"],
             target_bytes=now["pool_target_bytes"],
+            unused_bytes=now["pool_capacity_bytes"] - now["pool_used_bytes"],
             shared_store=SharedStoreStatus(**now["shared_store"]) if now["shared_store"]["name"] else None,
         ),
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),

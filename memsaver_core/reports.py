@@ -158,6 +158,7 @@ class HostBackupStatus:
     file_bytes: int = 0  # content held in files
     prepared: bool = True  # whether the pool is as large as a release of everything needs
     target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
+    unused_bytes: int = 0  # of ``capacity_bytes``, kept for the next release; given back according to the retention
     shared_store: SharedStoreStatus | None = None  # the rest is of this process alone
 
 

@@ -88,8 +88,8 @@ class CoreSettings(EnvironmentSettings):
     shared_backups: str = Field(
         "",
         pattern=r"^[A-Za-z0-9._-]{0,64}$",
-        description="name of a store of host memory in which the processes of this user that name it keep equal content "
-        "once; empty: every process keeps its own",
+        description="name of a store of host memory in which processes of this user keep equal content once; "
+        "empty: every process keeps its own",
     )
     file_dir: str = Field(default_factory=tempfile.gettempdir, description="folder for backups of restore policy file")
     retention: Literal["keep", "trim", "free"] = Field(

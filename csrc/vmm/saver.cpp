@@ -210,11 +210,17 @@ BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
   return view;
 }
 
-void Saver::drop_backups(const Tags& tags) {
+void Saver::drop_backups(const Tags& tags, bool keep_memory) {
   core_->check_process();
   const Lock operation(core_->backups.operation_mutex);
   core_->drop_backups(tags);
   core_->backups.settle();
+  if (!keep_memory) core_->backups.trim_later();
+}
+
+void Saver::trim_backup_memory() {
+  core_->check_process();
+  const Lock operation(core_->backups.operation_mutex);
   core_->backups.trim_later();
 }
 

@@ -310,6 +310,7 @@ class HostBackupAnswer(BaseModel):
     limit_bytes: int
     file_bytes: int
     prepared: bool
+    unused_bytes: int = Field(description="of capacity_bytes, kept for the next release")
     shared_store: SharedStoreAnswer | None
 
 

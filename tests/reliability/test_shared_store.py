@@ -94,7 +94,7 @@ def all_at_once(replicas: list[Replica], operation: str) -> list[Any]:
 
 @pytest.mark.guards("each of several replicas pinned its own copy of the same weights")
 def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
-    """Released together, each copies a part; content that changed is written anew, and what nobody uses is given back."""
+    """Released together, each copies a part; content that changed is written anew."""
     for seed in (7, 8):
         for each in replicas:
             each.ask("write", seed)
