@@ -126,6 +126,7 @@ class TagAnswer(BaseModel):
     unchanged_bytes: int
     zero_bytes: int
     restored_bytes: int
+    kept_bytes: int = 0
     already: bool
 
 
@@ -287,6 +288,7 @@ class TagStatusAnswer(BaseModel):
     released_bytes: int
     retained_bytes: int
     backed_up_bytes: int
+    kept_bytes: int = 0
     allocations: int
     chunks: int
 

@@ -41,7 +41,9 @@ def test_kernels_that_pack_on_the_cpu(build: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_that_pack_compile(build: Path, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_pack_compile(
+    build: Path, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = _nvrtc_path()
     if not library:
         pytest.skip("NVRTC is not installed")
