@@ -57,7 +57,8 @@ async def _needs(request: FleetRequest, parts: Sequence[Part]) -> dict[str, Gpu]
         try:
             plan = await part.connection.plan("resume", request.tags)
         except EngineFailure as failure:
-            return part.fail("preparing", failure)
+            part.fail("preparing", failure)
+            return
         for room in plan.devices:
             if room.needed_bytes and room.index in uuids:
                 gpu = gpus.setdefault(uuids[room.index], Gpu(room.free_bytes))

@@ -21,7 +21,9 @@ class Keeper:
 
     async def running(self, operation_id: str, running: Running) -> None:
         """Note how far an operation is."""
-        await self._change(lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}}))
+        await self._change(
+            lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
+        )
 
     async def ended(self, operation_id: str, *wishes: Wanted) -> None:
         """Forget an operation that has ended, and note what is wanted from now on."""

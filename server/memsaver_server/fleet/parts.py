@@ -84,6 +84,10 @@ class Part:
             if tag.tag in self.tags and (tag.released_bytes if verb == "release" else tag.resident_bytes)
         )
 
+    def is_stray(self, verb: Verb) -> bool:
+        """Return whether it is not as before ``verb``, which was given up, or does not say."""
+        return self.after is None or self.after.prepared is not None or bool(self.moved(verb))
+
     @property
     def state(self) -> str:
         """The state of its memory, as far as it said."""

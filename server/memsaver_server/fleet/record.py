@@ -38,7 +38,7 @@ class Wanted(BaseModel):
 
 
 class Prepared(BaseModel):
-    """What one engine has prepared: its own operation, empty as long as it is not known, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -13,6 +13,8 @@ from memsaver_server.fleet.results import FleetError, Mode
 from memsaver_server.fleet.selectors import Selector
 
 Verb = Literal["release", "resume"]
+#: Deadline of the drain on each engine, seconds.
+DEFAULT_TIMEOUT_S = 60.0
 #: Options that callers may add, by operation. Fields of ``schemas.ReleaseFields`` and ``schemas.ResumeFields``.
 _OPTIONS = {
     "release": frozenset({"restore", "trim", "verify"}),
@@ -73,6 +75,12 @@ class FleetRequest:
         return cls(
             operation, selector or Selector(), names, mode, timeout_s, given, operation_id or uuid.uuid4().hex[:12]
         )
+
+    @classmethod
+    def again(cls, operation_id: str, wish: Wanted) -> FleetRequest:
+        """Return the request that another coordinator had noted as ``wish``."""
+        verb: Verb = "release" if wish.state == "released" else "resume"
+        return cls(verb, wish.selector, wish.tags, "all", DEFAULT_TIMEOUT_S, wish.options, operation_id)
 
     @property
     def state(self) -> Literal["released", "resident"]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
@@ -94,9 +94,10 @@ class Together:
         self._tell("committing")
         await asyncio.gather(*map(self._commit_one, self._parts))
         if _failed(self._parts):
-            return await self.undo()
-        self.outcome = "done"
-        await self._end(self._wish)
+            await self.undo()
+        else:
+            self.outcome = "done"
+            await self._end(self._wish)
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -117,15 +118,17 @@ class Together:
         if _failed(self._parts):
             return False
         lanes = [asyncio.ensure_future(self._prepare_in_turn(group)) for group in groups]
-        prepared = asyncio.gather(*lanes)
-        given_up = asyncio.ensure_future(self.cancelled.wait())
-        leases = asyncio.ensure_future(self._keep_leases())
+        ends: tuple[asyncio.Future[Any], ...] = (
+            asyncio.gather(*lanes),
+            asyncio.ensure_future(self.cancelled.wait()),
+            asyncio.ensure_future(self._keep_leases()),
+        )
         try:
-            await asyncio.wait({prepared, given_up, leases}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (*lanes, given_up, leases):
+            for task in (*lanes, *ends):
                 task.cancel()
-            await asyncio.gather(prepared, *lanes, given_up, leases, return_exceptions=True)
+            await asyncio.gather(*lanes, *ends, return_exceptions=True)
         return all(part.stage == "prepared" for part in self._parts) and not self.cancelled.is_set()
 
     async def _prepare_in_turn(self, group: Iterable[Part]) -> None:
@@ -187,7 +190,7 @@ class Together:
                 known = part.operation_id
                 await self._prepare_one(part, self._silence_s)
                 if part.operation_id != known:
-                    raise EngineFailure("lease_ended", f"the lease of {known} had ended before its commit", answered=True)
+                    raise EngineFailure("lease_ended", f"the lease of {known} ended before its commit", answered=True)
             part.stage = "committing"
             part.done(await part.connection.commit(part.operation_id))
         except EngineFailure as failure:
@@ -238,9 +241,15 @@ class Together:
         wish, verb = self._wish, self._request.operation
         state = STATES[opposite(verb)]
         return [
-            wish.model_copy(update={"selector": Selector(names=(part.member.name,)), "state": state, "tags": part.tags, "options": {}})
+            Wanted(
+                selector=Selector(names=(part.member.name,)),
+                state=state,
+                tags=part.tags,
+                operation_id=wish.operation_id,
+                at=wish.at,
+            )
             for part in self._parts
-            if part.tags and (part.after is None or part.moved(verb))
+            if part.tags and part.is_stray(verb)
         ]
 
     # -- the record ----------------------------------------------------------------------------------------------------
