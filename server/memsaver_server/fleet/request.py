@@ -65,9 +65,8 @@ class FleetRequest:
         """
         unknown = sorted(options.keys() - _OPTIONS[operation])
         if unknown:
-            raise FleetError(
-                f"{operation} of a fleet has no option {unknown[0]!r}; it takes {', '.join(sorted(_OPTIONS[operation]))}"
-            )
+            known = ", ".join(sorted(_OPTIONS[operation]))
+            raise FleetError(f"{operation} of a fleet has no option {unknown[0]!r}; it takes {known}")
         if mode not in ("all", "best_effort"):
             raise FleetError(f"unknown mode {mode!r}; choose all or best_effort")
         names = None if not tags else tuple(dict.fromkeys([tags] if isinstance(tags, str) else tags))
