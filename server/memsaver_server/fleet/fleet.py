@@ -242,6 +242,8 @@ class AsyncFleet:
         request = operation.request
         try:
             await self.recover()
+            if request.operation_id in self._results:
+                return self._results[request.operation_id]
             parts = await self._roster.parts(request.selector)
             if not parts:
                 raise FleetError(f"no engine of the fleet matches {request.selector.model_dump(exclude_defaults=True)}")
@@ -261,6 +263,10 @@ class AsyncFleet:
 
     async def _execute(self, operation: _Operation) -> FleetResult:
         request, parts = operation.request, operation.parts
+        if any(wish.operation_id == request.operation_id for wish in (await self._keeper.load()).wanted):
+            for part in parts:
+                part.found_done(request.state)
+            return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
         if request.mode == "best_effort":
             await run_alone(request, parts, self._keeper, lambda stage: self._tell(operation, stage))
             return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
@@ -286,7 +292,7 @@ class AsyncFleet:
         operation = _Operation(FleetRequest.again(operation_id, left.wanted))
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
-            part = Part(member, self._roster.connection(member), "prepared")
+            part = Part(member, self._roster.connection(member))
             part.operation_id, part.tags = prepared.operation_id, prepared.tags
             operation.parts.append(part)
         self._operations[operation_id] = operation
@@ -298,14 +304,14 @@ class AsyncFleet:
                 await together.commit()
             else:
                 await together.undo()
-            return self._finish_together(operation)
+            return self._finish_together(operation, "the coordinator that had begun it is gone")
         finally:
             del self._operations[operation_id]
 
-    def _finish_together(self, operation: _Operation) -> FleetResult:
+    def _finish_together(self, operation: _Operation, why: str = "") -> FleetResult:
         assert operation.together is not None
         together = operation.together
-        why = "it was cancelled" if together.cancelled.is_set() and together.outcome == "aborted" else ""
+        why = "" if together.outcome != "aborted" else "it was cancelled" if together.cancelled.is_set() else why
         outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
         return self._finish(operation, outcome)
 
