@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 # Before memsaver is loaded: these tests are about fleets, and run on the host driver everywhere.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
+os.environ.setdefault("MEMSAVER_HOST_CAPACITY", str(64 << 20))  # so that tests can fill the device
 
 import httpx
 import pytest
