@@ -23,9 +23,6 @@ from memsaver_server.schemas import (
 )
 from memsaver_server.two_phases import PreparedAnswer
 
-#: Interval at which an engine is probed while one of its answers is awaited, seconds.
-PROBE_S = 1.0
-
 _T = TypeVar("_T")
 
 
@@ -159,7 +156,7 @@ class Connection:
 
     async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
-        probe_s = min(PROBE_S, self._silence_s / 2)
+        probe_s = self._silence_s / 2
         await asyncio.sleep(probe_s)
         operation_id = await self._ask(find())
         while (await self.operation(operation_id)).status in ("queued", "running"):
