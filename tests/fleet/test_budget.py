@@ -69,9 +69,10 @@ def test_resumes_wait_for_memory(coordinate: Callable[..., Fleet], sites: Sites,
     assert fleet.release().success
     trainer.fill_up_to(0)
     results: list[FleetResult] = []
-    waiting = threading.Thread(target=lambda: results.append(fleet.resume(wait_for_memory_s=30)))
+    waiting = threading.Thread(target=lambda: results.append(fleet.resume(timeout_s=0, wait_for_memory_s=30)))
     waiting.start()
-    wait_until(lambda: any('"prepare":true' in text for text in sites["a"].wire.seen if "resume" in text))
+    polls = lambda: sum("GET /operations/" in text for site in sites.values() for text in site.wire.seen)  # noqa: E731
+    wait_until(lambda: polls() >= 4)  # longer than an engine may be silent
     trainer.end()
     waiting.join()
     assert results[0].success, results[0].message

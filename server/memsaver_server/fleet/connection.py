@@ -49,6 +49,7 @@ class Connection:
     def __init__(self, member: Member, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool) -> None:
         self.member = member
         self._silence_s = silence_s
+        self._closed = False
         self._client = _Client(
             member.url,
             api_key=member.api_key or api_key,
@@ -111,6 +112,7 @@ class Connection:
         return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
 
     async def close(self) -> None:
+        self._closed = True
         await self._client.close()
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
@@ -126,6 +128,10 @@ class Connection:
             raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
+        except RuntimeError as error:
+            if not self._closed:
+                raise
+            raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
         finally:
             _drop(answer)
 
