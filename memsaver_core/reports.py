@@ -70,6 +70,7 @@ class TagReport:
     shared_bytes: int = 0  # bytes of content not copied, because the shared store has it from another process
     zero_bytes: int = 0  # bytes of content in all-zero blocks, which need no backup memory
     restored_bytes: int = 0  # bytes of content copied back by this resume
+    kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed
     already: bool = False  # the tag was in the requested state when the operation began
 
 
@@ -109,6 +110,7 @@ class TagStatus:
     chunks: int  # number of physical handles
     mapped_by_device: Mapping[int, int] = field(default_factory=dict)  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = field(default_factory=dict)  # live bytes, mapped or not, by device index
+    kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed, nothing for zeros
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,10 @@ class SharedStoreStatus:
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
-    bytes: int  # content held now, in memory and in files
+    bytes: int  # what backups take now, in memory and in files; less than their content if it is packed
     capacity_bytes: int  # pinned memory that the pool has ready
     limit_bytes: int  # the bound on that memory
-    file_bytes: int = 0  # content held in files
+    file_bytes: int = 0  # what they take in files
     prepared: bool = True  # whether the pool is as large as a release of everything needs
     target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
     unused_bytes: int = 0  # of ``capacity_bytes``, kept for the next release; given back according to the retention

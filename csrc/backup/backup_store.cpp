@@ -1,5 +1,6 @@
 #include "backup/backup_store.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "backup/shared_save.hpp"
@@ -110,6 +111,12 @@ void BackupStore::trim_later() {
   } else {
     warn("no thread can be started to unpin backup memory; the next resume tries again");
   }
+}
+
+void BackupStore::trim_excess() {
+  const HostPoolStatus pool = pool_status();
+  const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
+  if (options_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
 }
 
 // Holds operation_mutex except while memory is given back, which may take long.

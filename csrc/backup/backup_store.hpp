@@ -68,6 +68,8 @@ class BackupStore {
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
+  // Whether content may be packed.
+  [[nodiscard]] bool packs() const { return options_.pack; }
   // Never `automatic`.
   [[nodiscard]] VerifyChoice verify() const;
 
@@ -80,6 +82,9 @@ class BackupStore {
   void retain() REQUIRES(operation_mutex);
   // Unpins unused host memory in the background.
   void trim_later() REQUIRES(operation_mutex);
+  // The same, if it is much: host memory is pinned for the content, and packed content needs less. Only once all
+  // content has its backup.
+  void trim_excess() REQUIRES(operation_mutex);
   // Whether this machine or its control group has less memory than `bytes` and transfers to files take together. If so,
   // unpins unused host memory at once.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex);

@@ -82,10 +82,9 @@ struct Block {
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
-  // Of the backup, without what rounding adds.
+  // What the backup takes.
   [[nodiscard]] std::size_t kept_bytes() const {
-    if (kept != Kept::host && kept != Kept::file) return 0;
-    return packed_bytes != 0 ? packed_bytes : content_bytes();
+    return kept == Kept::host ? sum_of(host) : kept == Kept::file ? file.bytes : 0;
   }
 };
 

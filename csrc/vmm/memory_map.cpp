@@ -75,7 +75,7 @@ void MemoryMap::describe(SaverStatus& status) const {
     if (tag.state.empty()) tag.state = "resident";
     // A busy tag decides, then a released one.
     if (tag.state != "resident" && (status.state == "resident" || tag.state != "released")) status.state = tag.state;
-    status.backup_bytes += tag.backed_up_bytes;
+    status.backup_bytes += tag.kept_bytes;
     status.tags.push_back(std::move(tag));
   }
 }

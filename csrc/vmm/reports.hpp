@@ -32,7 +32,7 @@ struct SaverStatus {
   std::string state;    // resident, released, releasing, resuming, failed
   std::string failure;  // why the device context is lost; else empty
   std::vector<TagSnapshot> tags;
-  std::size_t backup_bytes = 0;
+  std::size_t backup_bytes = 0;  // that backups take
   std::size_t file_bytes = 0;
   HostPoolStatus pool{};
   SharedStoreStatus shared;
@@ -61,7 +61,7 @@ struct TagOutcome {
   std::size_t released_bytes = 0;
   std::size_t resumed_bytes = 0;
   std::size_t backed_up_bytes = 0;
-  std::size_t kept_bytes = 0;  // what was copied of them: less if they were packed
+  std::size_t kept_bytes = 0;  // what the backups of these take: less if they are packed
   std::size_t unchanged_bytes = 0;
   std::size_t shared_bytes = 0;  // not copied: the shared store has the content from another process
   std::size_t zero_bytes = 0;

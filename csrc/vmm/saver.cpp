@@ -143,7 +143,10 @@ void Saver::prepare_backup() {
     shared += bytes;
   }
   if (core.backups.shared() != nullptr) core.backups.shared()->prepare_beyond(shared);
-  for (const int device : digesting) core.driver->prepare_digest(device);
+  for (const int device : digesting) {
+    core.driver->prepare_digest(device);
+    if (core.backups.packs()) core.driver->prepare_packing(device);
+  }
 }
 
 void Saver::wait_until_prepared() {

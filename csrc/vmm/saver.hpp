@@ -45,7 +45,7 @@ class Saver {
   // (ErrorKind::out_of_device_memory, ErrorKind::backup, a driver error), all of it stays released with its backups.
   OperationResult resume(const Tags& tags);
 
-  // Pins host memory for a release of everything in the background, and compiles the digest kernel (0.25 s, once).
+  // Pins host memory for a release of everything in the background, and compiles kernels (0.25 s each, once).
   void prepare_backup();
   void wait_until_prepared();
   void synchronize();

@@ -102,7 +102,8 @@ struct ArenaAudit {
     const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
                              : block.kept == Kept::file ? block.file.bytes
                                                         : SIZE_MAX;
-    if (room < block.kept_bytes()) problem("a block keeps less than its content", begin, room);
+    if (room < (block.packed_bytes != 0 ? block.packed_bytes : block.content_bytes()))
+      problem("a block keeps less than its content", begin, room);
   }
 
   void check(const RangeSet& withheld) {
