@@ -80,7 +80,7 @@ VerifyChoice BackupStore::verify() const {
 }
 
 void BackupStore::give_back(Block& block, int device) {
-  if (!block.host.empty()) give_host_memory(block, pool_of(device), shared_.get());
+  if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
   files_.give(std::exchange(block.file, {}));
   block.kept = Kept::nothing;
   block.has_digest = false;

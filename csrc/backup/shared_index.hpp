@@ -48,7 +48,7 @@ struct SharedLayout {
     std::uint32_t grains;
   };
   struct Entry {
-    enum State : std::uint32_t { free, writing, kept };
+    enum State : std::uint32_t { free, writing, kept, lost };
     std::atomic<std::uint32_t> state;
     std::uint32_t writer;
     std::atomic<std::uint64_t> holders;  // members; while writing the writer alone
@@ -56,6 +56,7 @@ struct SharedLayout {
     std::uint64_t content_bytes;
     std::uint64_t bytes;                // as stored
     std::uint64_t packed_bytes;         // of what is stored, if it is packed
+    std::int64_t lost_at;               // ms: its writer was found dead then
     std::atomic<std::uint32_t> pieces;  // how many of `piece` hold it, in order
     Piece piece[kPieces];
   };
@@ -69,6 +70,7 @@ struct SharedLayout {
   std::atomic<std::uint32_t> slabs_end;
   std::atomic<std::uint64_t> slab_bytes;  // computed; memory of all slabs
   std::atomic<std::uint64_t> used_bytes;  // computed; of it, taken by entries
+  std::atomic<std::uint32_t> lost;        // computed; entries
   Member members[kMembers];
   Slab slabs[kSlabs];
   Entry entries[kEntries];
@@ -164,6 +166,8 @@ class SharedIndex {
   void repair() REQUIRES(mutex);
   void forget(std::uint32_t member) REQUIRES(mutex);
   void free_entry(Entry& entry) REQUIRES(mutex);
+  void lose_entry(Entry& entry) REQUIRES(mutex);
+  void free_lost() REQUIRES(mutex);
   void mark(const Piece& piece, bool taken) REQUIRES(mutex);
   [[nodiscard]] static std::size_t room_of(const std::vector<Piece>& pieces);
   [[nodiscard]] bool is_sound(const Piece& piece) const;

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from memsaver_server.backup_schemas import HostBackupAnswer
+
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
@@ -128,7 +130,7 @@ class TagAnswer(BaseModel):
     resumed_bytes: int
     backed_up_bytes: int
     unchanged_bytes: int
-    shared_bytes: int = Field(description="bytes not copied, because the shared store has them from another process")
+    shared_bytes: int
     zero_bytes: int
     restored_bytes: int
     kept_bytes: int = 0
@@ -285,9 +287,7 @@ class TagStatusAnswer(BaseModel):
     tag: str
     restore: str
     state: str
-    content: Literal["ok", "lost"] = Field(
-        default="ok", description="lost: discarded by a release, and not written since."
-    )
+    content: Literal["ok", "lost"] = Field(default="ok", description="lost: discarded, and not written since.")
     bytes: int
     resident_bytes: int
     released_bytes: int
@@ -296,28 +296,6 @@ class TagStatusAnswer(BaseModel):
     kept_bytes: int = 0
     allocations: int
     chunks: int
-
-
-class SharedStoreAnswer(BaseModel):
-    """The store of host memory that several processes use (``MEMSAVER_SHARED_BACKUPS``)."""
-
-    name: str
-    processes: int = Field(description="that take part in it")
-    held_bytes: int = Field(description="of blocks that this process uses")
-    share_bytes: int = Field(description="the same, each block divided by the number of processes that use it")
-    used_bytes: int = Field(description="of blocks that any process uses")
-    total_bytes: int = Field(description="its memory")
-    limit_bytes: int = Field(description="the bound on its memory, for all processes together")
-
-
-class HostBackupAnswer(BaseModel):
-    bytes: int
-    capacity_bytes: int
-    limit_bytes: int
-    file_bytes: int
-    prepared: bool
-    unused_bytes: int = Field(description="of capacity_bytes, kept for the next release")
-    shared_store: SharedStoreAnswer | None
 
 
 class AdmissionAnswer(BaseModel):

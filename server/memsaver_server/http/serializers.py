@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from memsaver_core.reports import DeviceMemory, HostBackupStatus, OperationReport, PhaseReport, TagStatus
+from memsaver_server.backup_schemas import HostBackupAnswer
 from memsaver_server.device_monitor import Sample
 from memsaver_server.dry_run import Plan
 from memsaver_server.engine import Engine, model_name_of
@@ -17,7 +18,7 @@ from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import DeviceAnswer, HostBackupAnswer, MeteredDeviceAnswer, TagStatusAnswer
+from memsaver_server.schemas import DeviceAnswer, MeteredDeviceAnswer, TagStatusAnswer
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
