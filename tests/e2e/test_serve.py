@@ -250,15 +250,15 @@ def test_two_engines_keep_their_weights_once() -> None:
         clients = [Client(server.url) for server in (first, second)]
         before = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]
         copied, found = [client.release(tags=["weights"]).tags[0] for client in clients]
-        assert copied.shared_bytes == 0
-        assert (found.backed_up_bytes, found.shared_bytes) == (0, copied.backed_up_bytes)
+        content = copied.backed_up_bytes + copied.shared_bytes  # some of its own is equal, too
+        assert (found.backed_up_bytes, found.shared_bytes) == (0, content)
         for client, server in zip(clients, (first, second), strict=True):
             shown = client.occupation().host_backup.shared_store
             assert shown is not None
-            assert (shown.processes, shown.held_bytes, shown.used_bytes) == (2, shown.used_bytes, shown.held_bytes)
-            assert shown.share_bytes == pytest.approx(shown.used_bytes / 2, abs=64)
-            metrics = httpx.get(f"{server.url}/metrics").text
-            assert f'memsaver_shared_store_bytes{{kind="share"}} {float(shown.share_bytes)}' in metrics
+            assert (shown.processes, shown.held_bytes) == (2, copied.backed_up_bytes)
+            assert shown.share_bytes == pytest.approx(shown.held_bytes / 2, abs=64)
+            assert shown.held_bytes <= shown.used_bytes <= shown.total_bytes < 1.1 * content
+            assert 'memsaver_shared_store_bytes{kind="share"}' in httpx.get(f"{server.url}/metrics").text
             client.resume()
         after = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]
         assert after == before
