@@ -64,7 +64,7 @@ class Replica:
         return self.pipe.recv()
 
     def kill(self) -> None:
-        os.kill(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
         self.process.join()
 
 
