@@ -284,9 +284,7 @@ class TagStatusAnswer(BaseModel):
     tag: str
     restore: str
     state: str
-    content: Literal["ok", "lost"] = Field(
-        default="ok", description="lost: discarded by a release, and not written since."
-    )
+    content: Literal["ok", "lost"] = Field(default="ok", description="lost: discarded, and not written since.")
     bytes: int
     resident_bytes: int
     released_bytes: int
