@@ -12,9 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import typer
 
 from memsaver_server import attach
-from memsaver_server.client import Client
+from memsaver_server.cli.progress import until_ended
+from memsaver_server.client import AcceptedAnswer, Client
 from memsaver_server.gate import Gate
 from tests.waiting import wait_until
 
@@ -231,6 +233,22 @@ def test_ctrl_c_cancels(on_terminal: bool) -> None:
         assert "was cancelled by" in terminal.shown
         assert [one.status for one in client.operations()] == ["cancelled"]
         assert client.ready()
+
+
+def test_ctrl_c_cancels_what_has_just_been_accepted() -> None:
+    """The answer that names the operation is still on its way."""
+    gate = Gate()
+    with attach(gate) as attachment, Client(attachment.url) as client, gate.request():
+
+        def start() -> AcceptedAnswer:
+            accepted = client.start_release()
+            signal.raise_signal(signal.SIGINT)
+            return accepted
+
+        with pytest.raises(typer.Exit) as ended:
+            until_ended(client, start)
+        assert ended.value.exit_code == 130
+        assert [one.status for one in client.operations()] == ["cancelled"]
 
 
 @pytest.mark.guards("nobody could cancel an operation that waited")
