@@ -29,6 +29,10 @@ class Fields(Model, extra="ignore", populate_by_name=True):
     """Base of requests: a field that is null counts as absent."""
 
 
+class NoFields(Fields):
+    """A body whose fields are ignored. If present it must be JSON."""
+
+
 class ReleaseFields(Fields):
     """The fields of a release, all optional."""
 
@@ -231,7 +235,7 @@ class OperationStatusAnswer(Model):
 
     operation_id: str
     operation: Literal["release", "resume"]
-    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
+    status: Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
     phase: str
     stalled: StallAnswer | None
     tags: list[str] | None
@@ -304,6 +308,14 @@ class AdmissionAnswer(Model):
     reason: str
 
 
+class PreparedState(Model):
+    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+
+    operation_id: str
+    operation: Literal["release", "resume"]
+    lease_s: float
+
+
 class OccupationAnswer(Model):
     """What the process holds on its devices now."""
 
@@ -315,6 +327,7 @@ class OccupationAnswer(Model):
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionAnswer
     operation_id: str | None
+    prepared: PreparedState | None = None
     tags: list[TagStatusAnswer]
     communicators: list[dict[str, str | int | bool]] = []  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
@@ -327,17 +340,6 @@ class MessageAnswer(Model):
     message: str
     status: Literal["ok"]
     ignored: Ignored = []
-
-
-class SleepingAnswer(Model):
-    is_sleeping: bool
-
-
-class MemoryStatusAnswer(Model):
-    """TensorRT-LLM's view: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
-
-    state: str
-    parked_tags: list[str]
 
 
 class HealthAnswer(Model):
