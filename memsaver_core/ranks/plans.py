@@ -19,9 +19,10 @@ def check_release(options: ReleaseOptions) -> None:
     plan_release(options)
 
 
-def check_resume(options: ResumeOptions) -> None:
-    """Raise as ``plan_resume``."""
+def reserve(options: ResumeOptions) -> None:
+    """As ``memsaver_core.reserve_with``; while the process is hibernated, only check that the memory is free."""
     plan_resume(options)
+    ms.reserve_with(options)
 
 
 def plan_release(options: ReleaseOptions) -> Plan:
@@ -65,7 +66,7 @@ def plan_resume(options: ResumeOptions) -> Plan:
         OutOfDeviceMemoryError: a device has less free memory than the tags need.
     """
     tags, status = _look(options.tags)
-    needed: dict[int, int] = {}
+    needed = {index: -size for index, size in status.reserved_by_device.items()}
     for tag in tags:
         if tag.released_bytes:
             for index, size in tag.bytes_by_device.items():

@@ -259,7 +259,7 @@ class OperationsAnswer(BaseModel):
 class SourceAnswer(BaseModel):
     """One consumer of device memory. ``kind`` tells tags, which may have any name, from other consumers."""
 
-    kind: Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
+    kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
     name: str
     bytes: int
 

@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from memsaver_core._native import Saver as Driver
 from memsaver_server.two_phases import PreparedAnswer
 from tests.waiting import wait_until
 
-from .tensor_engine import ALL_TAGS, TensorEngine
+from .tensor_engine import ALL_TAGS, MIB, TensorEngine
 from .test_operations import post
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -124,3 +125,45 @@ def test_a_commit_names_its_own_kind(http: httpx.Client) -> None:
     operation_id = prepare(http)["operation_id"]
     assert post(http, RESUME, commit=operation_id).status_code == 400
     assert post(http, f"/operations/{operation_id}/commit").json()["state"] == "released"
+
+
+def test_a_resume_is_prepared_with_its_memory(http: httpx.Client, driver: Driver) -> None:
+    """Nobody else can take it until the commit or the abort, so that the commit cannot run out of memory."""
+    bytes_released = post(http, RELEASE).json()["released_bytes"]
+
+    def free() -> int:
+        size: int = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+        return size
+
+    before = free()
+    answer = prepare(http, RESUME)
+    assert sum(row["bytes"] for row in answer["tags"]) == bytes_released
+    assert free() == before - bytes_released
+    [reserved] = [
+        source
+        for source in http.get("/memory_occupation").json()["devices"][0]["sources"]
+        if source["kind"] == "reserved"
+    ]
+    assert reserved["bytes"] == bytes_released
+    post(http, f"/operations/{answer['operation_id']}/abort").raise_for_status()
+    assert free() == before
+    answer = prepare(http, RESUME)
+    tenant = driver.allocate(0, "tenant", "discard", free() // (2 * MIB) * 2 * MIB)
+    try:
+        assert post(http, RESUME, commit=answer["operation_id"]).json()["resumed_bytes"] == bytes_released
+    finally:
+        driver.free(tenant)
+    assert http.get("/readyz").status_code == 200
+
+
+def test_a_resume_without_room_is_not_prepared(http: httpx.Client, driver: Driver) -> None:
+    post(http, RELEASE)
+    size = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+    tenant = driver.allocate(0, "tenant", "discard", (size - 4 * MIB) // (2 * MIB) * 2 * MIB)
+    try:
+        short = post(http, RESUME, prepare=True)
+        assert (short.status_code, short.json()["error"]["type"]) == (503, "out_of_device_memory")
+        assert http.get("/memory_occupation").json()["state"] == "released"
+    finally:
+        driver.free(tenant)
+    assert post(http, RESUME, commit=prepare(http, RESUME)["operation_id"]).json()["state"] == "resident"
