@@ -84,7 +84,7 @@ async def _feed(service: Service) -> AsyncIterator[str]:
         now: dict[str, tuple[str, str, int]] = {each.id: (each.status, each.phase, len(each.phases)) for each in recent}
         for operation in reversed(recent):
             # The progress of a running one always changes.
-            if operation.status == "running" or sent.get(operation.id) != now[operation.id]:
+            if operation.is_running or sent.get(operation.id) != now[operation.id]:
                 yield event("operation", {**operation_status(operation), "phase_starts": list(operation.phase_starts)})
         if now != sent or time.monotonic() >= due:
             sent = now
