@@ -86,7 +86,7 @@ class Part:
 
     def is_stray(self, verb: Verb) -> bool:
         """Return whether it is not as before ``verb``, which was given up, or does not say."""
-        return self.after is None or self.after.prepared is not None or bool(self.moved(verb))
+        return self.after is None or self.after.operation_id is not None or bool(self.moved(verb))
 
     @property
     def state(self) -> str:
