@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from memsaver_core import MemsaverError
 from memsaver_server.fleet.results import EngineStatus, FleetResult, FleetStatus
 from memsaver_server.fleet.serve.observer import Observer
 from memsaver_server.fleet.serve.operations import FleetOperation, Operations
 from memsaver_server.http.errors import ErrorResponse, error_response
 
-#: The status of an operation that failed, by the kind of the first engine's failure that has one; else 500.
-STATUSES = {
-    "unknown_tag": 400,
-    "bad_request": 400,
-    "cannot_prepare": 409,
-    "conflict": 409,
-    "lease_ended": 409,
-    "cancelled": 409,
-    "unreachable": 502,
-    "silent": 502,
-    "hung": 504,
-    "drain_timeout": 504,
-    "phase_timeout": 504,
-    "out_of_device_memory": 503,
-    "out_of_host_memory": 507,
-}
+#: The status of an operation that failed, by kinds of failure that are the coordinator's; others are the engines' own.
+_STATUSES = {"cannot_prepare": 409, "cancelled": 409, "unreachable": 502, "silent": 502, "hung": 504}
 
 
 def operation_response(operation: FleetOperation, *, run_async: bool = False) -> JSONResponse:
@@ -180,9 +168,18 @@ def _error_of(operation: FleetOperation) -> ErrorResponse | None:
     if result.success:
         return None
     kind = "cancelled" if operation.cancelled else next((each.kind for each in result.failed if each.kind), "failed")
-    status = next((STATUSES[each.kind] for each in result.failed if each.kind in STATUSES), 500)
+    status = next((_STATUSES.get(each.kind) or _status_of(each.kind) for each in result.failed), 500)
     headers = {"Retry-After": "1"} if status == 503 else {}
     return ErrorResponse(409 if operation.cancelled else status, kind, result.message, _failures(result), headers)
+
+
+@cache
+def _status_of(kind: str) -> int:
+    """Return the status with which an engine answers an error of this kind; 500 for one that is not known."""
+    found: list[type[MemsaverError]] = [MemsaverError]
+    for each in found:
+        found += each.__subclasses__()
+    return next((each.status for each in found if each.kind == kind), 500)
 
 
 def _failures(result: FleetResult) -> dict[str, Any]:

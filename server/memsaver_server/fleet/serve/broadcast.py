@@ -31,12 +31,12 @@ class Broadcast:
         engines: Iterable[EngineStatus],
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, Any] | bytes | None,
         query: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
         """Return the row of each engine, in the form of ``schemas.CallRow``."""
         target = f"{path}?{urlencode(query, doseq=True)}" if query else path
-        content = b"" if body is None else json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return list(await asyncio.gather(*(self._call(engine, method, target.encode(), content) for engine in engines)))
 
     async def _call(self, engine: EngineStatus, method: str, target: bytes, content: bytes) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class FleetService:
         done: str,
         method: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, Any] | bytes | None = None,
         query: dict[str, Any] | None = None,
     ) -> JSONResponse:
         """Send the same call to every selected engine; return the response that lists their answers.

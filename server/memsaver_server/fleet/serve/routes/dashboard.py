@@ -42,7 +42,7 @@ async def _feed(service: FleetService) -> AsyncIterator[str]:
         now = {each["operation_id"]: (each["status"], each["phase"], each["engines"]) for each in recent}
         for each in reversed(recent):
             if each["status"] == "running" or sent.get(each["operation_id"]) != now[each["operation_id"]]:
-                yield event("operation", {**each, "phase_starts": []})
+                yield event("operation", {**each, "phase_starts": [each["started_at"]] if each["phase"] else []})
         if now != sent or time.monotonic() >= due:
             running = any(each["status"] == "running" for each in recent)
             sent, due = now, time.monotonic() + (RUNNING_INTERVAL_S if running else IDLE_INTERVAL_S)

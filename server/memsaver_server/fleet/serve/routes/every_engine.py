@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
+from starlette.requests import Request
 
 from memsaver_server.fleet.serve.fields import SelectedFields
 from memsaver_server.fleet.serve.schemas import CallAnswer
 from memsaver_server.fleet.serve.service import FleetServiceOf
-from memsaver_server.http.requests import ERROR_RESPONSES, Responses, fields_of, guard, takes
+from memsaver_server.http.requests import ERROR_RESPONSES, Responses, body_of, fields_of, guard, limit_of, takes
 from memsaver_server.http.unknown_fields import NamesIgnored
+from memsaver_server.routes.weights import UpdateFromTensorFields
 from memsaver_server.schemas import Seconds, Tags
 
 
@@ -82,9 +84,16 @@ async def content_written(service: FleetServiceOf, fields: _WrittenOf) -> JSONRe
 
 @router.post("/update_weights_from_disk", response_model=CallAnswer, openapi_extra=takes(FleetUpdateFields))
 async def update_weights_from_disk(service: FleetServiceOf, fields: _UpdateOf) -> JSONResponse:
-    """Overwrite the weights of all selected engines. The tensors of a bucket differ by rank: send those to engines."""
+    """Overwrite the weights of all selected engines with those of a checkpoint folder that each of them can read."""
     body = fields.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
     return await service.call(fields, "Weights written", "POST", "/update_weights_from_disk", body)
+
+
+@router.post("/update_weights_from_tensor", response_model=CallAnswer, openapi_extra=takes(UpdateFromTensorFields))
+async def update_weights_from_tensor(request: Request, service: FleetServiceOf) -> JSONResponse:
+    """Overwrite some weights of all engines with those in the body, which each gets as it is."""
+    body = await body_of(request, limit_of(service.settings, "max_update_bytes"))
+    return await service.call(SelectedFields(), "Weights written", "POST", "/update_weights_from_tensor", body)
 
 
 @router.get("/health_generate", response_model=CallAnswer)
