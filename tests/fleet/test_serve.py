@@ -5,8 +5,12 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -401,7 +405,7 @@ def test_every_answer_is_as_described(fleet: httpx.Client) -> None:
     for found in described.get_all_operations():
 
         @given(case=found.ok().as_strategy())
-        @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         def answers_well(case: schemathesis.Case) -> None:
             response = case.call(timeout=60)
             assert response.status_code != 500, response.text
@@ -410,3 +414,26 @@ def test_every_answer_is_as_described(fleet: httpx.Client) -> None:
 
         answers_well()
     assert answers.count(200) > 10
+
+
+def test_the_command(sites: Sites, tmp_path: Path) -> None:
+    """``memsaver fleet serve`` says where it serves, keeps a record, and ends with exit code 0."""
+    members = tmp_path / "members.yaml"
+    rows = [{"name": name, "url": site.member.url} for name, site in sites.items()]
+    members.write_text(json.dumps({"members": rows, "models": {"*": {"idle_release_s": 3600}}}))
+    command = [sys.executable, "-m", "memsaver_server.cli", "fleet", "serve", "--members", str(members), "--port", "0"]
+    record = ["--record", str(tmp_path / "record.json")]
+    with subprocess.Popen([*command, *record], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith(f"serving the fleet of {members} on http://127.0.0.1:")
+        answer = httpx.post(f"{said.split()[-1]}/release_memory_occupation", timeout=60)
+        assert names(answer) == list(ALL)
+        assert states(sites) == ["released"] * 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert json.loads((tmp_path / "record.json").read_text())["wanted"][0]["state"] == "released"
+    members.write_text(json.dumps({"members": rows, "models": {"*": {"idle": 1}}}))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "idle_release_s" in ended.stderr

@@ -34,7 +34,7 @@ export function engineRows(engines, busy, act) {
       ),
       el("td", { class: "wide" }, engine.model),
       el("td", { class: "wide" }, engine.host),
-      el("td", { class: "number" }, engine.requests),
+      el("td", { class: "number wide" }, engine.requests),
       el("td", { class: "number" }, size(engine.resident_bytes)),
       el("td", { class: "number wide" }, size(engine.released_bytes)),
       el("td", { class: "act" }, button),

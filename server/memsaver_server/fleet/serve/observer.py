@@ -6,19 +6,22 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.record import RecordError
-from memsaver_server.fleet.results import FleetStatus
+from memsaver_server.fleet.results import EngineStatus, FleetStatus
+from memsaver_server.fleet.selectors import Selector
 
 logger = logging.getLogger("memsaver")
 
 #: Shortest interval between looks, seconds. A look may take a fifth of the time: that of many engines is rarer.
 INTERVAL_S = 1.0
 SHARE = 5
+#: How long a reader waits for a look, seconds.
+GLANCE_S = 1.0
 #: Readings that are kept for the dashboard.
 KEPT = 900
 
@@ -44,34 +47,37 @@ class Observer:
         self._fleet = fleet
         self._engine_key = engine_key
         self._seen = seen
-        self._lock = asyncio.Lock()
-        self._looks = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
         self.status = FleetStatus(state="", engines=[], wanted=[])
         self.members: dict[str, Member] = {}
         self.keys: dict[str, str | None] = {}
         self.trouble = "the engines have not been asked yet"
         self.readings: deque[Reading] = deque(maxlen=KEPT)
 
-    async def look(self) -> None:
-        """Return after a look that began after this call, its own or another caller's. Raises nothing."""
-        begun = self._looks
-        async with self._lock:
-            if self._looks > begun:
-                return
-            self._looks += 1
-            try:
-                members = await self._fleet.membership.members()
-                status = await self._fleet.status()
-            except (MembershipError, RecordError) as error:
-                self._complain(str(error))
-                return
+    async def glance(self) -> None:
+        """Look, but wait for engines that do not answer only a moment: they are as last seen."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self.look())
+        await asyncio.wait({self._looking}, timeout=GLANCE_S)
+
+    async def look(self, names: Iterable[str] | None = None) -> None:
+        """Look at the engines ``names`` and those that share a GPU with them, or at all. Raises nothing."""
+        began = time.monotonic()
+        try:
+            members = await self._fleet.membership.members()
+            status = await self._fleet.status(None if names is None else Selector(names=self._near(names)))
+        except (MembershipError, RecordError) as error:
+            self._complain(str(error))
+            return
         self.trouble = ""
-        self.status = status
         self.members = {member.name: member for member in members}
         self.keys.clear()
         self.keys.update({member.name: member.api_key or self._engine_key for member in members})
-        self.readings.append(Reading(time.time(), _used_bytes(status)))
-        self._seen(status)
+        self._merge(began, status)
+        if names is None:
+            self.readings.append(Reading(time.time(), _used_bytes(self.status)))
+        self._seen(self.status)
 
     async def keep(self) -> None:
         """Look for ever."""
@@ -79,6 +85,23 @@ class Observer:
             began = time.monotonic()
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * (time.monotonic() - began)))
+
+    def _near(self, names: Iterable[str]) -> tuple[str, ...]:
+        found = set(names)
+        gpus = {gpu for engine in self.status.engines if engine.name in found for gpu in engine.gpus}
+        return tuple(found | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)})
+
+    def _merge(self, began: float, status: FleetStatus) -> None:
+        """Take what was seen; of two looks at an engine, that which began later counts."""
+        for engine in status.engines:
+            if engine.name not in self._engines or self._engines[engine.name][0] <= began:
+                self._engines[engine.name] = began, engine
+        for name in self._engines.keys() - self.members.keys():
+            del self._engines[name]
+        engines = [self._engines[name][1] for name in self.members if name in self._engines]
+        states = {engine.state for engine in engines if engine.alive}
+        state = states.pop() if len(states) == 1 else "mixed" if states else ""
+        self.status = status.model_copy(update={"engines": engines, "state": state})
 
     def _complain(self, trouble: str) -> None:
         if trouble != self.trouble:

@@ -179,8 +179,8 @@ class Operations:
     async def resume(self, names: Sequence[str]) -> FleetResult:
         return await self._move("resume", names)
 
-    async def look(self) -> None:
-        await self._observer.look()
+    async def look(self, names: Sequence[str]) -> None:
+        await self._observer.look(names)
 
     async def _move(self, verb: Verb, names: Sequence[str]) -> FleetResult:
         selector = Selector(names=tuple(names))
@@ -212,7 +212,7 @@ class Operations:
             try:
                 return await self._call(operation)
             finally:
-                await self._observer.look()
+                await self._observer.look(names)
 
     async def _call(self, operation: FleetOperation) -> FleetResult:
         asked = operation.asked

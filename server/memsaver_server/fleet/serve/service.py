@@ -37,6 +37,8 @@ from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
 
+#: Time for operations in progress when the service ends, seconds.
+GRACE_S = 5.0
 #: Interval at which the record is tried again if it cannot be read, seconds.
 RETRY_S = 5.0
 #: Fields of a fleet that an engine does not have.
@@ -69,13 +71,13 @@ class FleetService:
         self._kept = [asyncio.create_task(self.observer.keep()), asyncio.create_task(self._reconcile())]
 
     async def end(self) -> None:
-        """End what ``start`` began. Operations of the fleet in progress are waited for."""
+        """End what ``start`` began. Operations in progress have ``GRACE_S``; another coordinator can carry them on."""
         for task in self._kept:
             task.cancel()
         await asyncio.gather(*self._kept, return_exceptions=True)
-        await self.turns.close()
+        self.turns.close()
         await self._upstreams.close()
-        await self.fleet.close()
+        await asyncio.wait({asyncio.create_task(self.fleet.close())}, timeout=GRACE_S)
 
     def close(self) -> None:
         """End the streams that would keep a server from stopping. Safe in any thread."""
@@ -144,7 +146,7 @@ class FleetService:
             As engines_of.
         """
         rows = await self._broadcast.call(self.engines_of(fields), method, path, body, query or {})
-        await self.observer.look()
+        await self.observer.look([row["name"] for row in rows])
         return response_of(rows, done)
 
     def _asked(self, fields: FleetReleaseFields | FleetResumeFields) -> Asked:

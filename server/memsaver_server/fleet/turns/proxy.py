@@ -62,27 +62,30 @@ class Proxy:
                 return Relayed(answer, headers, leave)
             try:
                 content = b"".join([chunk async for chunk in answer.aiter_raw()])
+                refuses = _is_refusal(content)
+                if refuses:
+                    self._turns.failed(seat, "closed", "it refuses requests")
             finally:
                 await answer.aclose()
                 leave()
-            if not _is_refusal(content):
+            if not refuses:
                 return _whole(answer.status_code, headers, content)
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
-            self._turns.refused(seat)
-            await self._mover.look()
+            await self._mover.look([seat.name])
         raise NoTurnError(f"{seat.name} says that it is ready, but refuses requests")
 
     async def _send(self, request: Request, seat: Seat, body: bytes, leave: Callable[[], None]) -> httpx.Response:
         upstream = self._upstreams.to(seat.url, self._keys.get(seat.name))
         try:
             return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
-        except BaseException as error:
-            leave()
-            if not isinstance(error, httpx.TransportError):
-                raise
-            await self._mover.look()
+        except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
+            self._turns.failed(seat, "dead", f"it gave no answer: {reason}")
+            leave()
             raise BadGatewayError(f"engine {seat.name} at {seat.url} gave no answer: {reason}") from error
+        except BaseException:
+            leave()
+            raise
 
 
 def _path(request: Request) -> bytes:

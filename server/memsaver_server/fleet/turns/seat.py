@@ -66,6 +66,7 @@ class Seat:
         """Take note of what the engine said."""
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
         now = status.occupation
+        self.free = {}
         if now is not None:
             self.resident_bytes = sum(tag.resident_bytes for tag in now.tags)
             self.released_bytes = sum(tag.released_bytes for tag in now.tags)

@@ -21,7 +21,7 @@ from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, Unkn
 from memsaver_server.fleet.turns.line import Line
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.room import victims
-from memsaver_server.fleet.turns.seat import Seat
+from memsaver_server.fleet.turns.seat import Seat, SeatState
 
 logger = logging.getLogger("memsaver")
 
@@ -36,8 +36,8 @@ class Mover(Protocol):
 
     async def resume(self, names: Sequence[str]) -> FleetResult: ...
 
-    async def look(self) -> None:
-        """Have ``Turns.update`` called with a status that is newer than this call."""
+    async def look(self, names: Sequence[str]) -> None:
+        """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
 
 
 class Turns:
@@ -112,9 +112,9 @@ class Turns:
         seat.last_used = time.monotonic()
         self._schedule()
 
-    def refused(self, seat: Seat) -> None:
-        """Take note that ``seat`` refused a request since it is not ready; the next ``update`` tells its state."""
-        seat.state, seat.reason = "closed", "it refuses requests"
+    def failed(self, seat: Seat, state: SeatState, reason: str) -> None:
+        """Take note that ``seat`` turned out not to be ready; the next ``update`` tells its state."""
+        seat.state, seat.reason = state, reason
 
     @asynccontextmanager
     async def set_aside(self, names: Iterable[str]) -> AsyncIterator[None]:
@@ -137,14 +137,13 @@ class Turns:
             del self._seats[name]
         self._schedule()
 
-    async def close(self) -> None:
-        """Refuse who waits, and wait for moves in progress."""
+    def close(self) -> None:
+        """Refuse those who wait. Moves in progress are the coordinator's."""
         self._closed = True
         for line in self._lines.values():
             line.fail(NoTurnError("the coordinator shuts down; repeat the request"))
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(*self._moves, return_exceptions=True)
 
     # -- whose turn it is ----------------------------------------------------------------------------------------------
 
@@ -179,9 +178,10 @@ class Turns:
         if not fits:
             if len(room) == len(asleep) and not any(self._may_change(seat) for seat in asleep):
                 line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(seats)))
+                for seat in asleep:
+                    seat.extra = 0
             for seat in asleep:
                 claimed.update(seat.gpus)
-                seat.extra = 0
             return
         seat = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
         claimed.update(seat.gpus)
@@ -245,7 +245,7 @@ class Turns:
             logger.exception("turns: memory could not be moved")
             self._fail(seat, NoTurnError(f"memory could not be moved: {error}"))
         finally:
-            await self._mover.look()
+            await self._mover.look([each.name for each in seats])
             for each in seats:
                 each.moving -= 1
             self._schedule()

@@ -55,5 +55,5 @@ async def resume_memory_occupation(request: Request, service: FleetServiceOf, fi
 @reads_only
 async def memory_occupation(service: FleetServiceOf) -> dict[str, Any]:
     """What the engines hold together, and a row for each. As last seen if the members cannot be read."""
-    await service.observer.look()
+    await service.observer.glance()
     return occupation(service.observer, service.operations, service.turns.in_flight())

@@ -12,7 +12,7 @@ from memsaver_server.fleet.serve.service import FleetService, FleetServiceOf
 from memsaver_server.fleet.turns.errors import UnknownModelError
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.errors import BadRequestError
-from memsaver_server.http.requests import REFUSED_RESPONSES, body_of, guard, json_of
+from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, body_of, guard, json_of
 
 router = APIRouter(tags=["models"], dependencies=[Depends(guard)])
 
@@ -24,7 +24,10 @@ async def models(service: FleetServiceOf) -> dict[str, Any]:
     return {"object": "list", "data": [_model(service, name) for name in sorted(service.turns.models)]}
 
 
-@router.get("/v1/models/{model:path}", responses=REFUSED_RESPONSES)
+@router.get(
+    "/v1/models/{model:path}",
+    responses={**REFUSED_RESPONSES, 404: {**ERROR_RESPONSES[400], "description": "No engine serves the model."}},
+)
 @reads_only
 async def model(service: FleetServiceOf, model: str) -> dict[str, Any]:
     """One model."""

@@ -185,7 +185,7 @@ def _shared(asked: FleetSleepFields | FleetWakeFields) -> dict[str, Any]:
 
 
 async def _flags(service: FleetService, fields: SelectedFields, flag: Any) -> list[dict[str, Any]]:
-    await service.observer.look()
+    await service.observer.glance()
     engines = service.engines_of(fields)
     return [{"name": each.name, "url": each.url, "state": each.state, "flag": flag(each)} for each in engines]
 

@@ -54,7 +54,7 @@ async def resume_memory(request: Request, service: FleetServiceOf, fields: Resum
 @reads_only
 async def memory_status(service: FleetServiceOf) -> dict[str, Any]:
     """The state of the memory and the released tags."""
-    await service.observer.look()
+    await service.observer.glance()
     rows = []
     for engine in service.observer.status.engines:
         parked = [tag.tag for tag in engine.occupation.tags if tag.released_bytes] if engine.occupation else []
