@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,8 @@ import pytest
 
 from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
+from memsaver_server.fleet.turns.room import victims
+from memsaver_server.fleet.turns.seat import Seat
 from tests.fleet.served_fleet import served
 from tests.programs import Child
 from tests.waiting import wait_until
@@ -32,6 +35,7 @@ class Engine(Child):
     def __init__(self, model: str, device: dict[str, str]) -> None:
         super().__init__("-m", "tests.fleet.turns_engine", model, "40", **device)
         self.model = model
+        self.device = device
 
     def load(self) -> None:
         self.http = httpx.Client(base_url=self.ask("load"), timeout=60)
@@ -259,6 +263,63 @@ def test_a_paused_engine_gets_no_request_before_it_continues(engines: tuple[Engi
         assert beta.is_free()
         http.post("/continue_generation", json={"model": "beta"}).raise_for_status()
         assert asking.result()
+
+
+def test_memory_that_others_hold_is_told_and_tried_anew(engines: tuple[Engine, Engine]) -> None:
+    """A trainer outside the fleet takes so much that the model would not fit if all other engines were released."""
+    alpha, beta = engines
+    beta.http.post("/release_memory_occupation").raise_for_status()
+    with turns(engines) as http:
+        with Child(
+            str(Path(__file__).parents[1] / "service/served.py"), "trainer", str(32 * MIB), **alpha.device
+        ) as trainer:
+            assert trainer.read_line()
+            refused = http.post("/v1/completions", json=asked("beta"))
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "no_turn")
+            assert f"needs {40 * MIB} bytes" in refused.json()["message"]
+            assert int(refused.headers["Retry-After"]) >= 1
+        assert tokens(http, "beta")
+
+
+def test_an_engine_that_does_not_answer_delays_nobody(engines: tuple[Engine, Engine]) -> None:
+    """Its connections are accepted and never answered, as by a host that hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hung = Member("hung", f"http://127.0.0.1:{silent.getsockname()[1]}", model="alpha")
+        with served(
+            [*(engine.member for engine in engines), hung], {"*": ModelOptions(awake_s=0)}, silence_s=60
+        ) as http:
+            for _ in range(2):
+                assert tokens(http, "alpha", max_tokens=2) != tokens(http, "beta", max_tokens=2)
+            rows = http.get("/memory_occupation").json()["engines"]
+            assert [row["name"] for row in rows if row["alive"]] == ["alpha", "beta"]
+
+
+def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:
+    def seat(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Seat:
+        made = Seat(name)
+        made.gpus, made.resident_bytes, made.released_bytes = tuple(gpus), resident, released
+        made.state, made.last_used, made.in_flight = "awake" if resident else "asleep", used, busy
+        made.free = dict.fromkeys(gpus, 10)
+        return made
+
+    wanted = seat("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
+    old = seat("old", "x", 30, 0, used=1)
+    new = seat("new", "x", 30, 0, used=2)
+    busy = seat("busy", "x", 90, 0, used=0, busy=1)
+    both = seat("both", "xy", 80, 0, used=9)
+    elsewhere = seat("elsewhere", "z", 500, 0, used=0)
+
+    def chosen(*others: Seat) -> list[str] | None:
+        found = victims(wanted, [wanted, *others])
+        return None if found is None else [each.name for each in found]
+
+    assert chosen(new, old, busy, both, elsewhere) == ["old", "new", "both"]
+    assert chosen(busy, both) == ["both"]
+    assert chosen(busy, elsewhere) is None
+    wanted.released_bytes = 20
+    assert chosen(old, both) == []
+    wanted.extra = 1  # it did not fit: others hold more than they say
+    assert chosen(new, old, both) == ["old"]
 
 
 def test_requests_that_name_no_model_of_the_fleet(engines: tuple[Engine, Engine]) -> None:

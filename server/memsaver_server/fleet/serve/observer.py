@@ -47,6 +47,7 @@ class Observer:
         self._fleet = fleet
         self._engine_key = engine_key
         self._seen = seen
+        self._first: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
         self.status = FleetStatus(state="", engines=[], wanted=[])
@@ -54,6 +55,17 @@ class Observer:
         self.keys: dict[str, str | None] = {}
         self.trouble = "the engines have not been asked yet"
         self.readings: deque[Reading] = deque(maxlen=KEPT)
+
+    async def begin(self) -> None:
+        """Look at each engine by itself for the first time; do not wait long for those that do not answer."""
+        try:
+            names = [member.name for member in await self._fleet.membership.members()]
+        except MembershipError as error:
+            self._complain(str(error))
+            return
+        self._first = {asyncio.create_task(self.look([name])) for name in names}
+        if self._first:
+            await asyncio.wait(self._first, timeout=GLANCE_S)
 
     async def glance(self) -> None:
         """Look, but wait for engines that do not answer only a moment: they are as last seen."""
@@ -98,7 +110,9 @@ class Observer:
                 self._engines[engine.name] = began, engine
         for name in self._engines.keys() - self.members.keys():
             del self._engines[name]
-        engines = [self._engines[name][1] for name in self.members if name in self._engines]
+        engines = [
+            self._engines[name][1] if name in self._engines else _unseen(self.members[name]) for name in self.members
+        ]
         states = {engine.state for engine in engines if engine.alive}
         state = states.pop() if len(states) == 1 else "mixed" if states else ""
         self.status = status.model_copy(update={"engines": engines, "state": state})
@@ -107,6 +121,21 @@ class Observer:
         if trouble != self.trouble:
             logger.error("the fleet cannot be looked at: %s", trouble)
         self.trouble = trouble
+
+
+def _unseen(member: Member) -> EngineStatus:
+    return EngineStatus(
+        name=member.name,
+        url=member.url,
+        model=member.model,
+        labels=dict(member.labels),
+        host=member.host,
+        gpus=member.gpus,
+        alive=False,
+        state="unknown",
+        wanted="",
+        error="it has not answered yet",
+    )
 
 
 def _used_bytes(status: FleetStatus) -> int:

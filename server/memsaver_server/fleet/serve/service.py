@@ -67,7 +67,7 @@ class FleetService:
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
-        await self.observer.look()
+        await self.observer.begin()
         self._kept = [asyncio.create_task(self.observer.keep()), asyncio.create_task(self._reconcile())]
 
     async def end(self) -> None:

@@ -10,9 +10,14 @@ from memsaver_server.fleet.turns.seat import Seat
 
 
 class Line:
-    """Use it in one event loop."""
+    """Use it in one event loop.
+
+    Attributes:
+        looked: its engines were looked at since somebody waits, so that what is free is known.
+    """
 
     def __init__(self) -> None:
+        self.looked = False
         self._waiting: deque[tuple[float, asyncio.Future[Seat]]] = deque()
 
     def __len__(self) -> int:
@@ -27,6 +32,7 @@ class Line:
         """Add a request; its turn is the future's result. A future that is cancelled leaves the line."""
         turn: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         entry = time.monotonic(), turn
+        self.looked = self.looked and bool(self._waiting)
         self._waiting.append(entry)
         turn.add_done_callback(lambda _: self._leave(entry))
         return turn

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
@@ -25,6 +25,8 @@ from memsaver_server.fleet.turns.seat import Seat, SeatState
 
 logger = logging.getLogger("memsaver")
 
+#: How long a claim waits for engines of its model that do not answer, seconds.
+LOOK_S = 1.0
 #: Time after which a release or a resume that failed is tried again, seconds.
 RETRY_S = 1.0
 
@@ -52,7 +54,7 @@ class Turns:
         self._mover = mover
         self._seats: dict[str, Seat] = {}
         self._lines: dict[str, Line] = {}
-        self._moves: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._last_move_s = 1.0
         self._closed = False
@@ -87,8 +89,11 @@ class Turns:
         if len(line) >= options.queue_limit:
             retry = self._retry_after_s(seats)
             raise QueueFullError(f"{len(line)} requests wait for {model!r} already; repeat in {retry} s", retry)
+        is_first = not line
         turn = line.join()
         self._schedule()
+        if is_first and not turn.done():
+            self._keep(self._look(line, seats))
         try:
             await asyncio.wait({turn}, timeout=options.wait_s)
         except asyncio.CancelledError:
@@ -101,6 +106,18 @@ class Turns:
         self._give_up(turn)
         states = "; ".join(f"{seat.name} is {seat.state}{seat.reason and f' ({seat.reason})'}" for seat in seats)
         raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(seats))
+
+    async def _look(self, line: Line, seats: Sequence[Seat]) -> None:
+        """Look at the engines of a line, so that whom to wake, and who makes room, is not decided on old figures."""
+        look = asyncio.ensure_future(self._mover.look([seat.name for seat in seats]))
+        await asyncio.wait({look}, timeout=LOOK_S)
+        line.looked = True
+        self._schedule()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _give_up(self, turn: asyncio.Future[Seat]) -> None:
         turn.cancel()
@@ -173,6 +190,9 @@ class Turns:
             if all(seat.state in ("dead", "kept") and not seat.moving for seat in seats):
                 line.fail(NoTurnError(_why_not(model, seats), self._retry_after_s(seats)))
             return
+        if not line.looked:
+            claimed.update(gpu for seat in asleep for gpu in seat.gpus)
+            return
         room = {seat: victims(seat, list(self._seats.values())) for seat in asleep if not claimed & set(seat.gpus)}
         fits = {seat: chosen for seat, chosen in room.items() if chosen is not None}
         if not fits:
@@ -224,9 +244,7 @@ class Turns:
         seats = [*making_room, *([seat] if seat else [])]
         for each in seats:
             each.moving += 1
-        task = asyncio.get_running_loop().create_task(self._move(seat, making_room, seats))
-        self._moves.add(task)
-        task.add_done_callback(self._moves.discard)
+        self._keep(self._move(seat, making_room, seats))
 
     async def _move(self, seat: Seat | None, making_room: list[Seat], seats: list[Seat]) -> None:
         """Release ``making_room``, then resume ``seat``."""
@@ -275,6 +293,8 @@ class Turns:
 
     def _engines_of(self, model: str) -> list[Seat]:
         models = self.models
+        if not models:
+            raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
         if model not in models:
             raise UnknownModelError(model, models)
         return models[model]
