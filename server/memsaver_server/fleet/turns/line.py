@@ -14,10 +14,12 @@ class Line:
 
     Attributes:
         looked: its engines were looked at since somebody waits, so that what is free is known.
+        short_since: since when no engine would fit, on the monotonic clock; None if one would.
     """
 
     def __init__(self) -> None:
         self.looked = False
+        self.short_since: float | None = None
         self._waiting: deque[tuple[float, asyncio.Future[Seat]]] = deque()
 
     def __len__(self) -> int:
@@ -32,7 +34,8 @@ class Line:
         """Add a request; its turn is the future's result. A future that is cancelled leaves the line."""
         turn: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         entry = time.monotonic(), turn
-        self.looked = self.looked and bool(self._waiting)
+        if not self._waiting:
+            self.looked, self.short_since = False, None
         self._waiting.append(entry)
         turn.add_done_callback(lambda _: self._leave(entry))
         return turn

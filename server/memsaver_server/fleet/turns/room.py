@@ -9,7 +9,7 @@ from memsaver_server.fleet.turns.seat import Seat
 
 def free_bytes(gpu: str, seats: Iterable[Seat]) -> int | None:
     """Return what is free on a GPU by the engines' own counts, the least of them; None if none says."""
-    return min((seat.free[gpu] for seat in seats if gpu in seat.free), default=None)
+    return min((each.free[gpu] for each in seats if gpu in each.free), default=None)
 
 
 def victims(seat: Seat, seats: Sequence[Seat]) -> list[Seat] | None:
@@ -33,5 +33,5 @@ def victims(seat: Seat, seats: Sequence[Seat]) -> list[Seat] | None:
 
 
 def _missing(seat: Seat, gpu: str, seats: Iterable[Seat]) -> int:
-    free = free_bytes(gpu, seats)
+    free = seat.free.get(gpu, free_bytes(gpu, seats))  # its own count is what its resume goes by
     return seat.share_of(seat.released_bytes) - free if free is not None else 0

@@ -27,6 +27,8 @@ logger = logging.getLogger("memsaver")
 
 #: How long a claim waits for engines of its model that do not answer, seconds.
 LOOK_S = 1.0
+#: For how long an engine must not fit before its requests are refused, seconds; engines read their devices each second.
+SHORT_S = 2.0
 #: Time after which a release or a resume that failed is tried again, seconds.
 RETRY_S = 1.0
 
@@ -107,8 +109,9 @@ class Turns:
         states = "; ".join(f"{seat.name} is {seat.state}{seat.reason and f' ({seat.reason})'}" for seat in seats)
         raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(seats))
 
-    async def _look(self, line: Line, seats: Sequence[Seat]) -> None:
+    async def _look(self, line: Line, seats: Sequence[Seat], after_s: float = 0.0) -> None:
         """Look at the engines of a line, so that whom to wake, and who makes room, is not decided on old figures."""
+        await asyncio.sleep(after_s)
         look = asyncio.ensure_future(self._mover.look([seat.name for seat in seats]))
         await asyncio.wait({look}, timeout=LOOK_S)
         line.looked = True
@@ -196,16 +199,29 @@ class Turns:
         room = {seat: victims(seat, list(self._seats.values())) for seat in asleep if not claimed & set(seat.gpus)}
         fits = {seat: chosen for seat, chosen in room.items() if chosen is not None}
         if not fits:
-            if len(room) == len(asleep) and not any(self._may_change(seat) for seat in asleep):
-                line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(seats)))
-                for seat in asleep:
-                    seat.extra = 0
+            if len(room) == len(asleep):
+                self._no_room(line, asleep)
             for seat in asleep:
                 claimed.update(seat.gpus)
             return
+        line.short_since = None
         seat = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
         claimed.update(seat.gpus)
         self._claim(seat, fits[seat])
+
+    def _no_room(self, line: Line, asleep: list[Seat]) -> None:
+        """Refuse the line if no engine has fitted for a while: an engine may tell what was free a moment ago."""
+        now = time.monotonic()
+        if any(self._may_change(seat) for seat in asleep):
+            line.short_since = None
+        elif line.short_since is None or now < line.short_since + SHORT_S:
+            line.short_since = line.short_since or now
+            line.looked = False
+            self._keep(self._look(line, asleep, after_s=SHORT_S / 4))
+        else:
+            line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(asleep)))
+            for seat in asleep:
+                seat.extra = 0
 
     def _claim(self, seat: Seat, making_room: list[Seat]) -> None:
         """Wake ``seat`` once the others may make room and have no requests in flight."""
