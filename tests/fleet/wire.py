@@ -77,6 +77,10 @@ class Wire:
         """As ``cut``, from a rule."""
         self._loop.create_task(self._stop())
 
+    def drop_waiting(self) -> None:
+        """Reset the connections, and take new ones."""
+        self._run(self._restart())
+
     def go_on(self) -> None:
         """Let requests go on that wait."""
         self._run(self._let_go())
@@ -112,6 +116,10 @@ class Wire:
             self._server = None
         for writer in list(self._connections):
             writer.transport.abort()
+
+    async def _restart(self) -> None:
+        await self._stop()
+        await self._listen()
 
     async def _let_go(self) -> None:
         self._healed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.hub import Hub
@@ -31,12 +32,12 @@ class Reconciler:
         self._hub = hub
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
 
-    async def keep(self, interval_s: float) -> None:
-        """Reconcile for ever."""
+    async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
+        """Call ``once`` for ever: at each interval, and when the members change."""
         trouble = ""
         while True:
             try:
-                await self.once()
+                await once()
                 trouble = ""
             except (MembershipError, RecordError) as error:
                 if str(error) != trouble:
@@ -54,7 +55,8 @@ class Reconciler:
         """
         parts = await self._roster.parts(Selector())
         wanted = (await self._keeper.load()).wanted
-        results = await asyncio.gather(*(self._bring(part, wanted) for part in parts))
+        idle = [part for part in parts if not self._locks.any_held({part.member.name, *part.member.gpus})]
+        results = await asyncio.gather(*(self._bring(part, wanted) for part in idle))
         for name in self._troubles.keys() - {part.member.name for part in parts}:
             del self._troubles[name]
         return [result for each in results for result in each]
@@ -64,11 +66,9 @@ class Reconciler:
         self._tell(part)
         if part.failure is not None:
             return [part.result(undone=False)]
-        locks = {part.member.name, *part.member.gpus}
-        busy = part.before is None or part.before.operation_id is not None
-        if busy or not _steps(part, wanted) or self._locks.any_held(locks):
+        if not _steps(part, wanted):
             return []
-        async with self._locks.held(locks):
+        async with self._locks.held({part.member.name, *part.member.gpus}):
             return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
 
     async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
@@ -98,8 +98,9 @@ class Reconciler:
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:
-    """Return the wishes that the engine does not meet, with the tags that are not as wanted."""
-    assert part.before is not None
+    """Return the wishes that an idle engine does not meet, with the tags that are not as wanted."""
+    if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
+        return []
     wishes = wishes_for(part.member, wanted)
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
