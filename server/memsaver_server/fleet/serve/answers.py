@@ -11,14 +11,14 @@ from fastapi.responses import JSONResponse
 from memsaver_core import MemsaverError
 from memsaver_server.fleet.results import EngineStatus, FleetResult, FleetStatus
 from memsaver_server.fleet.serve.observer import Observer
-from memsaver_server.fleet.serve.operations import FleetOperation, Operations
+from memsaver_server.fleet.serve.operations import Operations, ServedOperation
 from memsaver_server.http.errors import ErrorResponse, error_response
 
 #: The status of an operation that failed, by kinds of failure that are the coordinator's; others are the engines' own.
 _STATUSES = {"cannot_prepare": 409, "cancelled": 409, "unreachable": 502, "silent": 502, "hung": 504}
 
 
-def operation_response(operation: FleetOperation, *, run_async: bool = False) -> JSONResponse:
+def operation_response(operation: ServedOperation, *, run_async: bool = False) -> JSONResponse:
     """Return the response to a caller of an operation that has ended; with ``run_async``, its address."""
     if run_async:
         accepted = {
@@ -34,7 +34,7 @@ def operation_response(operation: FleetOperation, *, run_async: bool = False) ->
     return JSONResponse(operation_body(operation), error.status if error else 200, error.headers if error else None)
 
 
-def operation_body(operation: FleetOperation) -> dict[str, Any]:
+def operation_body(operation: ServedOperation) -> dict[str, Any]:
     """Return the answer to an operation that has ended."""
     error, result = _error_of(operation), operation.result
     body = error.body() if error else {}
@@ -63,7 +63,7 @@ def operation_body(operation: FleetOperation) -> dict[str, Any]:
     return {**body, **about}
 
 
-def operation_status(operation: FleetOperation, operations: Operations) -> dict[str, Any]:
+def operation_status(operation: ServedOperation, operations: Operations) -> dict[str, Any]:
     """Return an operation in any status, in the shape of an engine's."""
     progress, result = operations.progress(operation), operation.result
     engines = progress.engines if progress else {}
@@ -95,20 +95,17 @@ def occupation(observer: Observer, operations: Operations, requests: Mapping[str
     """Return what the engines hold together, in the shape of an engine's own, and a row for each."""
     status = observer.status
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
-    closed = [engine.name for engine in status.engines if not (engine.occupation and engine.occupation.admission.open)]
+    is_open = any(one.admission.open for one in seen)
     running = [each.key for each in operations.recent() if not each.has_ended]
     backups = [one.host_backup.model_dump() for one in seen]
     return {
-        "enabled": any(one.enabled for one in seen),
+        "enabled": not seen or any(one.enabled for one in seen),
         "driver": _common(one.driver for one in seen),
         "state": status.state,
         "hibernated": bool(seen) and all(one.hibernated for one in seen),
         "engine": f"fleet of {len(status.engines)}",
         "model": ", ".join(sorted({engine.model for engine in status.engines if engine.model})),
-        "admission": {
-            "open": len(closed) < len(status.engines),
-            "reason": observer.trouble or (f"not open: {', '.join(closed)}" if closed else ""),
-        },
+        "admission": {"open": is_open, "reason": observer.trouble or ("" if is_open else "no engine accepts requests")},
         "operation_id": running[-1] if running else None,
         "prepared": None,
         "tags": _tags(status),
@@ -159,7 +156,7 @@ _BACKUP_FIELDS = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes")
 _TAG_SIZES = ["bytes", "resident_bytes", "released_bytes", "retained_bytes", "backed_up_bytes", "allocations", "chunks"]
 
 
-def _error_of(operation: FleetOperation) -> ErrorResponse | None:
+def _error_of(operation: ServedOperation) -> ErrorResponse | None:
     """Return the error of an operation that failed; None if it did not."""
     error = operation.task.exception()
     if error is not None:

@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(eq=False)
-class FleetOperation:
+class ServedOperation:
     """One operation. ``id`` is the coordinator's, ``key`` the caller's name of it, or its id."""
 
     id: str
@@ -113,12 +113,12 @@ class Operations:
         self._observer = observer
         self._history = history
         self._drain_timeout_s = drain_timeout_s
-        self._known: OrderedDict[str, FleetOperation] = OrderedDict()
+        self._known: OrderedDict[str, ServedOperation] = OrderedDict()
         self.turns: Turns | None = None
         #: How operations ended, by verb and outcome.
         self.counts: dict[tuple[str, str], int] = {}
 
-    def start(self, asked: Asked, *, client: str, key: str | None, wait: bool) -> FleetOperation:
+    def start(self, asked: Asked, *, client: str, key: str | None, wait: bool) -> ServedOperation:
         """Begin an operation, or join an equal one that runs.
 
         Args:
@@ -139,24 +139,24 @@ class Operations:
                 'engines. Try again when it is done, or send "wait": true'
             )
         name = key or uuid.uuid4().hex[:12]
-        operation = FleetOperation(f"{TURN_PREFIX}{name}" if asked.wake_on_request else name, name, asked, client)
+        operation = ServedOperation(f"{TURN_PREFIX}{name}" if asked.wake_on_request else name, name, asked, client)
         operation.task = asyncio.get_running_loop().create_task(self._perform(operation))
         self._known[name] = operation
         return operation
 
-    def get(self, key: str) -> FleetOperation | None:
+    def get(self, key: str) -> ServedOperation | None:
         return self._known.get(key)
 
-    def recent(self) -> list[FleetOperation]:
+    def recent(self) -> list[ServedOperation]:
         """Return all that are remembered, newest first."""
         return list(reversed(self._known.values()))
 
-    def progress(self, operation: FleetOperation) -> FleetProgress | None:
+    def progress(self, operation: ServedOperation) -> FleetProgress | None:
         """Return how far a running operation is."""
         now = [each for each in self._fleet.operations() if each.operation_id == operation.id]
         return next((each for each in now if isinstance(each, FleetProgress)), None)
 
-    async def cancel(self, operation: FleetOperation) -> None:
+    async def cancel(self, operation: ServedOperation) -> None:
         """Give an operation up, and wait for its end. Idempotent.
 
         Raises:
@@ -190,7 +190,7 @@ class Operations:
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
-    async def _perform(self, operation: FleetOperation) -> FleetResult:
+    async def _perform(self, operation: ServedOperation) -> FleetResult:
         try:
             result = await self._aside(operation)
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
@@ -203,7 +203,7 @@ class Operations:
             self.counts[operation.asked.verb, outcome] = self.counts.get((operation.asked.verb, outcome), 0) + 1
         return result
 
-    async def _aside(self, operation: FleetOperation) -> FleetResult:
+    async def _aside(self, operation: ServedOperation) -> FleetResult:
         if self.turns is None or operation.client == TURNS:  # turns have set their engines aside
             return await self._call(operation)
         selector = operation.asked.selector
@@ -214,7 +214,7 @@ class Operations:
             finally:
                 await self._observer.look(names)
 
-    async def _call(self, operation: FleetOperation) -> FleetResult:
+    async def _call(self, operation: ServedOperation) -> FleetResult:
         asked = operation.asked
         run = self._fleet.release if asked.verb == "release" else self._fleet.resume
         try:
@@ -231,10 +231,10 @@ class Operations:
         except (MembershipError, RecordError) as error:
             raise FleetUnknownError(str(error)) from None
 
-    def _running(self) -> list[FleetOperation]:
+    def _running(self) -> list[ServedOperation]:
         return [each for each in self._known.values() if not each.has_ended]
 
-    def _find_equal(self, asked: Asked, key: str | None) -> FleetOperation | None:
+    def _find_equal(self, asked: Asked, key: str | None) -> ServedOperation | None:
         if key is None:
             running = [each for each in self._running() if each.asked == asked and each.client != TURNS]
             return running[-1] if running and running[-1] is self._running()[-1] else None
@@ -243,7 +243,7 @@ class Operations:
             raise KeyReusedError(f"{key!r} belongs to a different {known.asked.verb}; use a new one for a new request")
         return known
 
-    def _opposes(self, asked: Asked, running: FleetOperation) -> bool:
+    def _opposes(self, asked: Asked, running: ServedOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
         both = any(asked.selector.may_match(each) and other.selector.may_match(each) for each in members)
         return asked.verb != other.verb and both and running.client != TURNS  # those are waited for

@@ -21,7 +21,7 @@ from memsaver_server.fleet.serve.broadcast import Broadcast, response_of
 from memsaver_server.fleet.serve.fields import FleetReleaseFields, FleetResumeFields, SelectedFields
 from memsaver_server.fleet.serve.metrics import FleetMetrics
 from memsaver_server.fleet.serve.observer import Observer
-from memsaver_server.fleet.serve.operations import Asked, FleetOperation, FleetUnknownError, Operations
+from memsaver_server.fleet.serve.operations import Asked, FleetUnknownError, Operations, ServedOperation
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
 from memsaver_server.fleet.turns.seat import member_of
@@ -98,7 +98,7 @@ class FleetService:
             raise NotFoundError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
         return engines
 
-    async def operate(self, request: Request, fields: FleetReleaseFields | FleetResumeFields) -> FleetOperation:
+    async def operate(self, request: Request, fields: FleetReleaseFields | FleetResumeFields) -> ServedOperation:
         """Start a release or a resume, or join it; wait for its end unless ``fields.run_async``.
 
         Raises:

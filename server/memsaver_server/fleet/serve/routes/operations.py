@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import StreamingResponse
 
 from memsaver_server.fleet.serve.answers import operation_body, operation_status
-from memsaver_server.fleet.serve.operations import FleetOperation
+from memsaver_server.fleet.serve.operations import ServedOperation
 from memsaver_server.fleet.serve.schemas import FleetOperationsAnswer, FleetOperationStatusAnswer
 from memsaver_server.fleet.serve.service import FleetService, FleetServiceOf
 from memsaver_server.http.auth import reads_only
@@ -72,14 +72,14 @@ async def operation_events(service: FleetServiceOf, operation_id: str) -> Stream
     return event_stream(_events(service, _find(service, operation_id)))
 
 
-def _find(service: FleetService, operation_id: str) -> FleetOperation:
+def _find(service: FleetService, operation_id: str) -> ServedOperation:
     found = service.operations.get(operation_id)
     if found is None:
         raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
     return found
 
 
-async def _events(service: FleetService, operation: FleetOperation) -> AsyncIterator[str]:
+async def _events(service: FleetService, operation: ServedOperation) -> AsyncIterator[str]:
     stage = ""
     engines: dict[str, str] = {}
     while not service.closing.is_set():
