@@ -5,6 +5,7 @@ All memory of a process belongs to one core. Each engine sees its own tags of it
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -146,6 +147,7 @@ def serve() -> None:
     engines = [LightEngine(f"{name}-{number}") for number in range(count)]
     served = [attach(engine) for engine in engines]
     pairs = zip(engines, served, strict=True)
+    gc.freeze()  # what exists now is looked at by no collection: each release runs one
     print(json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs]), flush=True)
     for line in sys.stdin:
         engines[0].memory.fail(line.strip(), MemsaverError("told to fail"))
