@@ -27,12 +27,12 @@ class DrainTimeoutError(MemsaverError):
     kind = "drain_timeout"
     status = 504
 
-    def __init__(self, seconds: float, pending: Sequence[str]) -> None:
+    def __init__(self, seconds: float, pending: Sequence[str], outcome: str = "nothing was released") -> None:
         self.seconds = seconds
         self.pending = tuple(pending)
         super().__init__(
             f"{len(self.pending)} request(s) still ran after {seconds:g} s: {', '.join(self.pending)}; "
-            "nothing was released. Repeat with a longer timeout_s, or abort them"
+            f"{outcome}. Repeat with a longer timeout_s, or abort them"
         )
 
     def details(self) -> dict[str, Any]:
