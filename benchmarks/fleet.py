@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 from _record import command
 
-from memsaver_server.fleet import AsyncFleet, FleetResult, Member, MemoryRecord, RecordContent, StaticMembership
+from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent, StaticMembership
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Engines in a process.
@@ -103,14 +103,16 @@ async def measure(engines: Engines, size: int, rounds: int) -> dict[str, Any]:
     me = psutil.Process()
     figures: dict[str, list[float]] = defaultdict(list)
     before = me.memory_info().rss
-    async with AsyncFleet(StaticMembership(engines.members[:size]), record=record) as fleet:
-        assert (await fleet.release()).success  # connects
-        assert (await fleet.resume()).success
+    # Patient, as engines that share two processors answer late.
+    patience = {"silence_s": 120.0, "lease_s": 240.0}
+    async with AsyncFleet(StaticMembership(engines.members[:size]), record=record, **patience) as fleet:
+        for result in (await fleet.release(), await fleet.resume()):  # connects
+            assert result.success, result.message
         for _ in range(rounds):
             for verb in (fleet.release, fleet.resume):
                 record.durations()
                 busy = me.cpu_times()
-                result: FleetResult = await verb()
+                result = await verb()
                 assert result.success, result.message
                 name = result.operation
                 used = me.cpu_times()

@@ -5,6 +5,7 @@ All memory of a process belongs to one core. Each engine sees its own tags of it
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,7 @@ class LightMemory:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self.names: tuple[str, ...] = TAGS
         self._failing: dict[str, MemsaverError] = {}
         self._holding: dict[str, threading.Event] = {}
         self.reached: dict[str, int] = {}
@@ -122,7 +124,7 @@ class LightMemory:
             raise self._failing.pop(call)
 
     def _own(self, options: Any) -> Any:
-        tags = self._long(options.tags or TAGS)
+        tags = self._long(options.tags or self.names)
         if isinstance(options, ReleaseOptions):
             restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
             return replace(options, tags=tags, restore=restore)
@@ -145,6 +147,7 @@ def serve() -> None:
     engines = [LightEngine(f"{name}-{number}") for number in range(count)]
     served = [attach(engine) for engine in engines]
     pairs = zip(engines, served, strict=True)
+    gc.freeze()  # what exists now is looked at by no collection: each release runs one
     print(json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs]), flush=True)
     for line in sys.stdin:
         engines[0].memory.fail(line.strip(), MemsaverError("told to fail"))

@@ -46,9 +46,8 @@ RELEASING = {
     **UNDO,
 }
 RELEASING_IN_PART = {
-    **dict.fromkeys(
-        ("unmap", "release", "copy_to_host", "digest", "pack", "record", "wait", "done"), ("invalid_value",)
-    ),
+    **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "pack"), ("invalid_value",)),
+    **dict.fromkeys(("record", "wait", "done"), ("invalid_value",)),
     "create": ("invalid_value",),  # so that the undo fails, too
     "register_host": ("invalid_value",),
     "pwrite": (errno.ENOSPC,),
@@ -58,6 +57,10 @@ RESUMING = {
     "pread": (errno.EIO, errno.EINTR, SHORT),
     **ALLOCATING,
     **MOVING,
+}
+RESERVING = {
+    "create": ("invalid_value", "out_of_memory"),
+    **dict.fromkeys(("release", "memory_info"), ("invalid_value",)),
 }
 DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "fallocate": (errno.EIO,)}
 
