@@ -53,11 +53,16 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     for router, capability in ROUTERS:
         if isinstance(engine, capability):
             app.include_router(router)
+    add_error_answers(app)
+    return app
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Have ``app`` answer every error with the service's JSON."""
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(Exception, _answer_unexpected)
-    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast, get_args, runtime_checkable
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.ranks.plans import check_release, check_resume
+from memsaver_core.ranks.plans import check_release, reserve
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.schemas import DrainMode as DrainMode
 
@@ -108,10 +108,8 @@ class _LocalMemory:
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
     check_release = staticmethod(check_release)
-    reserve = staticmethod(check_resume)
-
-    def give_back_reserved(self) -> None: ...
-
+    reserve = staticmethod(reserve)
+    give_back_reserved = staticmethod(ms.give_back_reserved)
     status = staticmethod(ms.status)
     read_devices = staticmethod(ms.read_devices)
     hibernation_obstacles = staticmethod(ms.hibernation_obstacles)

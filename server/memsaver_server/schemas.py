@@ -257,7 +257,7 @@ class OperationsAnswer(Model):
 class SourceAnswer(Model):
     """One consumer of device memory. ``kind`` tells tags, which may have any name, from other consumers."""
 
-    kind: Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
+    kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
     name: str
     bytes: int
 

@@ -19,7 +19,10 @@ from memsaver_server.api_key import parse_api_key
 logger = logging.getLogger("memsaver")
 
 #: Variables that are no setting: of the command line, the integrations and the preload library.
-OTHER_VARIABLES = ("MEMSAVER_URL", "MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT")
+OTHER_VARIABLES = (
+    *("MEMSAVER_URL", "MEMSAVER_ENGINE_API_KEY"),
+    *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT"),
+)
 
 #: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
 _LIKENESS = 0.8

@@ -61,6 +61,7 @@ class LightMemory:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self.names: tuple[str, ...] = TAGS
         self._failing: dict[str, MemsaverError] = {}
         self._holding: dict[str, threading.Event] = {}
         self.reached: dict[str, int] = {}
@@ -123,7 +124,7 @@ class LightMemory:
             raise self._failing.pop(call)
 
     def _own(self, options: Any) -> Any:
-        tags = self._long(options.tags or TAGS)
+        tags = self._long(options.tags or self.names)
         if isinstance(options, ReleaseOptions):
             restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
             return replace(options, tags=tags, restore=restore)

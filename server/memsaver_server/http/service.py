@@ -121,8 +121,11 @@ class Service:
         verb = operation.request.operation
         if kind and kind != verb:
             raise BadRequestError(f"operation {operation_id} is a {verb}; commit it by POST /{verb}_memory_occupation")
-        self.lifecycle.operations.commit(operation)
-        await self.finished(operation)
+        try:
+            self.lifecycle.operations.commit(operation)
+        finally:
+            if operation.lease is not None and (operation.lease.committed or operation.lease.requested):
+                await self.finished(operation)  # a caller that is refused finds all as before
         return answer(operation)
 
     def find(self, operation_id: str) -> Operation:
