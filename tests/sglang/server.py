@@ -21,10 +21,11 @@ import psutil
 from tests.waiting import wait_until
 
 ARGUMENTS = (
-    "--skip-tokenizer-init --sampling-backend pytorch --grammar-backend none --enable-memory-saver --device cpu "
-    "--attention-backend torch_native --dtype float32 --mem-fraction-static 0.3 --max-total-tokens 16384 "
-    "--context-length 4096 --host 127.0.0.1 --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
-).split()
+    "--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--enable-memory-saver",
+    "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.3",
+    "--max-total-tokens", "16384", "--context-length", "4096", "--host", "127.0.0.1",
+    "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+)  # fmt: skip
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",

@@ -51,7 +51,7 @@ def test_a_release_that_aborts(server: Server) -> None:
 
 @pytest.mark.parametrize("cache", ["host", "discard"])
 def test_a_release_that_keeps_requests(server: Server, cache: str) -> None:
-    """The tokens from before the release are in the answers, streamed or not, and the rest is what it would have been."""
+    """The tokens from before the release are in the answers, streamed or not, and the rest is as it would have been."""
     first, second = prompts(2)
     expected = [server.generate(1500, first), server.generate(1500, second)]
     whole = server.later(server.generate, 1500, second)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
     from memsaver_server.operation import Operation
 
-#: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, SGLang's own calls are carried out alone.
+#: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
 VARIABLE = "MEMSAVER_SGLANG"
 
 logger = logging.getLogger("memsaver")
