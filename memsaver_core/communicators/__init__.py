@@ -14,12 +14,11 @@ CUDA graphs with NCCL calls replay as before, if NCCL_GRAPH_REGISTER=0 was set w
 """
 
 from memsaver_core.communicators.communicators import TIMEOUT_S, Communicators
-from memsaver_core.communicators.discovery import nccl_groups
 from memsaver_core.communicators.graphs import warn_of_registered_graphs
 
 __all__ = [
-    "TIMEOUT_S", "checkpoint_obstacles", "found", "nccl_groups", "register", "register_buffers", "resume", "statuses",
-    "suspend", "tag_status", "unregister", "warn_of_registered_graphs",
+    "TIMEOUT_S", "checkpoint_obstacles", "found", "register", "register_buffers", "resume", "statuses", "suspend",
+    "tag_status", "unregister", "warn_of_registered_graphs",
 ]  # fmt: skip
 
 this_process = Communicators()

@@ -45,11 +45,6 @@ class Communicator:
         return cls(name, ranks, rank, device, nccl, held, suspend, resume)
 
 
-def nccl_groups() -> tuple[str, ...]:
-    """Return the names of torch's process groups on NCCL, without groups of one process, which share no memory."""
-    return tuple(name for name, _ in _torch_groups())
-
-
 def found() -> Iterator[Communicator]:
     """Return torch's communicators, then vLLM's and SGLang's own. Groups that never communicated have none yet."""
     yield from _of_torch()
@@ -57,6 +52,7 @@ def found() -> Iterator[Communicator]:
 
 
 def _torch_groups() -> Iterator[tuple[str, Any]]:
+    """Yield name and group for torch's groups on NCCL, without groups of one process, which share no memory."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not torch.distributed.is_available():
         return

@@ -27,6 +27,10 @@ KNOWN_FAILURES = {
             "running out of memory or other resources killed the process",
             "The operation fails with an error and is undone; backups are intact, and the retry works.",
         ),
+        KnownFailure(
+            "a release by the engine's own call ended the server",
+            "SGLang's own calls wait for requests in flight, and are repeated and undone as memsaver's are.",
+        ),
         KnownFailure("a second release or resume failed", "Repeating either one succeeds and changes nothing."),
         KnownFailure(
             "releasing everything failed after one tag had been released", "The rest is released; repeats succeed."
@@ -182,6 +186,20 @@ KNOWN_FAILURES = {
         KnownFailure(
             "calibrated FP8 scales or adapters were wrong after a wake-up",
             "Their content is kept, whatever becomes of the KV cache.",
+        ),
+    ),
+    "Fleets": (
+        KnownFailure(
+            "a fleet-wide sleep reached some engines, and there was no way back",
+            "All are prepared, then all are released; or all are as before, and the answer names the one that failed.",
+        ),
+        KnownFailure(
+            "the coordinator of a fleet ended in the middle, and engines stayed closed",
+            "Engines that were only prepared open by themselves; the next coordinator finds the truth by asking.",
+        ),
+        KnownFailure(
+            "an engine that joined a sleeping fleet late was awake, and a dead one was passed over in silence",
+            "Late ones are brought to what is wanted; dead ones are in every answer, in the status and in the log.",
         ),
     ),
 }

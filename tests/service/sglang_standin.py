@@ -459,6 +459,17 @@ class Scheduler:
             self.ipc_channels.send_to_tokenizer.send_output(self.return_health_check_ipcs.popleft())
 
 
+# sglang.srt.managers.tokenizer_manager
+
+
+class TokenizerManager:
+    def release_memory_occupation(self) -> None:
+        pass
+
+    def resume_memory_occupation(self) -> None:
+        pass
+
+
 # sglang.srt.plugins.hook_registry
 
 
@@ -487,6 +498,7 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {each.__name__: each for each in MESSAGES},
         "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
+        "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.utils": {},

@@ -321,24 +321,20 @@ def test_a_process_group_of_one_does_not_stand_in_the_way_of_hibernation(monkeyp
     """vLLM creates NCCL groups for a single worker too."""
     import torch.distributed.distributed_c10d as c10d
 
-    from memsaver_core.communicators import nccl_groups
+    from memsaver_core import communicators
 
     class Group:
-        def __init__(self, size: int) -> None:
-            self.size = lambda: size
+        def size(self) -> int:
+            return 1
 
-    def world(*sizes: int) -> SimpleNamespace:
-        groups = [Group(size) for size in sizes]
-        return SimpleNamespace(
-            pg_map=dict.fromkeys(groups),
-            pg_backend_config=dict.fromkeys(groups, "cuda:nccl"),
-            pg_names=dict.fromkeys(groups, "tp"),
-        )
-
-    monkeypatch.setattr(c10d, "_world", world(1))
-    assert nccl_groups() == ()
-    monkeypatch.setattr(c10d, "_world", world(1, 2))
-    assert nccl_groups() == ("tp",)
+    groups = [Group()]
+    world = SimpleNamespace(
+        pg_map=dict.fromkeys(groups),
+        pg_backend_config=dict.fromkeys(groups, "cuda:nccl"),
+        pg_names=dict.fromkeys(groups, "tp"),
+    )
+    monkeypatch.setattr(c10d, "_world", world)
+    assert communicators.found() == ()
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------

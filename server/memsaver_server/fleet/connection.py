@@ -1,0 +1,189 @@
+"""One engine, as the coordinator talks to it: each call has a limit, and a failure is one type."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from memsaver_server.client.aio import AsyncClient
+from memsaver_server.client.errors import AnswerError, UnreachableError
+from memsaver_server.client.requests import AnswerT, Call, operation_call, parse
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.request import Verb
+from memsaver_server.schemas import (
+    AcceptedAnswer,
+    OccupationAnswer,
+    OperationAnswer,
+    OperationStatusAnswer,
+    PlanAnswer,
+)
+from memsaver_server.two_phases import PreparedAnswer
+
+_T = TypeVar("_T")
+
+
+class EngineFailure(Exception):
+    """A call to an engine failed.
+
+    Attributes:
+        kind: the error in one word, as the engine gave it; ``unreachable``, ``silent`` or ``hung`` if it gave none.
+        answered: the engine itself said so. Otherwise it is unknown what the call did.
+    """
+
+    def __init__(self, kind: str, message: str, *, answered: bool = False) -> None:
+        self.kind = kind
+        self.answered = answered
+        super().__init__(message)
+
+
+class Connection:
+    """The calls to one engine. Every method raises EngineFailure.
+
+    ``arguments`` are fields of a release or a resume beside its tags.
+    """
+
+    def __init__(self, member: Member, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool) -> None:
+        self.member = member
+        self._silence_s = silence_s
+        self._closed = False
+        self._client = _Client(
+            member.url,
+            api_key=member.api_key or api_key,
+            timeout_s=silence_s,
+            operation_timeout_s=None,
+            attempts=2,
+            verify=verify,
+        )
+
+    async def occupation(self) -> OccupationAnswer:
+        """Return what the engine holds."""
+        return await self._ask(self._client.occupation())
+
+    async def operation(self, operation_id: str) -> OperationStatusAnswer:
+        """Return the status of one of its operations."""
+        return await self._ask(self._client.operation(operation_id))
+
+    async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
+        """Return what an operation would need."""
+        return await self._ask(self._client.call(PlanAnswer, _operation(verb, tags, {"dry_run": True})))
+
+    async def prepare(
+        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float, limit_s: float
+    ) -> PreparedAnswer:
+        """Prepare an operation, or renew the lease of the one that this repeats."""
+        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
+        return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
+
+    async def find_prepared(
+        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float
+    ) -> str:
+        """Return the id of an operation whose prepare was not answered: a repeat joins it."""
+        return await self._ask(self._find(_operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})))
+
+    async def commit(self, operation_id: str) -> OperationAnswer:
+        """Carry out a prepared operation; takes as long as that takes."""
+
+        async def known() -> str:
+            return operation_id
+
+        return await self._attend(lambda: self._client.commit(operation_id), known, None)
+
+    async def abort(self, operation_id: str) -> None:
+        """Undo a preparation. Idempotent."""
+        await self._ask(self._client.abort(operation_id))
+
+    async def perform(
+        self,
+        verb: Verb,
+        tags: Sequence[str] | None,
+        arguments: Mapping[str, Any],
+        *,
+        key: str | None = None,
+        limit_s: float | None = None,
+    ) -> OperationAnswer:
+        """Release or resume in one call. Calls with the same Idempotency-Key ``key`` act once."""
+        call = _operation(verb, tags, arguments)
+        if key is not None:
+            call = replace(call, headers={"Idempotency-Key": key})
+        return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._client.close()
+
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        """Return the answer of a call that the engine answers at once."""
+        answer = asyncio.ensure_future(call)
+        try:
+            # Not wait_for, which before Python 3.12 may lose a cancellation.
+            await asyncio.wait({answer}, timeout=self._silence_s)
+            if not answer.done():
+                raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
+            return answer.result()
+        except AnswerError as error:
+            raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
+        except UnreachableError as error:
+            raise EngineFailure("unreachable", str(error)) from error
+        except RuntimeError as error:
+            if not self._closed:
+                raise
+            raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
+        finally:
+            _drop(answer)
+
+    async def _attend(
+        self,
+        send: Callable[[], Coroutine[Any, Any, _T]],
+        find: Callable[[], Coroutine[Any, Any, str]],
+        limit_s: float | None,
+    ) -> _T:
+        """Return the answer of a call that takes long; meanwhile make sure that the engine works on it.
+
+        Args:
+            send: sends the call. It may be sent again: what it asks for is done once.
+            find: returns the id of the engine's operation.
+        """
+        answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find))
+        try:
+            await asyncio.wait({answer, worked}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and not worked.done():
+                raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
+            if not answer.done():
+                await worked
+                await asyncio.wait({answer}, timeout=self._silence_s)
+            return await self._ask(answer if answer.done() else send())  # the answer may be lost
+        finally:
+            _drop(answer)
+            _drop(worked)
+
+    async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
+        probe_s = self._silence_s / 2
+        await asyncio.sleep(probe_s)
+        operation_id = await self._ask(find())
+        while (await self.operation(operation_id)).status in ("queued", "running"):
+            await asyncio.sleep(probe_s)
+
+    async def _find(self, call: Call) -> str:
+        """Return the id of the operation of a call that is in progress, or has ended: a repeat joins it."""
+        again = replace(call, body={**(call.body or {}), "async": True})
+        return (await self._client.call(AcceptedAnswer, again)).operation_id
+
+
+def _drop(task: asyncio.Future[Any]) -> None:
+    """End a task whose result nobody wants."""
+    task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+class _Client(AsyncClient):
+    async def call(self, model: type[AnswerT], call: Call) -> AnswerT:
+        return parse(model, await self._send(call))
+
+
+def _operation(verb: Verb, tags: Sequence[str] | None, options: Mapping[str, Any]) -> Call:
+    return operation_call(f"/{verb}_memory_occupation", tags, options)

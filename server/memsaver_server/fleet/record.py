@@ -1,0 +1,148 @@
+"""What is wanted of a fleet: one small record, which any coordinator can carry on from.
+
+What the engines are is asked of the engines; the record only says what they should be, and which operation of the
+fleet has begun to commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from memsaver_server.fleet.selectors import Selector
+
+
+class Wanted(BaseModel):
+    """One wish. The last one that concerns an engine and a tag counts.
+
+    Attributes:
+        tags: None means all.
+        options: what the release or resume is called with, beside tags.
+        operation_id: the fleet's operation that wished it.
+        at: seconds since the epoch.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    selector: Selector
+    state: Literal["released", "resident"]
+    tags: tuple[str, ...] | None = None
+    options: dict[str, Any] = {}
+    operation_id: str = ""
+    at: float = 0.0
+
+
+class Prepared(BaseModel):
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    operation_id: str = ""
+    tags: tuple[str, ...] = ()
+
+
+class Running(BaseModel):
+    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared."""
+
+    model_config = ConfigDict(frozen=True)
+
+    stage: Literal["preparing", "committing", "rolling_back"]
+    wanted: Wanted
+    engines: dict[str, Prepared]
+
+
+class RecordContent(BaseModel):
+    """The record. ``running`` has the operations in mode ``all`` that have not ended, by their id."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[1] = 1
+    wanted: tuple[Wanted, ...] = ()
+    running: dict[str, Running] = {}
+
+    def wishing(self, wish: Wanted) -> RecordContent:
+        """Return the record with ``wish``, without wishes that it makes void."""
+        kept = tuple(old for old in self.wanted if not _covers(wish, old))
+        return self.model_copy(update={"wanted": (*kept, wish)})
+
+
+class Record(Protocol):
+    """Keeps the record. One coordinator writes it at a time."""
+
+    async def load(self) -> RecordContent:
+        """Return what was saved last, or an empty record.
+
+        Raises:
+            RecordError: it cannot be read, and why.
+        """
+
+    async def save(self, content: RecordContent) -> None:
+        """Replace the record. Once this returns, ``load`` gives ``content``, also after a crash.
+
+        Raises:
+            RecordError: it cannot be written, and why; the old one is still there.
+        """
+
+
+class RecordError(Exception):
+    """The record cannot be read or written; the message says why."""
+
+
+class MemoryRecord:
+    """Kept in this process only: a coordinator that restarts knows nothing of it."""
+
+    def __init__(self) -> None:
+        self._content = RecordContent()
+
+    async def load(self) -> RecordContent:
+        return self._content
+
+    async def save(self, content: RecordContent) -> None:
+        self._content = content
+
+
+class FileRecord:
+    """Kept in a JSON file, which is replaced in one step."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    async def load(self) -> RecordContent:
+        try:
+            return RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
+        except FileNotFoundError:
+            return RecordContent()
+        except (OSError, ValidationError) as error:
+            raise RecordError(f"the record {self._path} cannot be read: {error}; repair or remove it") from None
+
+    async def save(self, content: RecordContent) -> None:
+        text = json.dumps(content.model_dump(mode="json"), indent=1) + "\n"
+        try:
+            await asyncio.to_thread(self._replace, text)
+        except OSError as error:
+            raise RecordError(f"the record {self._path} cannot be written: {error}") from None
+
+    def _replace(self, text: str) -> None:
+        new = self._path.with_name(self._path.name + ".new")
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, outlives a crash
+        finally:
+            os.close(folder)
+
+
+def _covers(new: Wanted, old: Wanted) -> bool:
+    """Return whether ``new`` leaves nothing of ``old``."""
+    selected = new.selector in (Selector(), old.selector)
+    return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
