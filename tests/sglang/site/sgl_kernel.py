@@ -1,5 +1,5 @@
-"""In the place of SGLang's kernels for CPUs, which are in no package. SGLang imports some names at its start; without AMX
-it computes with torch, and calls none of them."""
+"""In the place of SGLang's kernels for CPUs, which are in no package. SGLang imports some names at its start;
+without AMX it computes with torch, and calls none of them."""
 
 from typing import NoReturn
 
