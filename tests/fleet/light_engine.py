@@ -5,9 +5,9 @@ All memory of a process belongs to one core. Each engine sees its own tags of it
 
 from __future__ import annotations
 
-import gc
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -141,15 +141,29 @@ class LightMemory:
 
 
 def serve() -> None:
-    """Serve engines until standard input ends: NAME COUNT. Prints the members; each line of input is a call of the
-    first engine that is to fail."""
-    name, count = sys.argv[1], int(sys.argv[2])
-    engines = [LightEngine(f"{name}-{number}") for number in range(count)]
+    """Serve COUNT engines, PER_PROCESS to a process, until standard input ends. Each process prints its members as a
+    line of JSON; each line of input is a call of the first engine that is to fail."""
+    count, per_process = int(sys.argv[1]), int(sys.argv[2])
+    children = []
+    for first in range(0, count, per_process):  # forked, as torch takes seconds to import
+        child = os.fork()
+        if child == 0:
+            _serve(range(first, min(first + per_process, count)))
+            os._exit(0)
+        children.append(child)
+    os.waitpid(children[0], 0)
+    for child in children[1:]:
+        os.kill(child, signal.SIGKILL)
+
+
+def _serve(numbers: range) -> None:
+    engines = [LightEngine(f"e{number}") for number in numbers]
     served = [attach(engine) for engine in engines]
     pairs = zip(engines, served, strict=True)
-    gc.freeze()  # what exists now is looked at by no collection: each release runs one
-    print(json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs]), flush=True)
-    for line in sys.stdin:
-        engines[0].memory.fail(line.strip(), MemsaverError("told to fail"))
-        print("failing", flush=True)
-    os._exit(0)
+    line = json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs])
+    os.write(1, f"{line}\n".encode())
+    if numbers[0]:
+        signal.pause()
+    for call in sys.stdin:
+        engines[0].memory.fail(call.strip(), MemsaverError("told to fail"))
+        os.write(1, b"failing\n")
