@@ -12,6 +12,7 @@ class Saver:
         file_folder: str = ...,
         retention: str = ...,
         verify: str = ...,
+        pack: bool = ...,
         peer_access: bool = ...,
     ) -> None: ...
     def allocate(self, device: int, tag: str, restore: str, bytes: int) -> int: ...

@@ -104,6 +104,7 @@ class Process:
             file_folder=values.file_dir,
             retention=values.retention,
             verify=values.verify,
+            pack=values.pack == "auto",
             peer_access=values.peer_access,
         )
         _native.activate(saver)

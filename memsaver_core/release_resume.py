@@ -203,7 +203,7 @@ def give_back_reserved() -> None:
 def prepare_backup(*, wait: bool = False) -> None:
     """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
 
-    Also compiles the digest kernel if this user's cache lacks it, in a quarter of a second.
+    Also compiles kernels that this user's cache lacks, in a quarter of a second each. Until then nothing is packed.
 
     Args:
         wait: return only when it is done.

@@ -69,6 +69,7 @@ class TagReport:
     unchanged_bytes: int = 0  # bytes of content not copied, because the backup is still equal
     zero_bytes: int = 0  # bytes of content in all-zero blocks, which need no backup memory
     restored_bytes: int = 0  # bytes of content copied back by this resume
+    kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed
     already: bool = False  # the tag was in the requested state when the operation began
 
 
@@ -108,6 +109,7 @@ class TagStatus:
     chunks: int  # number of physical handles
     mapped_by_device: Mapping[int, int] = field(default_factory=dict)  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = field(default_factory=dict)  # live bytes, mapped or not, by device index
+    kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed, nothing for zeros
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,10 @@ class RankStatus:
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
-    bytes: int  # content held now, in memory and in files
+    bytes: int  # what backups take now, in memory and in files; less than their content if it is packed
     capacity_bytes: int  # pinned memory that the pool has ready
     limit_bytes: int  # the bound on that memory
-    file_bytes: int = 0  # content held in files
+    file_bytes: int = 0  # what they take in files
     prepared: bool = True  # whether the pool is as large as a release of everything needs
     target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
 

@@ -1,5 +1,6 @@
 #include "backup/backup_store.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "support/error.hpp"
@@ -48,9 +49,24 @@ Pipeline& BackupStore::pipeline_of(int device) {
     const auto found = pipelines_.find(device);
     if (found != pipelines_.end()) return *found->second;
   }
-  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, key_, progress_);
+  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, key_, options_.pack, progress_);
   const Lock lock(mutex_);
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
+}
+
+void BackupStore::clean_up() {
+  std::vector<Pipeline*> pipelines;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [device, pipeline] : pipelines_) pipelines.push_back(pipeline.get());
+  }
+  for (Pipeline* const pipeline : pipelines) pipeline->clean_up();
+}
+
+std::size_t BackupStore::device_bytes(int device) {
+  const Lock lock(mutex_);
+  const auto found = pipelines_.find(device);
+  return found == pipelines_.end() ? 0 : found->second->device_bytes();
 }
 
 VerifyChoice BackupStore::verify() const {
@@ -64,6 +80,7 @@ void BackupStore::give_back(Block& block, int device) {
   block.kept = Kept::nothing;
   block.has_digest = false;
   block.damaged = false;
+  block.packed_bytes = 0;
 }
 
 void BackupStore::retain() {
@@ -84,6 +101,12 @@ void BackupStore::trim_later() {
   } else {
     warn("no thread can be started to unpin backup memory; the next resume tries again");
   }
+}
+
+void BackupStore::trim_excess() {
+  const HostPoolStatus pool = pool_status();
+  const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
+  if (options_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
 }
 
 // Holds operation_mutex except while memory is given back, which may take long.

@@ -38,6 +38,7 @@ class BackupStore {
     std::string folder;
     Retention retention;
     VerifyChoice verify;
+    bool pack;
   };
 
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held.
@@ -57,8 +58,14 @@ class BackupStore {
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_);
   // Made at the first call. Only one thread at a time for one device.
   [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  // What earlier operations could not give back to the devices, is tried again.
+  void clean_up() REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  // Memory of a device that is held for packing: none between operations, unless the driver did not take it back.
+  [[nodiscard]] std::size_t device_bytes(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
+  // Whether content may be packed.
+  [[nodiscard]] bool packs() const { return options_.pack; }
   // Never `automatic`.
   [[nodiscard]] VerifyChoice verify() const;
 
@@ -68,6 +75,9 @@ class BackupStore {
   void retain() REQUIRES(operation_mutex);
   // Unpins unused host memory in the background.
   void trim_later() REQUIRES(operation_mutex);
+  // The same, if it is much: host memory is pinned for the content, and packed content needs less. Only once all
+  // content has its backup.
+  void trim_excess() REQUIRES(operation_mutex);
   // Whether this machine or its control group has less memory than `bytes` and transfers to files take together. If so,
   // unpins unused host memory at once.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex);

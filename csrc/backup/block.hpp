@@ -72,13 +72,18 @@ struct Block {
   std::size_t bytes = 0;
   Kept kept = Kept::nothing;
   bool has_digest = false;
-  bool damaged = false;         // the last resume could not restore it
-  Digest digest;                // of `extents`, words counted from the start of the allocation
-  std::vector<Extent> extents;  // the content when it was saved
-  std::vector<HostRange> host;  // owned by this block, with or without valid content
-  FileRange file;               // likewise
+  bool damaged = false;          // the last resume could not restore it
+  Digest digest;                 // of `extents`, words counted from the start of the allocation
+  std::vector<Extent> extents;   // the content when it was saved
+  std::vector<HostRange> host;   // owned by this block, with or without valid content
+  FileRange file;                // likewise
+  std::size_t packed_bytes = 0;  // of what is kept in `host` or `file`, if it is packed
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
+  // What the backup takes.
+  [[nodiscard]] std::size_t kept_bytes() const {
+    return kept == Kept::host ? sum_of(host) : kept == Kept::file ? file.bytes : 0;
+  }
 };
 
 }  // namespace memsaver

@@ -6,6 +6,8 @@
 #include <thread>
 #include <utility>
 
+#include "backup/unpacking.hpp"
+#include "support/error.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -16,14 +18,23 @@ void KeptContent::append(const char* memory, std::size_t bytes) {
       pieces_.back().memory + pieces_.back().bytes == memory) {
     pieces_.back().bytes += bytes;
   } else {
-    pieces_.push_back({memory, bytes});
+    pieces_.push_back({memory, bytes, nullptr, 0});
   }
 }
 
 void KeptContent::add(const Block& block, std::size_t begin, std::size_t end) {
   if (block.kept == Kept::zero) return append(nullptr, end - begin);
-  // The extents lie packed in the block's host memory; what is between them was dead and reads as zeros.
+  // The extents lie one after the other; what is between them was dead and reads as zeros.
   std::size_t at = begin;
+  if (block.packed_bytes != 0) {
+    const Extent& extent = block.extents.front();
+    const std::size_t from = std::max(begin, extent.offset);
+    const std::size_t to = std::min(end, extent.offset + extent.bytes);
+    if (from >= to) return append(nullptr, end - begin);
+    append(nullptr, from - begin);
+    pieces_.push_back({nullptr, to - from, &block, from - extent.offset});
+    return append(nullptr, end - to);
+  }
   for_each_piece(block.extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t bytes) {
     const std::size_t from = std::max(begin, offset);
     const std::size_t to = std::min(end, offset + bytes);
@@ -35,21 +46,32 @@ void KeptContent::add(const Block& block, std::size_t begin, std::size_t end) {
   append(nullptr, end - at);
 }
 
+bool KeptContent::write(const Piece& piece, char* to) {
+  if (piece.packed != nullptr) {
+    const std::size_t all = piece.packed->content_bytes();
+    if (piece.bytes == all) return unpack_ranges(piece.packed->host, piece.packed->packed_bytes, to, all);
+    std::vector<char> unpacked(all);
+    if (!unpack_ranges(piece.packed->host, piece.packed->packed_bytes, unpacked.data(), all)) return false;
+    std::memcpy(to, unpacked.data() + piece.offset, piece.bytes);
+  } else if (piece.memory == nullptr) {
+    std::memset(to, 0, piece.bytes);
+  } else {
+    std::memcpy(to, piece.memory, piece.bytes);
+  }
+  return true;
+}
+
 // One thread alone, which also touches the new memory, copied 4.2 GiB at 1.6 GB/s on a host with 16 cores.
 void KeptContent::copy_to(void* to) const {
   constexpr std::size_t kThreads = 8;
   std::atomic<std::size_t> next{0};
-  const auto work = [this, &next, to] {
+  std::atomic<bool> damaged{false};
+  const auto work = [this, &next, &damaged, to] {
     char* at = static_cast<char*>(to);
     std::size_t passed = 0;
     for (std::size_t mine = next++; mine < pieces_.size(); mine = next++) {
       for (; passed < mine; ++passed) at += pieces_[passed].bytes;
-      const Piece& piece = pieces_[mine];
-      if (piece.memory == nullptr) {
-        std::memset(at, 0, piece.bytes);
-      } else {
-        std::memcpy(at, piece.memory, piece.bytes);
-      }
+      if (!write(pieces_[mine], at)) damaged = true;
     }
   };
   std::vector<std::thread> threads;
@@ -61,6 +83,7 @@ void KeptContent::copy_to(void* to) const {
   }
   work();
   for (auto& thread : threads) thread.join();
+  if (damaged) throw Error(ErrorKind::backup, "what was kept is not packed content");
 }
 
 }  // namespace memsaver

@@ -28,6 +28,8 @@ struct ContentBlock {
 
   [[nodiscard]] Address begin() const { return base + block->offset; }
   [[nodiscard]] Address end() const { return begin() + block->bytes; }
+  // The first of `live`: all of it in a block that can be packed.
+  [[nodiscard]] PackItem first_run() const { return {base + live.front().offset, live.front().bytes}; }
 };
 
 // The address range of one physical handle.
@@ -38,6 +40,9 @@ struct ChunkRange {
   bool zero = false;  // a restore fills it with zeros
 
   [[nodiscard]] Address end() const { return address + bytes; }
+  [[nodiscard]] bool contains(const ContentBlock& content) const {
+    return address <= content.begin() && content.end() <= end();
+  }
 };
 
 // Seconds of work by kind. Kinds overlap.
@@ -63,8 +68,9 @@ struct PipelineSeconds {
 // waits until nothing is under way.
 class Pipeline {
  public:
-  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, Progress& progress)
-      : staging_(driver, device, pool, files, key), progress_(progress) {}
+  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack,
+           Progress& progress)
+      : staging_(driver, device, pool, files, key, pack), progress_(progress) {}
 
   // Saves the content of `blocks`, and calls drop(i) for chunk i once all content in it is saved. Both are in address
   // order. A block whose content equals its backup is not copied; one of zeros needs no memory.
@@ -73,12 +79,18 @@ class Pipeline {
   PipelineSeconds save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                        const std::function<void(std::size_t)>& drop);
 
-  // Calls acquire(i) for each chunk in turn, and restores each block as soon as all chunks under it are mapped.
-  // `blocks` are in address order, and so are the chunks under them. `verify` is not `automatic`.
+  // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
+  // block is in two chunks; chunks with packed content come first, so that the memory for unpacking has room where the
+  // others will be, unless all of them are `mapped` already. `verify` is not `automatic`.
   // When it throws (ErrorKind::backup: content differs from its digest), every backup is as it was; nothing is under
   // way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
-                          const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
+                          const std::function<void(std::size_t)>& acquire, VerifyChoice verify, bool mapped);
+
+  // Gives device memory back that an earlier operation could not.
+  void clean_up() { staging_.packing().close(); }
+  // What it holds of the device.
+  [[nodiscard]] std::size_t device_bytes() { return staging_.packing().held_bytes(); }
 
  private:
   Staging staging_;

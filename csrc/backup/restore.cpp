@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <deque>
-#include <limits>
 #include <optional>
 
 #include "backup/pipeline.hpp"
+#include "backup/unpacking.hpp"
 #include "support/error.hpp"
 #include "support/scope_exit.hpp"
 #include "support/system.hpp"
@@ -14,23 +14,34 @@ namespace {
 
 constexpr std::size_t kSampleEvery = 16;
 
-constexpr char kAdvice[] =
-    "the memory stays released; repeat, or give this content up: release the tag with restore 'discard', resume it, "
-    "and load the content anew";
-
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks as soon as they are mapped.
 class RestoreTask {
  public:
   RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
               const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
-              VerifyChoice verify)
-      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
+              VerifyChoice verify, bool mapped)
+      : staging_(staging),
+        progress_(progress),
+        blocks_(blocks),
+        chunks_(chunks),
+        acquire_(acquire),
+        verify_(verify),
+        mapped_(mapped) {}
 
   PipelineSeconds run() {
     verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
     try {
-      for (std::size_t i = 0; i < chunks_.size(); ++i) acquire_chunk(i);
-      restore_below(std::numeric_limits<Address>::max());
+      const std::vector<std::size_t> packed = packed_first();
+      for (const std::size_t i : packed) restore_chunk(i);
+      unpacking_.end();
+      std::size_t next_packed = 0;
+      for (std::size_t i = 0; i < chunks_.size(); ++i) {
+        if (next_packed < packed.size() && packed[next_packed] == i) {
+          ++next_packed;
+        } else {
+          restore_chunk(i);
+        }
+      }
       finish();
     } catch (...) {
       staging_.settle(reads_);
@@ -49,23 +60,48 @@ class RestoreTask {
     std::vector<HostRange> bounce;
     std::optional<Event> event;
   };
+  // The chunks with packed content. Puts the blocks in them first, and takes memory for unpacking: as much as the other
+  // chunks will have.
+  std::vector<std::size_t> packed_first() {
+    std::vector<std::size_t> packed;
+    std::size_t room = 0;
+    std::vector<ContentBlock> first;
+    std::vector<ContentBlock> last;
+    std::size_t block = 0;
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      const std::size_t begin = block;
+      while (block < blocks_.size() && chunks_[i].contains(blocks_[block])) ++block;
+      const auto from = blocks_.begin() + static_cast<std::ptrdiff_t>(begin);
+      const auto to = blocks_.begin() + static_cast<std::ptrdiff_t>(block);
+      const bool any = std::any_of(from, to, [](const auto& each) { return each.block->packed_bytes != 0; });
+      if (any) {
+        packed.push_back(i);
+      } else {
+        room += chunks_[i].bytes;
+      }
+      auto& target = any ? first : last;
+      target.insert(target.end(), from, to);
+    }
+    if (block != blocks_.size()) throw Error(ErrorKind::backup, "content to restore is not in one of the chunks");
+    first.insert(first.end(), last.begin(), last.end());
+    blocks_.swap(first);
+    if (!packed.empty()) unpacking_.begin(mapped_ ? 0 : room);
+    return packed;
+  }
 
-  void acquire_chunk(std::size_t index) {
+  void restore_chunk(std::size_t index) {
     const ChunkRange& chunk = chunks_[index];
     {
       const Stopwatch watch(seconds_.driver);
       acquire_(index);
     }
     if (chunk.zero) fill_zero(chunk);
-    // Chunks under content come first, in address order: everything below the next one of them is mapped.
-    const bool more_below =
-        index + 1 < chunks_.size() && next_block_ < blocks_.size() && chunks_[index + 1].address > chunk.address;
-    restore_below(more_below ? chunks_[index + 1].address : chunk.end());
+    while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) restore_next_block();
   }
 
   void fill_zero(const ChunkRange& chunk) {
     // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
-    const bool under_content = next_block_ < blocks_.size() && blocks_[next_block_].begin() < chunk.end();
+    const bool under_content = next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_]);
     try {
       driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? staging_.copies() : staging_.kernels());
     } catch (Error& error) {
@@ -73,19 +109,14 @@ class RestoreTask {
     }
   }
 
-  void restore_below(Address mapped) {
-    while (next_block_ < blocks_.size() && blocks_[next_block_].end() <= mapped) {
-      const std::size_t index = next_block_++;
-      ContentBlock& content = blocks_[index];
-      try {
-        restore_block(index);
-      } catch (Error& error) {
-        if (error.call == "pread") {
-          content.block->damaged = true;
-          error.with_advice(kAdvice);
-        }
-        throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
-      }
+  void restore_next_block() {
+    const std::size_t index = next_block_++;
+    ContentBlock& content = blocks_[index];
+    try {
+      restore_block(index);
+    } catch (Error& error) {
+      if (error.call == "pread") note_damage(content, error);
+      throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
     }
   }
 
@@ -102,7 +133,7 @@ class RestoreTask {
         }
         break;
       case Kept::host:
-        staging_.copy(Staging::Direction::to_device, content.base, block.extents, block.host);
+        bring(content, block.host);
         break;
       case Kept::file:
         restore_from_file(content);
@@ -121,13 +152,21 @@ class RestoreTask {
     {
       const Stopwatch watch(seconds_.copy);
       reads_.front().done.get();
-      Landing& landing = landings_.emplace_back(Landing{reads_.front().bounce, std::nullopt});
+      landings_.push_back({reads_.front().bounce, std::nullopt});
       reads_.pop_front();
-      staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, landing.bounce);
-      landing.event = driver_.record(device_, staging_.copies());
+      const std::size_t own = landings_.size() - 1;
+      bring(content, landings_[own].bounce);
+      landings_[own].event = driver_.record(device_, staging_.copies());
     }
     land(kFileTransfers / 2);
     read_ahead();
+  }
+
+  // Starts to bring a block's content to the device from `memory`, which must stay until the stream of copies has
+  // passed this.
+  void bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
+    if (content.block->packed_bytes != 0) return unpacking_.bring(content, memory);
+    staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, memory);
   }
 
   // Starts reads of the next blocks that are in the file, as far as there is bounce memory; of at least one if none is
@@ -202,12 +241,7 @@ class RestoreTask {
       const ContentBlock& content = blocks_[submitted_.front()];
       submitted_.pop_front();
       if (digest == content.block->digest) continue;
-      content.block->damaged = true;
-      throw Error(ErrorKind::backup, "restored content differs from the digest of what was kept")
-          .with_tag(content.tag)
-          .with_address(content.begin())
-          .with_bytes(content.block->bytes)
-          .with_advice(kAdvice);
+      throw damaged_backup(content, "restored content differs from the digest of what was kept");
     }
   }
 
@@ -230,6 +264,7 @@ class RestoreTask {
   const std::vector<ChunkRange>& chunks_;
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
+  const bool mapped_;
   bool verifying_ = false;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;     // block to look at for the next read from the file
@@ -241,13 +276,14 @@ class RestoreTask {
   std::size_t window_items_ = 0;
   std::deque<std::size_t> submitted_;  // blocks whose digests are under way
   PipelineSeconds seconds_;
+  Unpacking unpacking_{staging_, seconds_};
 };
 
 }  // namespace
 
 PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
-                                  const std::function<void(std::size_t)>& acquire, VerifyChoice verify) {
-  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify).run();
+                                  const std::function<void(std::size_t)>& acquire, VerifyChoice verify, bool mapped) {
+  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify, mapped).run();
 }
 
 }  // namespace memsaver

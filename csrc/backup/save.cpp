@@ -3,14 +3,17 @@
 #include <deque>
 #include <future>
 #include <limits>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "backup/file_writes.hpp"
 #include "backup/pipeline.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/scope_exit.hpp"
-#include "support/system.hpp"
+#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -39,9 +42,10 @@ class SaveTask {
       add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
       while (!batches_.empty()) finish_oldest();
       staging_.wait_for_streams();
-      staging_.give_bounce(transfers_);
+      staging_.give_bounce(writes_.transfers());
+      packing_.close();
     } catch (...) {
-      staging_.settle(transfers_);
+      staging_.settle(writes_.transfers());
       for (const auto& batch : batches_) {
         if (batch.event) driver_.recycle(device_, *batch.event);
       }
@@ -59,11 +63,24 @@ class SaveTask {
       std::size_t block;
       Kept kept;
       std::optional<Digest> digest;
+      std::size_t packed_bytes;  // 0: not packed
     };
     std::vector<Copied> copied;
     std::vector<std::shared_future<void>> writes;
     std::optional<Event> event;
     std::vector<std::size_t> chunks;
+  };
+
+  // A block to be copied.
+  struct Changed {
+    std::size_t block;
+    std::optional<Digest> digest;
+    bool may_be_packed;
+  };
+  // A block that is being packed.
+  struct Pack {
+    Changed changed;
+    Packing::Buffer* buffer;
   };
 
   // At least one block, and no more than a batch of digests holds.
@@ -101,18 +118,30 @@ class SaveTask {
       digests = staging_.digests().collect();
     }
     Batch& batch = batches_.emplace_back();
+    std::vector<Changed> changed;
     for (std::size_t i = window.first; i < window.second; ++i) {
-      save_block(i, digesting_ ? std::optional(digests[i - window.first]) : std::nullopt, batch);
+      const bool packable = may_be_packed(blocks_[i]);
+      const auto digest = digesting_ ? std::optional(digests[i - window.first]) : std::nullopt;
+      if (!is_kept(blocks_[i], digest)) changed.push_back({i, digest, packable});
     }
+    save_changed(changed, plan_packing(changed), batch);
     const bool last = window.second == blocks_.size();
     add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.second].begin(), batch);
     if (!batch.copied.empty()) batch.event = driver_.record(device_, staging_.copies());
   }
 
-  // Decides how to keep a block, and starts its copy if it needs one. From then until finish_oldest() it counts as not
-  // kept.
-  void save_block(std::size_t index, const std::optional<Digest>& digest, Batch& batch) {
-    ContentBlock& content = blocks_[index];
+  // The first blocks of each tag stay as they are: on resume the memory for unpacking has its room where they will be.
+  bool may_be_packed(const ContentBlock& content) {
+    std::size_t& before = seen_bytes_[{content.tag, content.to_file}];
+    const bool allowed =
+        before >= Packing::kBytes && content.live.size() == 1 && content.live.front().bytes >= Packing::kSmallest;
+    before += content.block->bytes;
+    return allowed;
+  }
+
+  // Whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not kept
+  // until finish_oldest().
+  bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);
     const Kept target = content.to_file ? Kept::file : Kept::host;
@@ -121,59 +150,124 @@ class SaveTask {
         block.extents == content.live && block.digest == *digest) {
       content.outcome = ContentBlock::Outcome::unchanged;
       progress_.done_bytes += bytes;
-      return;
+      return true;
     }
     block.kept = Kept::nothing;
     block.extents = content.live;
     block.has_digest = false;
-    if (bytes == 0 || (digest && digest->any == 0)) {
-      give_memory(block);
-      block.kept = Kept::zero;
-      block.has_digest = digest.has_value();
-      if (digest) block.digest = *digest;
-      content.outcome = ContentBlock::Outcome::zero;
-      progress_.done_bytes += bytes;
-      return;
-    }
-    try {
-      if (content.to_file) {
-        copy_to_file(content, bytes, batch);
-      } else {
-        copy_to_memory(content, bytes);
-      }
-    } catch (Error& error) {
-      throw error.with_tag(content.tag).with_bytes(bytes);
-    }
-    batch.copied.push_back({index, target, digest});
+    block.packed_bytes = 0;
+    if (bytes != 0 && (!digest || digest->any != 0)) return false;
+    give_memory(block);
+    block.kept = Kept::zero;
+    block.has_digest = digest.has_value();
+    if (digest) block.digest = *digest;
+    content.outcome = ContentBlock::Outcome::zero;
+    progress_.done_bytes += bytes;
+    return true;
   }
 
-  void copy_to_memory(const ContentBlock& content, std::size_t bytes) {
-    Block& block = *content.block;
+  // How to pack each block; takes device memory for it if some is to be.
+  std::vector<PackPlan> plan_packing(const std::vector<Changed>& changed) {
+    std::vector<PackPlan> plans(changed.size());
+    std::vector<PackItem> items;
+    for (const auto& each : changed) {
+      if (each.may_be_packed) items.push_back(blocks_[each.block].first_run());
+    }
+    if (items.empty() || !packing_.ready()) return plans;
+    std::vector<PackPlan> found;
+    {
+      const Stopwatch watch(seconds_.digest);
+      found = packing_.plan(items, staging_.kernels());
+    }
+    if (std::none_of(found.begin(), found.end(), [](const auto& each) { return each.worth_it(); })) return plans;
+    if (!make_room()) return plans;
+    auto plan = found.begin();
+    for (std::size_t i = 0; i < changed.size(); ++i) {
+      if (changed[i].may_be_packed) plans[i] = *plan++;
+    }
+    return plans;
+  }
+
+  // Takes memory for packing once as much was dropped. May finish all batches but the newest one for that.
+  bool make_room() {
+    while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
+    return packing_.open(dropped_bytes_);
+  }
+
+  void save_changed(const std::vector<Changed>& changed, const std::vector<PackPlan>& plans, Batch& batch) {
+    for (std::size_t i = 0; i < changed.size(); ++i) {
+      const ContentBlock& content = blocks_[changed[i].block];
+      try {
+        if (plans[i].worth_it()) {
+          pack(changed[i], plans[i], batch);
+        } else {
+          copy(changed[i], content.base, content.live, 0, batch);
+        }
+      } catch (Error& error) {
+        throw error.with_tag(content.tag).with_bytes(sum_of(content.live));
+      }
+    }
+    while (!packs_.empty()) finish_pack(batch);
+  }
+
+  // Two blocks are packed ahead of the copies; the other buffers are those that are being copied.
+  void pack(const Changed& changed, const PackPlan& plan, Batch& batch) {
+    const std::size_t ahead = packing_.buffers() > 2 ? 2 : 1;
+    while (packs_.size() >= ahead) finish_pack(batch);
+    const PackItem content = blocks_[changed.block].first_run();
+    Packing::Buffer& buffer = packing_.take();
+    driver_.pack(device_, plan, content, {buffer.address, packed_limit(content.bytes)}, buffer.result,
+                 staging_.kernels());
+    packing_.use(buffer, staging_.kernels());
+    packs_.push_back({changed, &buffer});
+  }
+
+  // Copies the oldest block that is being packed. If it did not become small enough, as it is.
+  void finish_pack(Batch& batch) {
+    const auto [changed, buffer] = packs_.front();
+    packs_.pop_front();
+    {
+      const Stopwatch watch(seconds_.copy);
+      packing_.wait(*buffer);
+    }
+    const ContentBlock& content = blocks_[changed.block];
+    const std::size_t packed_bytes = *buffer->result;
+    if (packed_bytes == 0) return copy(changed, content.base, content.live, 0, batch);
+    copy(changed, buffer->address, {{0, packed_bytes}}, packed_bytes, batch);
+    packing_.use(*buffer, staging_.copies());
+  }
+
+  // Starts the copy of `extents` at `base`: those of a block, or what they were packed to.
+  void copy(const Changed& changed, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes,
+            Batch& batch) {
+    const ContentBlock& content = blocks_[changed.block];
+    if (content.to_file) {
+      copy_to_file(*content.block, base, extents, batch);
+    } else {
+      copy_to_memory(*content.block, base, extents, packed_bytes != 0);
+    }
+    batch.copied.push_back({changed.block, content.to_file ? Kept::file : Kept::host, changed.digest, packed_bytes});
+  }
+
+  // Packed content that changed may be a little larger or smaller: rounding lets it keep its memory.
+  void copy_to_memory(Block& block, Address base, const std::vector<Extent>& extents, bool packed) {
+    std::size_t bytes = sum_of(extents);
+    if (packed) bytes = round_up(bytes, kBlockBytes / 128);
     if (sum_of(block.host) != to_pages(bytes)) {
       give_memory(block);
       const Stopwatch watch(seconds_.host_memory);
       block.host = staging_.pool().take(bytes);
     }
-    staging_.copy(Staging::Direction::to_host, content.base, content.live, block.host);
+    staging_.copy(Staging::Direction::to_host, base, extents, block.host);
   }
 
-  void copy_to_file(const ContentBlock& content, std::size_t bytes, Batch& batch) {
-    Block& block = *content.block;
+  void copy_to_file(Block& block, Address base, const std::vector<Extent>& extents, Batch& batch) {
+    const std::size_t bytes = sum_of(extents);
     if (block.file.bytes != to_pages(bytes)) {
       give_memory(block);
       block.file = staging_.files().take(to_pages(bytes));
     }
-    limit_transfers(kFileTransfers - 1);
-    FileTransfer& transfer = transfers_.emplace_back();  // if anything below throws, settle() returns its memory
-    transfer.bounce = take_bounce(bytes);
-    staging_.copy(Staging::Direction::to_host, content.base, content.live, transfer.bounce);
-    const Event copied = driver_.record(device_, staging_.copies());
-    transfer.done = sys::run_beside([this, copied, range = block.file, memory = transfer.bounce] {
-      const ScopeExit recycle([&] { driver_.recycle(device_, copied); });
-      driver_.wait(device_, copied);
-      staging_.files().write(range, memory);
-    });
-    batch.writes.push_back(transfer.done);
+    batch.writes.push_back(writes_.start(block.file, base, extents));
   }
 
   void add_chunks_below(Address saved, Batch& batch) {
@@ -203,6 +297,7 @@ class SaveTask {
       content.block->kept = copied.kept;
       content.block->has_digest = copied.digest.has_value();
       content.block->digest = copied.digest.value_or(Digest{});
+      content.block->packed_bytes = copied.packed_bytes;
       content.outcome = ContentBlock::Outcome::copied;
       const std::size_t bytes = sum_of(content.live);
       progress_.done_bytes += bytes;
@@ -210,42 +305,12 @@ class SaveTask {
     }
     {
       const Stopwatch watch(seconds_.driver);
-      for (const std::size_t chunk : batch.chunks) drop_(chunk);
+      for (const std::size_t chunk : batch.chunks) {
+        drop_(chunk);
+        dropped_bytes_ += chunks_[chunk].bytes;
+      }
     }
     batches_.pop_front();
-  }
-
-  // Bounce memory for the last of transfers_. If there is too little for several at once, waits for the older ones; a
-  // single transfer is always served.
-  std::vector<HostRange> take_bounce(std::size_t bytes) {
-    const Stopwatch watch(seconds_.host_memory);
-    for (;;) {
-      const std::size_t count = transfers_.size();
-      try {
-        return staging_.pool().take(bytes, count > 1 ? HostPool::Use::passing : HostPool::Use::must_pass);
-      } catch (const Error& error) {
-        if (count == 1 || error.kind != ErrorKind::out_of_host_memory) throw;
-      }
-      limit_transfers(count - 1);
-      if (transfers_.size() == count) transfers_.front().done.get();  // a failed one keeps its memory: throw its error
-    }
-  }
-
-  // Waits for the oldest transfers until at most `count` are left besides failed ones. A failed one keeps its memory,
-  // since copies into it may still run; finish_oldest() throws its error.
-  void limit_transfers(std::size_t count) {
-    auto oldest = transfers_.begin();
-    for (std::size_t failed = 0; transfers_.size() > failed + count;) {
-      try {
-        oldest->done.get();
-      } catch (const std::exception&) {
-        ++failed;
-        ++oldest;
-        continue;
-      }
-      staging_.pool().give(oldest->bounce, HostPool::Use::passing);
-      oldest = transfers_.erase(oldest);
-    }
   }
 
   void give_memory(Block& block) {
@@ -257,6 +322,7 @@ class SaveTask {
   Staging& staging_;
   Driver& driver_ = staging_.driver();
   const int device_ = staging_.device();
+  Packing& packing_ = staging_.packing();
   Progress& progress_;
   std::vector<ContentBlock>& blocks_;
   const std::vector<ChunkRange>& chunks_;
@@ -267,8 +333,11 @@ class SaveTask {
   std::deque<Window> submitted_;
   std::size_t next_chunk_ = 0;
   std::deque<Batch> batches_;
-  FileTransfers transfers_;
   PipelineSeconds seconds_;
+  FileWrites writes_{staging_, seconds_};
+  std::map<std::pair<std::string, bool>, std::size_t> seen_bytes_;  // of blocks so far, by tag and kind of backup
+  std::size_t dropped_bytes_ = 0;
+  std::deque<Pack> packs_;
 };
 
 }  // namespace

@@ -8,8 +8,8 @@
 
 namespace memsaver {
 
-Staging::Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key)
-    : driver_(driver), device_(device), pool_(pool), files_(files), key_(key) {
+Staging::Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack)
+    : driver_(driver), device_(device), pool_(pool), files_(files), key_(key), packing_(driver, device, pack) {
   copies_ = driver_.create_stream(device_);
   try {
     kernels_ = driver_.create_stream(device_);
@@ -81,6 +81,11 @@ void Staging::settle(FileTransfers& transfers) noexcept {
     }
   }
   give_bounce(transfers);
+  try {
+    packing_.close();
+  } catch (const std::exception&) {
+    // The context is lost, and the device's memory with it.
+  }
 }
 
 void Staging::give_bounce(FileTransfers& transfers) {

@@ -10,6 +10,7 @@
 #include "backup/digest_queue.hpp"
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"
+#include "backup/packing.hpp"
 #include "driver/driver.hpp"
 #include "support/sizes.hpp"
 
@@ -31,7 +32,7 @@ using FileTransfers = std::list<FileTransfer>;  // oldest first
 // it.
 class Staging {
  public:
-  Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key);
+  Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack);
   // Waits until nothing is under way.
   ~Staging();
 
@@ -39,8 +40,9 @@ class Staging {
   [[nodiscard]] int device() const { return device_; }
   [[nodiscard]] HostPool& pool() { return pool_; }
   [[nodiscard]] FileStore& files() { return files_; }
+  [[nodiscard]] Packing& packing() { return packing_; }
   [[nodiscard]] Stream copies() const { return copies_; }    // runs on the copy engine
-  [[nodiscard]] Stream kernels() const { return kernels_; }  // digests and zero fills
+  [[nodiscard]] Stream kernels() const { return kernels_; }  // digests, packing and zero fills
 
   // Prepares digests() at the first call. False if the device cannot digest.
   [[nodiscard]] bool can_digest();
@@ -57,7 +59,7 @@ class Staging {
   void wait_for_streams();
 
   // Waits until neither the device nor the threads of `transfers` work for this object, then returns their bounce
-  // memory to the pool.
+  // memory to the pool, and the memory for packing to the device.
   void settle(FileTransfers& transfers) noexcept;
   void give_bounce(FileTransfers& transfers);
 
@@ -72,6 +74,7 @@ class Staging {
   Stream copies_;
   Stream kernels_;
   std::unique_ptr<DigestQueue> digests_;
+  Packing packing_;
 };
 
 }  // namespace memsaver

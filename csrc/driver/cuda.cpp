@@ -2,10 +2,12 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "driver/cuda_api.hpp"
 #include "driver/cuda_device.hpp"
+#include "driver/packing_kernels.hpp"
 #include "support/error.hpp"
 
 namespace memsaver {
@@ -146,18 +148,54 @@ class CudaDriver final : public Driver {
     if (count == 0) return;
     if (!has_digest(index)) throw Error(ErrorKind::driver, "the digest kernel is not available on this device");
     const InContext in(at(index));
-    DevicePointer device_items = 0;
-    DevicePointer device_results = 0;
-    check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&device_items, const_cast<DigestItem*>(items), 0));
-    check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&device_results, results, 0));
+    DevicePointer device_items = in_device(items);
+    DevicePointer device_results = in_device(results);
     DigestKey by_value = key;
     void* arguments[] = {&by_value, &device_items, &device_results};
-    check("cuLaunchKernel", api_.launch_kernel(at(index).digest_kernel(), static_cast<unsigned>(count), 1, 1,
-                                               kDigestThreads, 1, 1, 0, native(stream), arguments, nullptr));
+    launch(index, kDigestSource, "memsaver_digest", count, kDigestThreads, arguments, stream);
   }
+  void prepare_digest(int index) noexcept override { known(index).prepare(kDigestSource); }
+  bool has_digest(int index) noexcept override { return known(index).has(kDigestSource, true); }
 
-  void prepare_digest(int index) noexcept override { known(index).prepare_digest(); }
-  bool has_digest(int index) noexcept override { return known(index).has_digest(); }
+  void sample(int index, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override {
+    if (count == 0) return;
+    const InContext in(at(index));
+    DevicePointer device_items = in_device(items);
+    DevicePointer device_samples = in_device(samples);
+    void* arguments[] = {&device_items, &device_samples};
+    launch(index, kPackingSource, "memsaver_sample", count, kPackingThreads, arguments, stream);
+  }
+  void pack(int index, const PackPlan& plan, const PackItem& content, const PackItem& room, std::uint64_t* packed_bytes,
+            Stream stream) override {
+    *packed_bytes = 0;
+    if (packed_bytes_without_escapes(content.bytes, plan.element_bytes) > room.bytes) return;
+    const InContext in(at(index));
+    check("cuMemsetD8Async", api_.memset_async(room.address, 0, sizeof(PackedHeader), native(stream)));
+    PackPlan by_value = plan;
+    auto [from, bytes] = content;
+    auto [to, capacity] = room;
+    DevicePointer result = in_device(packed_bytes);
+    void* arguments[] = {&by_value, &from, &bytes, &to, &capacity, &result};
+    const std::size_t blocks = blocks_for(bytes, plan.element_bytes);
+    launch(index, kPackingSource, "memsaver_pack", blocks, kPackingThreads, arguments, stream);
+    launch(index, kPackingSource, "memsaver_pack_finish", 1, 32, arguments, stream);
+  }
+  void unpack(int index, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
+              Stream stream) override {
+    if (packed.bytes < sizeof(PackedHeader)) {
+      *damaged = 1;
+      return;
+    }
+    const InContext in(at(index));
+    auto [from, packed_bytes] = packed;
+    auto [to, bytes] = content;
+    DevicePointer result = in_device(damaged);
+    void* arguments[] = {&from, &packed_bytes, &to, &bytes, &result};
+    launch(index, kPackingSource, "memsaver_unpack", blocks_for(bytes, 2), kPackingThreads, arguments, stream);
+  }
+  void prepare_packing(int index) noexcept override { known(index).prepare(kPackingSource); }
+  bool has_packing(int index) noexcept override { return known(index).has(kPackingSource, false); }
+
   std::string loss() const override { return calls_.loss(); }
   // Device memory is read about seventy times as fast as PCIe 5 x16 copies it.
   bool digest_is_cheap() const noexcept override { return true; }
@@ -210,6 +248,24 @@ class CudaDriver final : public Driver {
   void call(int index, const char* symbol, Function function, Arguments... arguments) {
     const InContext in(at(index));
     check(symbol, function(arguments...));
+  }
+
+  // The address of registered host memory for kernels.
+  template <typename Value>
+  DevicePointer in_device(const Value* host) {
+    DevicePointer address = 0;
+    check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&address, const_cast<Value*>(host), 0));
+    return address;
+  }
+  // Thread blocks that pack or unpack so much content.
+  static std::size_t blocks_for(std::size_t bytes, std::size_t element_bytes) {
+    const std::size_t per_block = kPackedGroup * kPackingGroups * element_bytes;
+    return std::max<std::size_t>(1, (bytes + per_block - 1) / per_block);
+  }
+  void launch(int index, const KernelSource& source, const char* kernel, std::size_t blocks, unsigned threads,
+              void** arguments, Stream stream) {
+    check("cuLaunchKernel", api_.launch_kernel(at(index).kernel(source, kernel), static_cast<unsigned>(blocks), 1, 1,
+                                               threads, 1, 1, 0, native(stream), arguments, nullptr));
   }
 
   Handle create(int index, std::size_t bytes, int handle_types) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "driver/nvrtc.hpp"
+#include "driver/packing_kernels.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
 
@@ -79,6 +80,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) memsaver_digest(const Key 
 
 }  // namespace
 
+const KernelSource kDigestSource{"digest", kDigestKernel,
+                                 "content digests are off: every release copies everything, and nothing is verified"};
+const KernelSource kPackingSource{"packing", kPackingKernels, "content is kept as it is, not packed"};
+
 void Calls::check(const char* symbol, Result result) const {
   if (result == kSuccess) return;
   const char* name = nullptr;
@@ -135,50 +140,58 @@ EventHandle CudaDevice::idle_event() {
   return event;
 }
 
-bool CudaDevice::digest_is_known() const { return digest_state_ != DigestState::unknown || !digest_code_.empty(); }
-
-void CudaDevice::prepare_digest() noexcept {
+void CudaDevice::prepare(const KernelSource& source) noexcept {
   try {
     {
       const Lock lock(mutex_);
-      if (digest_is_known()) return;
+      if (kernels_[source.name].known()) return;
     }
-    std::string code = compile_digest();  // a quarter of a second, without the lock
+    std::string code = compile(source);  // a quarter of a second, without the lock
     const Lock lock(mutex_);
-    if (!digest_is_known()) digest_code_ = std::move(code);
+    Kernels& kernels = kernels_[source.name];
+    if (!kernels.known()) kernels.code = std::move(code);
   } catch (const std::exception&) {
-    // has_digest() tries again, and warns.
+    // has() tries again if it may, and warns.
   }
 }
 
-bool CudaDevice::has_digest() noexcept {
+bool CudaDevice::has(const KernelSource& source, bool compile_now) noexcept {
   const Lock lock(mutex_);
-  if (digest_state_ == DigestState::unknown) {
+  Kernels& kernels = kernels_[source.name];
+  if (kernels.state == Kernels::State::unknown) {
+    if (kernels.code.empty() && !compile_now) return false;
     try {
-      load_digest();
-      digest_state_ = DigestState::ready;
+      load(source, kernels);
+      kernels.state = Kernels::State::ready;
     } catch (const std::exception& error) {
-      digest_state_ = DigestState::missing;
-      warn(std::string("content digests are off: every release copies everything, and nothing is verified: ") +
-           error.what());
+      kernels.state = Kernels::State::missing;
+      warn(std::string(source.without) + ": " + error.what());
     }
   }
-  return digest_state_ == DigestState::ready;
+  return kernels.state == Kernels::State::ready;
 }
 
-void CudaDevice::load_digest() {
+Function CudaDevice::kernel(const KernelSource& source, const char* name) {
+  const Lock lock(mutex_);
+  Kernels& kernels = kernels_[source.name];
+  Function& function = kernels.functions[name];
+  if (function == nullptr) {
+    calls_.check("cuModuleGetFunction", calls_.api.module_get_function(&function, kernels.module, name));
+  }
+  return function;
+}
+
+void CudaDevice::load(const KernelSource& source, Kernels& kernels) {
   const BesideCaptures beside_captures(calls_.api);
   const CurrentContext current(calls_, retained());
-  const std::string code = digest_code_.empty() ? compile_digest() : std::move(digest_code_);
-  Module module = nullptr;
-  calls_.check("cuModuleLoadData", calls_.api.module_load_data(&module, code.data()));
-  calls_.check("cuModuleGetFunction", calls_.api.module_get_function(&digest_, module, "memsaver_digest"));
+  const std::string code = kernels.code.empty() ? compile(source) : std::move(kernels.code);
+  calls_.check("cuModuleLoadData", calls_.api.module_load_data(&kernels.module, code.data()));
 }
 
-std::string CudaDevice::compile_digest() const {
+std::string CudaDevice::compile(const KernelSource& source) const {
   const std::string architecture = "sm_" + std::to_string(attribute(kAttributeComputeMajor, 0)) +
                                    std::to_string(attribute(kAttributeComputeMinor, 0));
-  return compile(kDigestKernel, architecture);
+  return cuda::compile(source.name, source.text, architecture);
 }
 
 }  // namespace memsaver::cuda

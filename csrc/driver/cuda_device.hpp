@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,15 @@ class Calls {
 
 inline constexpr unsigned kDigestThreads = 256;
 
+// Kernels that are compiled together at run time.
+struct KernelSource {
+  const char* name;     // of the set
+  const char* text;     // CUDA C++
+  const char* without;  // what is the case while they are missing
+};
+extern const KernelSource kDigestSource;
+extern const KernelSource kPackingSource;
+
 // One device: its primary context and what this process keeps in it. Any thread may call every function.
 class CudaDevice {
  public:
@@ -56,20 +66,24 @@ class CudaDevice {
     idle_events_.push_back(event);
   }
 
-  // See Driver.
-  void prepare_digest() noexcept;
-  [[nodiscard]] bool has_digest() noexcept;
-  // Only after has_digest() returned true. Takes kDigestThreads per block.
-  [[nodiscard]] Function digest_kernel() {
-    const Lock lock(mutex_);
-    return digest_;
-  }
+  // Compiles kernels unless that was done before, without using the device.
+  void prepare(const KernelSource& source) noexcept;
+  // Whether kernel() works. Loads what prepare() compiled; compiles it only if `compile`.
+  [[nodiscard]] bool has(const KernelSource& source, bool compile) noexcept;
+  // Only after has() returned true.
+  [[nodiscard]] Function kernel(const KernelSource& source, const char* name);
 
  private:
   [[nodiscard]] Context retained() REQUIRES(mutex_);
-  [[nodiscard]] bool digest_is_known() const REQUIRES(mutex_);
-  void load_digest() REQUIRES(mutex_);
-  [[nodiscard]] std::string compile_digest() const;
+  struct Kernels {
+    enum class State { unknown, ready, missing } state = State::unknown;
+    std::string code;  // compiled, and not loaded yet
+    Module module = nullptr;
+    std::map<std::string, Function> functions;
+    [[nodiscard]] bool known() const { return state != State::unknown || !code.empty(); }
+  };
+  void load(const KernelSource& source, Kernels& kernels) REQUIRES(mutex_);
+  [[nodiscard]] std::string compile(const KernelSource& source) const;
 
   const Calls& calls_;
   Device ordinal_ = 0;
@@ -77,9 +91,7 @@ class CudaDevice {
   Context context_ GUARDED_BY(mutex_) = nullptr;
   AllocationProperties properties_ GUARDED_BY(mutex_){};
   std::vector<EventHandle> idle_events_ GUARDED_BY(mutex_);
-  enum class DigestState { unknown, ready, missing } digest_state_ GUARDED_BY(mutex_) = DigestState::unknown;
-  std::string digest_code_ GUARDED_BY(mutex_);  // compiled, and not loaded yet
-  Function digest_ GUARDED_BY(mutex_) = nullptr;
+  std::map<const char*, Kernels> kernels_ GUARDED_BY(mutex_);  // by name of the set
 };
 
 // Keeps stream captures of other threads valid: in their default mode, a call that cannot be part of a graph (such as

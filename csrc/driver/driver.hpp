@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/digest.hpp"
+#include "support/packing.hpp"
 
 namespace memsaver {
 
@@ -98,6 +99,20 @@ class Driver {
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
   // True if a digest costs far less than a copy of the same bytes.
   [[nodiscard]] virtual bool digest_is_cheap() const noexcept = 0;
+
+  // As in support/packing.hpp, asynchronously, at addresses that are multiples of 16. Items and results must lie in
+  // registered host memory and outlive the operation. Only if has_packing(device).
+  virtual void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) = 0;
+  // Packs `content` into `room`. Writes the packed bytes to *packed_bytes, 0 if there are more than the room.
+  virtual void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
+                    std::uint64_t* packed_bytes, Stream stream) = 0;
+  // Writes 1 to *damaged, which must be 0, if `packed` is not the packed form of so many bytes.
+  virtual void unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
+                      Stream stream) = 0;
+  // As prepare_digest().
+  virtual void prepare_packing(int) noexcept {}
+  // True if content can be packed; false while nothing is prepared. Compiles nothing.
+  [[nodiscard]] virtual bool has_packing(int device) noexcept = 0;
 
   // An event after all current work of the stream. The caller owns it until recycle().
   [[nodiscard]] virtual Event record(int device, Stream stream) = 0;

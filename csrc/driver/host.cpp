@@ -228,6 +228,18 @@ class HostDriver final : public Driver {
   // A CPU digests memory about as fast as it copies it.
   bool digest_is_cheap() const noexcept override { return false; }
 
+  void sample(int, const PackItem* items, std::size_t count, ExponentSample* samples, Stream) override {
+    for (std::size_t i = 0; i < count; ++i) sample_on_host(pointer(items[i].address), items[i].bytes, samples[i]);
+  }
+  void pack(int, const PackPlan& plan, const PackItem& content, const PackItem& room, std::uint64_t* packed_bytes,
+            Stream) override {
+    *packed_bytes = pack_on_host(plan, pointer(content.address), content.bytes, pointer(room.address), room.bytes);
+  }
+  void unpack(int, const PackItem& packed, const PackItem& content, std::uint64_t* damaged, Stream) override {
+    if (!unpack_on_host(pointer(packed.address), packed.bytes, pointer(content.address), content.bytes)) *damaged = 1;
+  }
+  bool has_packing(int) noexcept override { return true; }
+
   Event record(int, Stream) override { return Event{1}; }
   bool done(int, Event) override { return true; }
   void wait(int, Event) override {}

@@ -115,17 +115,18 @@ void set_nvrtc_path(const std::string& path) {
   torch_path() = path;
 }
 
-std::string compile(const std::string& source, const std::string& architecture) {
+std::string compile(const std::string& name, const std::string& source, const std::string& architecture) {
   const Nvrtc nvrtc = open_nvrtc();
   int major = 0;
   int minor = 0;
   nvrtc.version(&major, &minor);
-  char name[128];
-  std::snprintf(name, sizeof name, "/digest-%016llx-%s-nvrtc%d.%d.cubin",
-                static_cast<unsigned long long>(fnv1a(source)), architecture.c_str(), major, minor);
+  char key[128];
+  std::snprintf(key, sizeof key, "-%016llx-%s-nvrtc%d.%d.cubin", static_cast<unsigned long long>(fnv1a(source)),
+                architecture.c_str(), major, minor);
+  const std::string file = "/" + name + key;
   const std::string folder = cache_folder();
   if (!folder.empty()) {
-    std::string cubin = read_own_file(folder + name);
+    std::string cubin = read_own_file(folder + file);
     if (!cubin.empty()) return cubin;
   }
   void* program = nullptr;
@@ -148,7 +149,7 @@ std::string compile(const std::string& source, const std::string& architecture) 
   }
   const std::string cubin = output(nvrtc.cubin_size, nvrtc.cubin);
   nvrtc.destroy(&program);
-  if (!folder.empty()) write_atomically(folder + name, cubin);
+  if (!folder.empty()) write_atomically(folder + file, cubin);
   return cubin;
 }
 

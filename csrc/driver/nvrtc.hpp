@@ -8,8 +8,8 @@ namespace memsaver::cuda {
 void set_nvrtc_path(const std::string& path);
 
 // Machine code of CUDA C++ `source` for `architecture` ("sm_90"). Cached in the user's cache folder ($XDG_CACHE_HOME or
-// ~/.cache, below memsaver/), keyed by source, architecture and compiler.
+// ~/.cache, below memsaver/), in a file that begins with `name`, keyed by source, architecture and compiler.
 // Throws ErrorKind::configuration if NVRTC is missing or rejects the source.
-[[nodiscard]] std::string compile(const std::string& source, const std::string& architecture);
+[[nodiscard]] std::string compile(const std::string& name, const std::string& source, const std::string& architecture);
 
 }  // namespace memsaver::cuda

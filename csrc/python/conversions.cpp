@@ -12,15 +12,16 @@ py::dict to_dict(const PipelineSeconds& seconds) {
 py::dict to_dict(const TagOutcome& tag) {
   return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
                   "released_bytes"_a = tag.released_bytes, "resumed_bytes"_a = tag.resumed_bytes,
-                  "backed_up_bytes"_a = tag.backed_up_bytes, "unchanged_bytes"_a = tag.unchanged_bytes,
-                  "zero_bytes"_a = tag.zero_bytes, "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
+                  "backed_up_bytes"_a = tag.backed_up_bytes, "kept_bytes"_a = tag.kept_bytes,
+                  "unchanged_bytes"_a = tag.unchanged_bytes, "zero_bytes"_a = tag.zero_bytes,
+                  "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
 }
 
 py::dict to_dict(const TagSnapshot& tag) {
   return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
                   "resident_bytes"_a = tag.resident_bytes, "released_bytes"_a = tag.released_bytes,
                   "retained_bytes"_a = tag.retained_bytes, "backed_up_bytes"_a = tag.backed_up_bytes,
-                  "allocations"_a = tag.allocations, "chunks"_a = tag.chunks,
+                  "kept_bytes"_a = tag.kept_bytes, "allocations"_a = tag.allocations, "chunks"_a = tag.chunks,
                   "mapped_by_device"_a = tag.mapped_by_device, "bytes_by_device"_a = tag.bytes_by_device);
 }
 

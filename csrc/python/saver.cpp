@@ -26,9 +26,10 @@ py::dict dict_of(const Function& function) {
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
   saver.def(py::init([adapt](const std::string& driver, const std::vector<std::string>& host_devices,
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
-                             const std::string& retention, const std::string& verify, bool peer_access) {
+                             const std::string& retention, const std::string& verify, bool pack, bool peer_access) {
               Settings settings{
-                  host_backup_limit, file_folder,
+                  host_backup_limit,
+                  file_folder,
                   parse<Retention>(retention, "retention policy",
                                    {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}}),
                   parse<VerifyChoice>(verify, "verification",
@@ -36,6 +37,7 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
                                        {"sampled", VerifyChoice::sampled},
                                        {"full", VerifyChoice::full},
                                        {"auto", VerifyChoice::automatic}}),
+                  pack,
                   peer_access};
               auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
               if (adapt) opened = adapt(std::move(opened));
@@ -43,7 +45,7 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
             }),
             py::kw_only(), "driver"_a, "host_devices"_a = std::vector<std::string>{}, "host_capacity"_a = 0,
             "host_backup_limit"_a = 0, "file_folder"_a = "/tmp", "retention"_a = "keep", "verify"_a = "auto",
-            "peer_access"_a = false);
+            "pack"_a = true, "peer_access"_a = false);
 }
 
 py::dict release(Saver& saver, const std::vector<std::string>& tags,

@@ -62,6 +62,7 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   for (const auto& [address, allocation] : arena.allocations()) {
     for (const auto& block : allocation.blocks) {
       if (block.kept != Kept::nothing) tag.backed_up_bytes += block.content_bytes();
+      tag.kept_bytes += block.kept_bytes();
     }
   }
 }
@@ -74,7 +75,7 @@ void MemoryMap::describe(SaverStatus& status) const {
     if (tag.state.empty()) tag.state = "resident";
     // A busy tag decides, then a released one.
     if (tag.state != "resident" && (status.state == "resident" || tag.state != "released")) status.state = tag.state;
-    status.backup_bytes += tag.backed_up_bytes;
+    status.backup_bytes += tag.kept_bytes;
     status.tags.push_back(std::move(tag));
   }
 }

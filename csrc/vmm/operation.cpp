@@ -43,6 +43,7 @@ OperationResult Operation::perform(const MemoryMap::Tags& tags) {
     const ScopeExit at_end([this] { end(); });
     try {
       core_.orphans.retry(core_.map);
+      core_.backups.clean_up();
       core_.check_usable();
       begin(tags);
       core_.backups.files().punch_holes();
@@ -170,6 +171,7 @@ OperationResult Operation::result() const {
       const std::size_t bytes = content.block->content_bytes();
       using Outcome = ContentBlock::Outcome;
       if (content.outcome == Outcome::copied) (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
+      if (releasing && content.outcome == Outcome::copied) outcome.kept_bytes += content.block->kept_bytes();
       if (content.outcome == Outcome::unchanged) outcome.unchanged_bytes += bytes;
       if (content.outcome == Outcome::zero) outcome.zero_bytes += bytes;
     }

@@ -111,6 +111,8 @@ class Release final : public Operation {
       undo();
       throw;
     }
+    const Lock lock(core_.map.mutex);
+    if (core_.map.unprepared_bytes() == 0) core_.backups.trim_excess();
   }
 
   void drop_all() REQUIRES(core_.backups.operation_mutex) {

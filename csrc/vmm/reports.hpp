@@ -20,6 +20,7 @@ struct TagSnapshot {
   std::size_t released_bytes = 0;
   std::size_t retained_bytes = 0;  // mapped, but in no live allocation
   std::size_t backed_up_bytes = 0;
+  std::size_t kept_bytes = 0;  // what these backups take: less if they are packed, nothing for zeros
   std::size_t allocations = 0;
   std::size_t chunks = 0;
   std::map<int, std::size_t> mapped_by_device;  // retained bytes included
@@ -31,7 +32,7 @@ struct SaverStatus {
   std::string failure;  // why the device context is lost; else empty
   std::vector<TagSnapshot> tags;
   std::map<int, std::size_t> reserved_by_device;  // for the next resume
-  std::size_t backup_bytes = 0;
+  std::size_t backup_bytes = 0;                   // that backups take
   std::size_t file_bytes = 0;
   HostPoolStatus pool{};
   bool prepared = false;  // host memory for a release of everything is pinned
@@ -59,6 +60,7 @@ struct TagOutcome {
   std::size_t released_bytes = 0;
   std::size_t resumed_bytes = 0;
   std::size_t backed_up_bytes = 0;
+  std::size_t kept_bytes = 0;  // what the backups of these take: less if they are packed
   std::size_t unchanged_bytes = 0;
   std::size_t zero_bytes = 0;
   std::size_t restored_bytes = 0;

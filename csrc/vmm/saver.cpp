@@ -144,7 +144,10 @@ void Saver::prepare_backup() {
     }
   }
   for (const auto& [pool, bytes] : wanted) pool->start_growth(bytes);
-  for (const int device : digesting) core.driver->prepare_digest(device);
+  for (const int device : digesting) {
+    core.driver->prepare_digest(device);
+    if (core.backups.packs()) core.driver->prepare_packing(device);
+  }
 }
 
 void Saver::wait_until_prepared() {

@@ -50,7 +50,7 @@ class Saver {
   void reserve(const Tags& tags);
   void give_back_reserved() noexcept;
 
-  // Pins host memory for a release of everything in the background, and compiles the digest kernel (0.25 s, once).
+  // Pins host memory for a release of everything in the background, and compiles kernels (0.25 s each, once).
   void prepare_backup();
   void wait_until_prepared();
   void synchronize();

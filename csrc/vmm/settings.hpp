@@ -28,6 +28,7 @@ struct Settings {
   std::string file_folder = "/tmp";
   Retention retention = Retention::keep;
   VerifyChoice verify = VerifyChoice::automatic;
+  bool pack = true;          // keep content packed where that saves an eighth
   bool peer_access = false;  // let every visible device reach the memory
 };
 

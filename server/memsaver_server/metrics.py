@@ -136,6 +136,13 @@ class Metrics:
             for state in ("resident", "released", "retained")
         }
         yield gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
+        kept = {
+            (tag.tag, form): size
+            for tag in now.status.tags
+            for form, size in (("content", tag.backed_up_bytes), ("kept", tag.kept_bytes))
+        }
+        help_text = "Content with a backup under each tag, and what these backups take: less if they are packed."
+        yield gauges("memsaver_tag_backup_bytes", help_text, ["tag", "form"], kept)
         lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
         help_text = "1 while the content of a tag that a release discarded is not written again."
         yield gauges("memsaver_content_lost", help_text, ["tag"], lost)
@@ -144,7 +151,7 @@ class Metrics:
         yield gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
-        help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."
+        help_text = "What backups take in host memory and in files, pinned memory allocated for them, and its limit."
         yield gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}

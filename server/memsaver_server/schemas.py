@@ -132,6 +132,7 @@ class TagAnswer(Model):
     unchanged_bytes: int
     zero_bytes: int
     restored_bytes: int
+    kept_bytes: int = 0
     already: bool
 
 
@@ -281,14 +282,13 @@ class TagStatusAnswer(Model):
     tag: str
     restore: str
     state: str
-    content: Literal["ok", "lost"] = Field(
-        default="ok", description="lost: discarded by a release, and not written since."
-    )
+    content: Literal["ok", "lost"] = Field(default="ok", description="lost: discarded, and not written since.")
     bytes: int
     resident_bytes: int
     released_bytes: int
     retained_bytes: int
     backed_up_bytes: int
+    kept_bytes: int = 0
     allocations: int
     chunks: int
 

@@ -92,7 +92,7 @@ struct ArenaAudit {
     }
   }
 
-  // No chunk begins or ends inside a block, and a block has room for its content.
+  // No chunk begins or ends inside a block, and a block has room for its backup.
   void check_block(const Block& block, Address begin) {
     const auto inside = [&](Address at) { return begin < at && at < begin + block.bytes; };
     const bool cut = std::any_of(arena.chunks_.begin(), arena.chunks_.end(), [&](const auto& each) {
@@ -102,7 +102,8 @@ struct ArenaAudit {
     const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
                              : block.kept == Kept::file ? block.file.bytes
                                                         : SIZE_MAX;
-    if (room < block.content_bytes()) problem("a block keeps less than its content", begin, room);
+    if (room < (block.packed_bytes != 0 ? block.packed_bytes : block.content_bytes()))
+      problem("a block keeps less than its content", begin, room);
   }
 
   void check(const RangeSet& withheld) {
@@ -125,7 +126,7 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
   std::size_t host_bytes = 0;
   std::size_t file_bytes = 0;
   const Lock operation(core.backups.operation_mutex);
-  for (const int device : core.map.devices()) device_bytes[device] = 0;
+  for (const int device : core.map.devices()) device_bytes[device] = core.backups.device_bytes(device);
   const auto orphans = core.orphans.list();
   for (const auto& orphan : orphans) device_bytes[orphan.device] += orphan.bytes;
   for (const auto& [device, bytes] : core.reservation.bytes_by_device()) device_bytes[device] += bytes;

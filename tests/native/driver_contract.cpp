@@ -210,6 +210,77 @@ void digests_equal_the_reference(Driver& driver) {
   driver.unreserve(0, address, bytes);
 }
 
+// bfloat16, float32 and noise: each packed by the driver is unpacked by the reference, and the other way round.
+void packing_equals_the_reference(Driver& driver) {
+  driver.prepare_packing(0);
+  CHECK(driver.has_packing(0));
+  constexpr std::size_t kContent = 3 * kMiB / 2 + 48;  // a group that is not full
+  const std::size_t granularity = driver.device_info(0).granularity;
+  const std::size_t bytes = (6 * kMiB / granularity + 1) * granularity;
+  const Address content = driver.reserve(0, bytes);
+  const Address packed = content + 2 * kMiB;
+  const Handle handle = driver.create(0, bytes);
+  driver.map(0, content, bytes, handle);
+  driver.allow_access(0, content, bytes, {});
+  const Stream stream = driver.create_stream(0);
+  HostMemory host(driver, 4 * kMiB);
+  HostMemory table(driver, 1 << 16);
+  auto* const item = reinterpret_cast<PackItem*>(table.data);
+  auto* const result = reinterpret_cast<std::uint64_t*>(table.data + 64);
+  auto* const sample = reinterpret_cast<ExponentSample*>(table.data + 4096);
+  for (const std::size_t size : {2, 4, 1}) {
+    std::uint32_t state = 1;
+    for (std::size_t i = 0; i < kContent; ++i) {
+      state = state * 1664525u + 1013904223u;
+      host.data[i] = static_cast<unsigned char>(state >> 24);
+    }
+    for (std::size_t i = size - 1; size > 1 && i < kContent; i += size) {
+      host.data[i] = static_cast<unsigned char>(0x3c | (host.data[i] & 0x82));
+    }
+    const std::vector<unsigned char> expected(host.data, host.data + kContent);
+    driver.copy_to_device(0, content, host.data, kContent, stream);
+    *item = {content, kContent};
+    driver.sample(0, item, 1, sample, stream);
+    wait_for(driver, stream);
+    ExponentSample its_sample;
+    sample_on_host(expected.data(), kContent, its_sample);
+    CHECK(std::memcmp(sample, &its_sample, sizeof its_sample) == 0);
+    PackPlan plan = plan_packing(*sample, kContent);
+    CHECK(plan.element_bytes == (size == 1 ? 0 : size));
+    if (!plan.worth_it()) plan.element_bytes = 2;
+    const std::size_t capacity = 4 * kMiB;
+    driver.pack(0, plan, {content, kContent}, {packed, capacity}, result, stream);
+    wait_for(driver, stream);
+    const std::size_t packed_bytes = *result;
+    CHECK(packed_bytes > 0 && packed_bytes <= capacity);
+    driver.copy_to_host(0, host.data, packed, packed_bytes, stream);
+    driver.fill_zero(0, content, kContent, stream);
+    wait_for(driver, stream);
+    std::vector<unsigned char> back(kContent);
+    CHECK(unpack_on_host(host.data, packed_bytes, back.data(), kContent));
+    CHECK(back == expected);
+    CHECK(pack_on_host(plan, expected.data(), kContent, host.data, host.bytes) == packed_bytes);
+    *result = 0;
+    driver.copy_to_device(0, packed, host.data, packed_bytes, stream);
+    driver.unpack(0, {packed, packed_bytes}, {content, kContent}, result, stream);
+    driver.copy_to_host(0, host.data, content, kContent, stream);
+    wait_for(driver, stream);
+    CHECK(*result == 0);
+    CHECK(std::memcmp(host.data, expected.data(), kContent) == 0);
+    // Too little room, and what is not packed.
+    driver.pack(0, plan, {content, kContent}, {packed, packed_bytes - 1}, result, stream);
+    wait_for(driver, stream);
+    CHECK(*result == 0);
+    driver.unpack(0, {content, packed_bytes}, {packed, kContent}, result, stream);
+    wait_for(driver, stream);
+    CHECK(*result == 1);
+  }
+  driver.destroy_stream(0, stream);
+  driver.unmap(0, content, bytes);
+  driver.release(0, handle, bytes);
+  driver.unreserve(0, content, bytes);
+}
+
 void failures_come_as_planned(FaultyDriver& driver) {
   driver.fail("create", 2, ErrorKind::out_of_device_memory, 1);
   const std::size_t bytes = driver.device_info(0).granularity;
@@ -245,6 +316,7 @@ int main(int count, char** arguments) {
   too_much_is_out_of_memory(*driver);
   streams_are_ordered_by_events(*driver);
   digests_equal_the_reference(*driver);
+  packing_equals_the_reference(*driver);
   if (faulty != nullptr) failures_come_as_planned(*faulty);
   std::printf("%s: the contract holds\n", name.c_str());
   return 0;

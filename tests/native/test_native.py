@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memsaver_core.backends.cuda import _nvrtc_path
 from tests.native.build import built, run
 
 
@@ -28,6 +29,27 @@ def test_driver_contract_on_cuda(build: Path) -> None:
 
 def test_saver_under_threads(build: Path) -> None:
     run(build / "saver_threads")
+
+
+def test_packed_content_comes_back(build: Path) -> None:
+    run(build / "packing")
+
+
+def test_kernels_that_pack_on_the_cpu(build: Path) -> None:
+    """Lane by lane, they do what the implementation for the host does."""
+    run(build / "packing_lanes")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_that_pack_compile(
+    build: Path, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = _nvrtc_path()
+    if not library:
+        pytest.skip("NVRTC is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(library).parent))  # where it looks for its own parts
+    assert run(build / "packing_kernels", library, architecture).endswith(" bytes\n")
 
 
 def test_declarations_match_the_toolkit(build: Path) -> None:

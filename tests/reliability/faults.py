@@ -34,7 +34,9 @@ MOVING = {
     **MEMORY,
 }
 RELEASING = {
-    "copy_to_host": ("invalid_value",),
+    **dict.fromkeys(("copy_to_host", "sample", "pack"), ("invalid_value",)),
+    # Memory to pack in.
+    **dict.fromkeys(("create", "map", "allow_access", "reserve"), ("invalid_value",)),
     "open": (errno.EMFILE, errno.EOPNOTSUPP),
     "mkostemp": (errno.EMFILE,),
     "fstatvfs": (errno.EIO,),
@@ -44,13 +46,14 @@ RELEASING = {
     **UNDO,
 }
 RELEASING_IN_PART = {
-    **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "record", "wait", "done"), ("invalid_value",)),
+    **dict.fromkeys(("unmap", "release", "copy_to_host", "digest", "pack"), ("invalid_value",)),
+    **dict.fromkeys(("record", "wait", "done"), ("invalid_value",)),
     "create": ("invalid_value",),  # so that the undo fails, too
     "register_host": ("invalid_value",),
     "pwrite": (errno.ENOSPC,),
 }
 RESUMING = {
-    **dict.fromkeys(("copy_to_device", "fill_zero", "stream_wait"), ("invalid_value",)),
+    **dict.fromkeys(("copy_to_device", "fill_zero", "stream_wait", "unpack"), ("invalid_value",)),
     "pread": (errno.EIO, errno.EINTR, SHORT),
     **ALLOCATING,
     **MOVING,

@@ -37,8 +37,8 @@ class LedgerDriver final : public Driver {
     std::map<std::string, std::size_t> left_behind;
   };
 
-  explicit LedgerDriver(std::unique_ptr<Driver> driver, bool digests = true)
-      : driver_(std::move(driver)), digests_(digests) {}
+  explicit LedgerDriver(std::unique_ptr<Driver> driver, bool digests = true, bool packing = true)
+      : driver_(std::move(driver)), digests_(digests), packing_(packing) {}
   ~LedgerDriver() override {
     if (report_ != nullptr) *report_ = {misuses_, held()};
   }
@@ -271,6 +271,39 @@ class LedgerDriver final : public Driver {
   bool has_digest(int device) noexcept override { return digests_ && driver_->has_digest(device); }
   bool digest_is_cheap() const noexcept override { return driver_->digest_is_cheap(); }
 
+  void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override {
+    std::vector<Range> ranges;
+    for (std::size_t i = 0; i < count; ++i) ranges.push_back({items[i].address, items[i].bytes});
+    const std::vector<Range> host{{reinterpret_cast<std::uintptr_t>(items), count * sizeof *items},
+                                  {reinterpret_cast<std::uintptr_t>(samples), count * sizeof *samples}};
+    enqueue(device, stream, ranges, host, [=] {
+      for (std::size_t i = 0; i < count; ++i) {
+        sample_on_host(reinterpret_cast<const void*>(items[i].address), items[i].bytes, samples[i]);
+      }
+    });
+  }
+  void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
+            std::uint64_t* packed_bytes, Stream stream) override {
+    const auto result = reinterpret_cast<std::uintptr_t>(packed_bytes);
+    enqueue(device, stream, {{content.address, content.bytes}, {room.address, room.bytes}},
+            {{result, sizeof *packed_bytes}}, [=] {
+              *packed_bytes = pack_on_host(plan, reinterpret_cast<const void*>(content.address), content.bytes,
+                                           reinterpret_cast<void*>(room.address), room.bytes);
+            });
+  }
+  void unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
+              Stream stream) override {
+    const auto result = reinterpret_cast<std::uintptr_t>(damaged);
+    enqueue(device, stream, {{content.address, content.bytes}, {packed.address, packed.bytes}},
+            {{result, sizeof *damaged}}, [=] {
+              if (!unpack_on_host(reinterpret_cast<const void*>(packed.address), packed.bytes,
+                                  reinterpret_cast<void*>(content.address), content.bytes)) {
+                *damaged = 1;
+              }
+            });
+  }
+  bool has_packing(int device) noexcept override { return packing_ && driver_->has_packing(device); }
+
   Event record(int, Stream stream) override {
     return with_lock([&] {
       const auto found = queues_.find(stream);
@@ -426,6 +459,7 @@ class LedgerDriver final : public Driver {
   std::vector<std::string> misuses_;
   Report* report_ = nullptr;
   const bool digests_;
+  const bool packing_;
   bool unpinned_copies_ = false;
   std::size_t refusals_ = 0;
   bool holding_ = false;

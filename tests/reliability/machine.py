@@ -62,7 +62,7 @@ KINDS = (
 )
 TAGS = ("weights", "kv_cache", "a", "b")
 #: Calls that only a release or a resume makes: while it is held there, everything else must continue.
-HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "record", "wait")
+HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "pack", "unpack", "record", "wait")
 HOLD_SECONDS = 60.0
 #: A step that takes longer ends the process, and prints its threads' stacks.
 HANG_SECONDS = 120.0
@@ -112,7 +112,7 @@ class Tenant(Child):
 tags_of_a_call = st.sets(st.sampled_from(TAGS), max_size=3).map(sorted)
 overrides_of_a_call = st.just({}) | st.dictionaries(st.sampled_from(TAGS), st.sampled_from(POLICIES), max_size=3)
 several_pages = st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=1, max_size=5)
-contents = st.sampled_from(("random", "random", "zeros", "nothing"))
+contents = st.sampled_from(("random", "weights", "weights", "zeros", "nothing"))
 numbers = st.integers(0, 999)
 #: The work of the other thread.
 works = st.lists(
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         for kind, pages in kinds:
             for each in pages:
-                self._allocate(kind, each, "random", self._free_bytes()[kind[2]])
+                self._allocate(kind, each, "weights", self._free_bytes()[kind[2]])
         self._release([], {}, [])
         self._resume([], [])
 
@@ -229,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             self._resume(tags, [])
         self._release(tags, overrides, faults)
         for memory in self._selected(tags) if write else ():
-            self._write(memory, 0, memory.pages, "random")
+            self._write(memory, 0, memory.pages, "weights")
         if again is not None:
             self._release(tags, again, [])
 
@@ -479,8 +479,10 @@ class Machine(RuleBasedStateMachine):
         if content == "nothing" or len(at) == 0:
             return
         memory.expected[at] = 0
-        if content == "random":
+        if content in ("random", "weights"):
             memory.expected[at] = pages_of(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
+        if content == "weights":  # in bfloat16, with four exponents: can be packed
+            memory.expected[at] = memory.expected[at] & np.uint64(0x81FF81FF81FF81FF) | np.uint64(0x3C003C003C003C00)
         memory.sure[at] = True
         memory.or_zeros[at] = False
         memory.content()[at] = memory.expected[at]

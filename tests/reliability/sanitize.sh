@@ -10,7 +10,7 @@ for sanitizer in address,undefined thread; do
   folder=build/sanitize-${sanitizer%%,*}
   cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
-  cmake --build "$folder" --parallel 2 --target driver_contract saver_threads every_call >/dev/null
+  cmake --build "$folder" --parallel 2 --target driver_contract packing saver_threads every_call >/dev/null
   # In files: every_call closes its stderr, for what the core says of all those failures.
   rm -f "$folder"/report.*
   report=log_path=$PWD/$folder/report
@@ -19,6 +19,7 @@ for sanitizer in address,undefined thread; do
   echo "$sanitizer:"
   "$folder/driver_contract" host
   "$folder/driver_contract" faulty
+  "$folder/packing"
   "$folder/saver_threads"
   "$folder/every_call" --stride "$stride"
 done

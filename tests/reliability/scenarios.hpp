@@ -46,6 +46,55 @@ inline void refused(World& world, ErrorKind kind, const std::function<void()>& c
   world.problems.push_back("a call was not refused");
 }
 
+// Content that is packed, all but its first blocks.
+inline void add_packed(std::vector<Scenario>& list) {
+  World::Options weights;
+  weights.weights = true;
+  weights.settings.verify = VerifyChoice::full;
+  for (const Restore restore : {Restore::host, Restore::file}) {
+    const std::string name = std::string("packed, ") + name_of(restore);
+    const auto fill = [restore](World& world) {
+      world.allocate("w", restore, 44);
+      world.allocate("z", Restore::zero, 3);
+    };
+    list.push_back(release_of("release " + name, fill, weights));
+    list.push_back(resume_of("resume " + name, fill, weights));
+    list.push_back({"release again, changed, " + name, weights,
+                    [fill](World& world) {
+                      fill(world);
+                      world.release();
+                      world.check_packed("w");
+                      world.resume();
+                      world.rewrite(0, 25, 12);
+                    },
+                    [](World& world) { world.release(); }, [](World& world) { world.resume(); }});
+    // What is packed takes the whole of what is resumed, so there is no room to unpack in.
+    list.push_back({"resume without room, " + name, weights,
+                    [restore](World& world) {
+                      world.allocate("w", restore, 24);
+                      world.allocate("w", restore, 10);
+                      world.release();
+                      world.check_packed("w");
+                      world.resume();
+                      world.free(0);
+                      world.release();
+                    },
+                    [](World& world) { world.resume(); }, [](World& world) { world.release(); }});
+  }
+  list.push_back({"backups read, packed", weights,
+                  [](World& world) {
+                    world.allocate("w", Restore::host, 40);
+                    world.release();
+                    world.check_packed("w");
+                  },
+                  [](World& world) {
+                    world.read_backups();
+                    world.resume();
+                    world.read_backups();
+                  },
+                  [](World& world) { world.resume(); }});
+}
+
 inline std::vector<Scenario> scenarios() {
   std::vector<Scenario> list;
   const auto nothing = [](World&) {};
@@ -588,6 +637,7 @@ inline std::vector<Scenario> scenarios() {
                     world.saver->set_file_folder(World::file_folder);
                   },
                   [](World& world) { world.release(); }});
+  add_packed(list);
   return list;
 }
 

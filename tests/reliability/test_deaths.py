@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memsaver_core import _native
@@ -24,10 +25,11 @@ from tests.native import injection
 from tests.native.build import ROOT, built
 from tests.programs import Child
 from tests.reliability.figures import keep
-from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 from tests.waiting import wait_until
 
 CAPACITY = 32 * MIB
+PACKED = 256 * MIB  # the first 192 MiB stay as they are
 FORK = multiprocessing.get_context("fork")
 PHASES = [
     *(("release", call) for call in ("synchronize", "digest", "copy_to_host", "record", "wait", "unmap", "release")),
@@ -220,6 +222,34 @@ def test_a_co_tenant_killed_while_in_the_middle(
         del survivor, under_way
         assert used_bytes(observer) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def packing_engine(device: str, folder: Path, operation: str, call: str, pipe: Connection) -> None:
+    """As engine(), with content that is packed: bfloat16 values of one exponent, behind what stays as it is."""
+    saver = make(device, folder, PACKED)
+    memory = view(saver.allocate(0, "weights", "host", PACKED), PACKED).view(np.uint16)
+    memory[:] = np.resize(np.random.default_rng(1).integers(0, 128, 1 << 20, dtype=np.uint16) | 0x3F80, PACKED // 2)
+    if operation == "resume":
+        saver.release([], [], {})
+    Operation(saver, operation, call)
+    pipe.send(used_bytes(saver))
+    signal.pause()
+
+
+@pytest.mark.parametrize(("operation", "call"), [("release", "sample"), ("release", "pack"), ("resume", "unpack")])
+@pytest.mark.guards("a process was killed in the middle of an operation")
+def test_killed_while_packing(
+    device: str, tmp_path: Path, operation: str, call: str, fork: Fork, places: dict[str, str]
+) -> None:
+    """It never held more than its content, and its memory for packing is free at once, too."""
+    tenant = make(device, tmp_path, PACKED)
+    process, pipe = fork(packing_engine, device, tmp_path, operation, call)
+    assert pipe.recv() <= PACKED
+    kill(process)
+    assert used_bytes(tenant) == 0
+    assert tenant.audit() == []
+    full_cycle(tenant, populate(tenant))
+    places[f"{operation}, {call}"] = "account right at once, nothing left, successor works"
 
 
 def take_all(device: str, folder: Path, pipe: Connection) -> None:

@@ -34,7 +34,8 @@ class World {
     int devices = 1;
     Settings settings;
     std::size_t capacity = std::size_t{4} << 20;
-    bool digests = true;  // the device has them
+    bool digests = true;   // the device has them
+    bool weights = false;  // the content is like weights in bfloat16, and can be packed
   };
 
   // In memory, because there are thousands of small files.
@@ -54,6 +55,7 @@ class World {
     if (settings_.host_backup_limit == 0) settings_.host_backup_limit = std::size_t{64} << 20;
     saver = std::make_unique<Saver>(std::move(faulty_driver), settings_);
     devices_ = options.devices;
+    weights_ = options.weights;
   }
 
   // Allocates, and writes content that differs for each allocation. Returns its number.
@@ -220,6 +222,12 @@ class World {
     check_shared();
   }
 
+  // Some of the backups of a tag must be packed.
+  void check_packed(const std::string& tag) {
+    for (const auto& each : saver->status().tags) {
+      if (each.tag == tag && each.kept_bytes >= each.backed_up_bytes) problems.push_back("nothing was packed: " + tag);
+    }
+  }
   // Where the backups must lie now, in pages.
   void check_kept(std::size_t host_pages, std::size_t file_pages) {
     const SaverStatus status = saver->status();
@@ -344,16 +352,17 @@ class World {
   static bool selected(const Saver::Tags& tags, const std::string& tag) {
     return tags.empty() || std::find(tags.begin(), tags.end(), tag) != tags.end();
   }
-  static std::vector<unsigned char> pattern(const Memory& memory, std::size_t page) {
+  [[nodiscard]] std::vector<unsigned char> pattern(const Memory& memory, std::size_t page) const {
     std::vector<unsigned char> content(kPage);
     std::uint64_t state = (memory.seed * 1009u + memory.versions[page]) * 1000003u + page + 1;
     for (std::size_t at = 0; at < kPage; at += 8) {
       state = state * 6364136223846793005ull + 1442695040888963407ull;
-      std::memcpy(content.data() + at, &state, 8);
+      const std::uint64_t weights = (state & 0x81ff81ff81ff81ff) | 0x3c003c003c003c00;  // four exponents
+      std::memcpy(content.data() + at, weights_ ? &weights : &state, 8);
     }
     return content;
   }
-  [[nodiscard]] static bool is_right(const Memory& memory, std::size_t page, const unsigned char* data) {
+  [[nodiscard]] bool is_right(const Memory& memory, std::size_t page, const unsigned char* data) const {
     const Expect expect = memory.pages[page];
     if (expect == Expect::anything) return true;
     const bool zeros = std::all_of(data, data + kPage, [](auto c) { return c == 0; });
@@ -466,6 +475,7 @@ class World {
   std::vector<RangeSet::Range> dead_;
   unsigned seeds_ = 0;
   int devices_ = 0;
+  bool weights_ = false;
 };
 
 }  // namespace memsaver

@@ -3,6 +3,12 @@
 import { colourOf } from "./devices.js";
 import { el, size } from "./format.js";
 
+/** What the backups of a tag take, if they are packed. */
+function packed({ backed_up_bytes: content, kept_bytes: kept }) {
+  const share = content ? Math.round((100 * kept) / content) : 100;
+  return kept && share < 100 ? `packed to ${size(kept)}, ${share} %` : "";
+}
+
 /** One row per tag; `busy` disables its button, `act(tag, resume)` is its action. */
 export function tagRows(tags, busy, act) {
   return tags.map((tag) => {
@@ -36,7 +42,7 @@ export function tagRows(tags, busy, act) {
       el("td", { class: "number wide" }, size(tag.bytes)),
       el("td", { class: "number" }, size(tag.resident_bytes + tag.retained_bytes)),
       el("td", { class: "number wide" }, size(tag.released_bytes)),
-      el("td", { class: "number wide" }, size(tag.backed_up_bytes)),
+      el("td", { class: "number wide", title: packed(tag) }, size(tag.backed_up_bytes)),
       el("td", { class: "act" }, button),
     );
   });

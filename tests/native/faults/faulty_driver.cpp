@@ -158,6 +158,23 @@ void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* it
 void FaultyDriver::prepare_digest(int device) noexcept { driver_->prepare_digest(device); }
 bool FaultyDriver::has_digest(int device) noexcept { return driver_->has_digest(device); }
 bool FaultyDriver::digest_is_cheap() const noexcept { return driver_->digest_is_cheap(); }
+void FaultyDriver::sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples,
+                          Stream stream) {
+  enter("sample");
+  driver_->sample(device, items, count, samples, stream);
+}
+void FaultyDriver::pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
+                        std::uint64_t* packed_bytes, Stream stream) {
+  enter("pack");
+  driver_->pack(device, plan, content, room, packed_bytes, stream);
+}
+void FaultyDriver::unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
+                          Stream stream) {
+  enter("unpack");
+  driver_->unpack(device, packed, content, damaged, stream);
+}
+void FaultyDriver::prepare_packing(int device) noexcept { driver_->prepare_packing(device); }
+bool FaultyDriver::has_packing(int device) noexcept { return driver_->has_packing(device); }
 Event FaultyDriver::record(int device, Stream stream) {
   enter("record");
   return driver_->record(device, stream);

@@ -59,6 +59,13 @@ class FaultyDriver final : public Driver {
   void prepare_digest(int device) noexcept override;
   bool has_digest(int device) noexcept override;
   bool digest_is_cheap() const noexcept override;
+  void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override;
+  void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
+            std::uint64_t* packed_bytes, Stream stream) override;
+  void unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
+              Stream stream) override;
+  void prepare_packing(int device) noexcept override;
+  bool has_packing(int device) noexcept override;
   Event record(int device, Stream stream) override;
   bool done(int device, Event event) override;
   void wait(int device, Event event) override;

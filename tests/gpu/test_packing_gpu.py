@@ -1,0 +1,71 @@
+"""Packing on a real GPU, in processes of their own: the driver contract covers the kernels one by one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.programs import output_of
+
+pytestmark = pytest.mark.gpu
+
+PROGRAM = """
+import json, threading, torch, memsaver_core as ms
+
+def checksums(tensors):
+    return [int(tensor.view(torch.int64).sum()) for tensor in tensors]
+
+torch.manual_seed(1)
+kinds = {
+    "bfloat16": lambda: torch.randn(16 << 20, device="cuda").bfloat16() * 0.02,
+    "float32": lambda: torch.randn(8 << 20, device="cuda"),
+    "noise": lambda: torch.randint(0, 256, (32 << 20,), dtype=torch.uint8, device="cuda"),
+    "mixed": lambda: torch.cat([torch.randn(8 << 20, device="cuda").bfloat16().view(torch.uint8),
+                                torch.randint(0, 256, (16 << 20,), dtype=torch.uint8, device="cuda")]),
+}
+tensors = []
+for kind, make in kinds.items():
+    with ms.region(kind, restore="host"):
+        tensors += [make() for _ in range(24)]
+    torch.cuda.empty_cache()
+torch.cuda.synchronize()
+before = checksums(tensors)
+ms.prepare_backup(wait=True)
+start = ms.read_devices()[0].used_bytes
+report = ms.release()
+kept = {tag.tag: tag.kept_bytes / tag.backed_up_bytes for tag in report.tags if tag.backed_up_bytes}
+peak, done = [], threading.Event()
+def watch():
+    while not done.is_set():
+        peak.append(ms.read_devices()[0].used_bytes)
+watcher = threading.Thread(target=watch)
+watcher.start()
+ms.resume()
+done.set()
+watcher.join()
+right = checksums(tensors) == before
+again = ms.release()
+ms.resume()
+print(json.dumps({"kept": kept, "right": right and checksums(tensors) == before, "over": max(peak) - start,
+                  "copied_again": sum(tag.backed_up_bytes for tag in again.tags)}))
+"""
+
+
+@pytest.mark.guards("content was wrong after a restore")
+def test_content_is_packed_and_comes_back() -> None:
+    """By kind; without more device memory than before, and unchanged content is not copied again."""
+    told = json.loads(output_of(PROGRAM).splitlines()[-1])
+    assert told["right"]
+    assert told["copied_again"] == 0
+    assert told["over"] <= 16 << 20  # page tables, as after any first resume
+    kept = told["kept"]
+    assert kept["bfloat16"] < 0.82  # the first 192 of 768 MiB stay as they are
+    assert kept["float32"] < 0.92
+    assert kept["noise"] == pytest.approx(1, abs=0.01)
+
+
+def test_without_packing_nothing_is_packed() -> None:
+    told = json.loads(output_of(PROGRAM, MEMSAVER_PACK="off").splitlines()[-1])
+    assert told["right"]
+    assert min(told["kept"].values()) == pytest.approx(1, abs=0.01)

@@ -1,0 +1,135 @@
+"""Content that is kept packed, on the host driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from memsaver_core import _native
+from tests.unit.saver_memory import MIB, view
+
+#: What of each tag always stays as it is.
+AS_IT_IS = 192 * MIB
+CONTENT = AS_IT_IS + 96 * MIB
+
+
+def weights(size: int, seed: int, dtype: str = "bfloat16") -> NDArray[np.uint8]:
+    """Normal values of several scales; one block of them is repeated."""
+    block = np.random.default_rng(seed).normal(0, 1, 8 * MIB).astype(np.float32)
+    block *= np.repeat(np.float32([0.3, 0.1, 0.05, 0.02]), 2 * MIB)
+    halves = block.view(np.uint16)[1::2].copy().view(np.uint8) if dtype == "bfloat16" else block.view(np.uint8)
+    return np.resize(halves, size)
+
+
+def noise(size: int, seed: int) -> NDArray[np.uint8]:
+    return np.resize(np.random.default_rng(seed).integers(0, 256, 32 * MIB, dtype=np.uint8), size)
+
+
+def make(tmp_path: Path, **options: Any) -> _native.Saver:
+    return _native.Saver(driver="host", file_folder=str(tmp_path), verify="full", **options)
+
+
+def tag_of(answer: dict[str, Any]) -> dict[str, Any]:
+    [tag] = answer["tags"]
+    return tag  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("restore", ["host", "file"])
+@pytest.mark.guards("content was wrong after a restore")
+def test_weights_are_kept_packed(tmp_path: Path, restore: str) -> None:
+    """All but the first blocks; unchanged ones are not copied again, and status tells what they take."""
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", restore, CONTENT)
+    expected = weights(CONTENT, 1)
+    view(address, CONTENT)[:] = expected
+    first = tag_of(saver.release([], [], {}))
+    packed = first["kept_bytes"] - AS_IT_IS
+    assert first["backed_up_bytes"] == CONTENT
+    assert 0.68 < packed / (CONTENT - AS_IT_IS) < 0.75
+    status = saver.status()
+    assert tag_of(status)["kept_bytes"] == status["backup_bytes"] == first["kept_bytes"]
+    assert status["file_bytes" if restore == "file" else "pool_used_bytes"] == first["kept_bytes"]
+    saver.resume([])
+    assert np.array_equal(view(address, CONTENT), expected)
+    again = tag_of(saver.release([], [], {}))
+    assert (again["backed_up_bytes"], again["kept_bytes"], again["unchanged_bytes"]) == (0, 0, CONTENT)
+    saver.resume([])
+    view(address, CONTENT)[AS_IT_IS + 5 * MIB] ^= 1
+    changed = tag_of(saver.release([], [], {}))
+    assert changed["backed_up_bytes"] == 32 * MIB
+    saver.resume([])
+    expected[AS_IT_IS + 5 * MIB] ^= 1
+    assert np.array_equal(view(address, CONTENT), expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "kept"),
+    [
+        (weights, {"pack": False}, (1, 1)),
+        (noise, {}, (1, 1)),
+        (lambda size, seed: weights(size, seed, "float32"), {}, (0.84, 0.87)),
+    ],
+    ids=["off", "noise", "float32"],
+)
+def test_what_is_worth_packing(
+    tmp_path: Path,
+    content: Callable[[int, int], NDArray[np.uint8]],
+    options: dict[str, Any],
+    kept: tuple[float, float],
+) -> None:
+    saver = make(tmp_path, **options)
+    address = saver.allocate(0, "t", "host", CONTENT)
+    expected = content(CONTENT, 2)
+    view(address, CONTENT)[:] = expected
+    share = (tag_of(saver.release([], [], {}))["kept_bytes"] - AS_IT_IS) / (CONTENT - AS_IT_IS)
+    assert kept[0] <= share <= kept[1]
+    saver.resume([])
+    assert np.array_equal(view(address, CONTENT), expected)
+
+
+def test_half_of_a_block_is_something_else(tmp_path: Path) -> None:
+    """NaN payloads, denormals, infinities and zeros lie between the weights."""
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", "host", CONTENT)
+    expected = weights(CONTENT, 3)
+    odd = np.random.default_rng(4).choice([0x7F80, 0x7FC1, 0xFF81, 0x0001, 0x8000, 0x0000], 4096).astype(np.uint16)
+    for at in range(0, CONTENT, 5 * MIB):
+        expected[at : at + odd.nbytes] = odd.view(np.uint8)
+    expected[AS_IT_IS + 40 * MIB : AS_IT_IS + 48 * MIB] = noise(8 * MIB, 5)
+    expected[AS_IT_IS + 64 * MIB : AS_IT_IS + 80 * MIB] = noise(16 * MIB, 6)
+    view(address, CONTENT)[:] = expected
+    kept = tag_of(saver.release([], [], {}))["kept_bytes"]
+    assert AS_IT_IS < kept < CONTENT
+    saver.resume([])
+    assert np.array_equal(view(address, CONTENT), expected)
+
+
+def test_packed_content_is_read_without_a_resume(tmp_path: Path) -> None:
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", "host", CONTENT)
+    expected = weights(CONTENT, 7)
+    view(address, CONTENT)[:] = expected
+    saver.release([], [], {})
+    for begin, size in ((0, CONTENT), (AS_IT_IS + 3 * MIB + 64, 50 * MIB)):
+        to = np.empty(size, dtype=np.uint8)
+        told = saver.backup_of(address + begin, size, to.ctypes.data)
+        assert (told["in_host_memory"], told["memory"]) == (True, 0)
+        assert np.array_equal(to, expected[begin : begin + size])
+
+
+def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path) -> None:
+    """On a device that is full, a release packs and a resume unpacks."""
+    saver = make(tmp_path, host_capacity=CONTENT)
+    address = saver.allocate(0, "t", "host", CONTENT)
+    expected = weights(CONTENT, 8)
+    view(address, CONTENT)[:] = expected
+    assert tag_of(saver.release([], [], {}))["kept_bytes"] < CONTENT
+    assert saver.memory_info(0) == (CONTENT, CONTENT)
+    saver.resume([])
+    assert saver.memory_info(0) == (0, CONTENT)
+    assert np.array_equal(view(address, CONTENT), expected)
