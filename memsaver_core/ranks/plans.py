@@ -14,6 +14,16 @@ from memsaver_core.ranks.protocol import Plan
 from memsaver_core.reports import Status, TagStatus
 
 
+def check_release(options: ReleaseOptions) -> None:
+    """Raise as ``plan_release``."""
+    plan_release(options)
+
+
+def check_resume(options: ResumeOptions) -> None:
+    """Raise as ``plan_resume``."""
+    plan_resume(options)
+
+
 def plan_release(options: ReleaseOptions) -> Plan:
     """Return what a release would do.
 

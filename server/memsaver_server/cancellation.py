@@ -28,7 +28,7 @@ class Cancellation:
     def __init__(self, name: str) -> None:
         """``name`` is the operation's, for messages."""
         self.name = name
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._by: str | None = None
         self._moving = False
 
@@ -37,11 +37,17 @@ class Cancellation:
         """Whether a caller has cancelled it; if that was too late, it ends otherwise all the same."""
         return self._by is not None
 
+    @property
+    def cancelled_by(self) -> str | None:
+        """Who has cancelled it."""
+        return self._by
+
     def request(self, by: str) -> bool:
         """Cancel on behalf of ``by``; returns False if memory is being moved already."""
-        with self._lock:
+        with self._changed:
             if self._by is None:
                 self._by = by
+                self._changed.notify_all()
             return not self._moving
 
     def check(self) -> None:
@@ -55,7 +61,7 @@ class Cancellation:
         Raises:
             OperationCancelledError: it was cancelled before.
         """
-        with self._lock:
+        with self._changed:
             self.check()
             self._moving = True
 
@@ -65,6 +71,6 @@ class Cancellation:
         Raises:
             OperationCancelledError: it was cancelled meanwhile.
         """
-        with self._lock:
+        with self._changed:
             self._moving = False
             self.check()

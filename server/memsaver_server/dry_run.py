@@ -19,6 +19,9 @@ from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, tag_list
 from memsaver_server.tag_selection import keeps_content, needs_writing, options_for
 
+#: Phases in which an operation waits for others.
+_WAITS = frozenset({"drain", "prepared", "wait_for_weights", "wait_for_memory"})
+
 
 @dataclass(frozen=True)
 class Room:
@@ -112,6 +115,19 @@ def plan_resume(lifecycle: Lifecycle, request: ResumeRequest, devices: Iterable[
         PlannedTag(tag.tag, tag.restore, tag.released_bytes, loses_content=tag.tag in now.unwritten) for tag in tags
     )
     return Plan("resume", planned, Room(0, 0), Room(0, 0), rooms, tuple(blockers))
+
+
+def expected_s(plan: Plan, recent: Iterable[Operation]) -> float | None:
+    """Return how long ``plan`` takes at the rate of the last operation of its kind among ``recent`` (newest first) that
+    moved memory, without what it waited for. None if there is none."""
+    size = sum(tag.bytes for tag in plan.tags)
+    for operation in recent:
+        report = operation.report
+        if report is None or report.operation != plan.operation:
+            continue
+        if moved := report.released_bytes if plan.operation == "release" else report.resumed_bytes:
+            return size / moved * sum(phase.seconds for phase in report.phases if phase.name not in _WAITS)
+    return None
 
 
 def _released(tag: TagStatus, options: ReleaseOptions) -> PlannedTag:

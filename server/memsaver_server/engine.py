@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast, get_args, runtime_checkable
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
 from memsaver_core.options import ReleaseOptions, ResumeOptions
+from memsaver_core.ranks.plans import check_release, check_resume
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.schemas import DrainMode as DrainMode
 
@@ -67,6 +68,20 @@ class Memory(Protocol):
 
     def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport: ...
 
+    def check_release(self, options: ReleaseOptions) -> None:
+        """Raise what ``release`` would raise now because it is impossible; changes nothing."""
+
+    def reserve(self, options: ResumeOptions) -> None:
+        """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
+        ``give_back_reserved``. A hibernated engine only checks that it is free.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
+        """
+
+    def give_back_reserved(self) -> None:
+        """Give back what ``reserve`` took and no ``resume`` has used."""
+
     def status(self) -> Status: ...
 
     def read_devices(self) -> tuple[DeviceMemory, ...]: ...
@@ -92,6 +107,11 @@ class _LocalMemory:
     check_tags = staticmethod(ms.check_tags)
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
+    check_release = staticmethod(check_release)
+    reserve = staticmethod(check_resume)
+
+    def give_back_reserved(self) -> None: ...
+
     status = staticmethod(ms.status)
     read_devices = staticmethod(ms.read_devices)
     hibernation_obstacles = staticmethod(ms.hibernation_obstacles)

@@ -20,9 +20,9 @@ from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, Unsuppor
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status, TagStatus
 from memsaver_server.admission import Admission
-from memsaver_server.cancellation import Cancellation
+from memsaver_server.device_room import reserved, wait_for_memory
 from memsaver_server.drain import drain
-from memsaver_server.engine import DrainMode, Engine, Memory, WatchedMemory, memory_of, unwritten_weights
+from memsaver_server.engine import DrainMode, Engine, WatchedMemory, memory_of, unwritten_weights
 from memsaver_server.memory_lock import MemoryLock
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.operation_queue import OperationQueue
@@ -31,9 +31,6 @@ from memsaver_server.tag_selection import ImplicitTags, lost_tags, needs_writing
 from memsaver_server.verification import Verification
 
 logger = logging.getLogger("memsaver")
-
-#: Interval at which a resume that waits for device memory reads how much is free, seconds.
-MEMORY_POLL_S = 0.05
 
 
 class EngineFailedError(MemsaverError):
@@ -96,6 +93,8 @@ class Lifecycle:
 
         A tag that is released already is success. After a failure admission is as before, unless memory is released.
 
+        With ``request.prepare`` it stops before memory is moved, until ``operations.commit`` or the end of its lease.
+
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
@@ -111,6 +110,7 @@ class Lifecycle:
 
     def _release(self, request: ReleaseRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
+            operation.hold()
             return self.memory.release(request.options, log=log)
         self._check_usable()
         before = self.memory.status().tags
@@ -120,8 +120,13 @@ class Lifecycle:
             with ExitStack() as until_released:
                 with log.phase("drain"):
                     drain(self._engine, self._lock, operation, until_released)
-                    operation.cancellation.begin_moving()
+                    if not request.prepare:
+                        operation.cancellation.begin_moving()
                 self._verification.before_release(log, asked=request.verify)
+                if request.prepare:
+                    with log.phase("check"):
+                        self.memory.check_release(options)
+                    operation.hold()
                 try:
                     return self.memory.release(options, log=log)
                 finally:
@@ -144,6 +149,7 @@ class Lifecycle:
 
     def _resume(self, request: ResumeRequest, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
+            operation.hold()
             return self.memory.resume(request.options, log=log)
         self._check_usable()
         self._verification.check_resume(asked=request.verify)
@@ -153,7 +159,7 @@ class Lifecycle:
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
-            report = self._restore(options, request.wait_for_memory_s, operation.cancellation, log)
+            report = self._restore(options, request, operation, log)
             self._note_resumed(released)
             with log.phase("repair"):
                 self._admission.repair()
@@ -173,20 +179,20 @@ class Lifecycle:
         return self._implicit.complete(requested, released_tags(self.memory.status()))
 
     def _restore(
-        self, options: ResumeOptions, wait_for_memory_s: float, cancellation: Cancellation, log: PhaseLog
+        self, options: ResumeOptions, request: ResumeRequest, operation: Operation, log: PhaseLog
     ) -> OperationReport:
-        deadline = time.monotonic() + wait_for_memory_s
+        deadline = time.monotonic() + request.wait_for_memory_s
         while True:
             try:
-                with self._lock.for_resume(log, cancellation):
-                    cancellation.begin_moving()
+                with self._lock.for_resume(log, operation.cancellation), reserved(self.memory, options, operation, log):
+                    operation.hold()
                     return self.memory.resume(options, log=log)
             except OutOfDeviceMemoryError as short:
                 if time.monotonic() >= deadline:
                     raise
                 with log.phase("wait_for_memory"):
-                    cancellation.move_later()
-                    _wait_for_memory(self.memory, short, deadline, cancellation)
+                    operation.cancellation.move_later()
+                    wait_for_memory(self.memory, short, deadline, operation.cancellation)
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
         """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
@@ -260,7 +266,7 @@ class Lifecycle:
         status = self.memory.status()
         running = self.operations.running
         state = status.state
-        if state != "failed" and running is not None and running.status == "running":
+        if state != "failed" and running is not None and running.is_running:
             state = "releasing" if running.request.operation == "release" else "resuming"
         admission = self._admission
         return Snapshot(status, state, admission.closed_reason(status), running, admission.unwritten(status))
@@ -308,15 +314,3 @@ class Lifecycle:
         resumed = released - released_tags(self.memory.status())
         self._admission.resumed(resumed)
         self._implicit.resumed(resumed)
-
-
-def _wait_for_memory(
-    memory: Memory, short: OutOfDeviceMemoryError, deadline: float, cancellation: Cancellation
-) -> None:
-    """Poll until the device has the missing memory free, or the deadline. Other processes do not signal a release."""
-    while time.monotonic() < deadline:
-        time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - time.monotonic())))
-        cancellation.check()
-        for device in memory.read_devices():
-            if device.index == short.device and device.total_bytes - device.used_bytes >= short.needed_bytes:
-                return

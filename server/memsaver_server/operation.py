@@ -18,6 +18,7 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, PhaseReport
 from memsaver_server.cancellation import Cancellation, OperationCancelledError
 from memsaver_server.engine import LOCAL_MEMORY, DrainMode, Memory
+from memsaver_server.lease import DEFAULT_LEASE_S, Lease
 
 logger = logging.getLogger("memsaver")
 
@@ -32,6 +33,8 @@ class ReleaseRequest:
         mode: what the drain does to requests in flight.
         at_least_bytes: release only as many of the tags as free this much, cheapest first; None releases all.
         verify: note the tokens of the verification prompt, for a resume to compare.
+        prepare: stop before memory is moved, until a commit or the end of the lease.
+        lease_s: how long it stays prepared, seconds. Requests that differ in it alone are equal.
     """
 
     options: ReleaseOptions = field(default_factory=ReleaseOptions)
@@ -39,6 +42,8 @@ class ReleaseRequest:
     mode: DrainMode = "wait"
     at_least_bytes: int | None = None
     verify: bool = False
+    prepare: bool = False
+    lease_s: float = field(default=DEFAULT_LEASE_S, compare=False)
     operation: Literal["release"] = "release"
 
     @property
@@ -53,11 +58,14 @@ class ReleaseRequest:
 @dataclass(frozen=True)
 class ResumeRequest:
     """What a caller asks of a resume; ``wait_for_memory_s`` limits the wait for other processes to free memory, and
-    ``verify`` has it fail if the verification prompt gives other tokens than before the release."""
+    ``verify`` has it fail if the verification prompt gives other tokens than before the release. ``prepare`` and
+    ``lease_s`` as of ``ReleaseRequest``."""
 
     options: ResumeOptions = field(default_factory=ResumeOptions)
     wait_for_memory_s: float = 0.0
     verify: bool = False
+    prepare: bool = False
+    lease_s: float = field(default=DEFAULT_LEASE_S, compare=False)
     operation: Literal["resume"] = "resume"
 
     @property
@@ -70,7 +78,7 @@ class ResumeRequest:
 
 
 OperationRequest = ReleaseRequest | ResumeRequest
-OperationStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+OperationStatus = Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
 
 #: Drain modes, the weakest first.
 _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
@@ -117,6 +125,7 @@ class Operation:
         failed_phase: the phase in which it failed, or an empty string.
         state: the state of the memory when it ended.
         keys: the Idempotency-Keys of its callers.
+        lease: how long it stays prepared, if it is prepared first.
     """
 
     id: str
@@ -144,7 +153,9 @@ class Operation:
     def __post_init__(self) -> None:
         # A waiter that is cancelled because its client went away must not cancel the wait of the others.
         self.done.set_running_or_notify_cancel()
-        self.cancellation = Cancellation(f"{self.request.operation} {self.id} of {tag_list(self.request.tags)}")
+        name = f"{self.request.operation} {self.id} of {tag_list(self.request.tags)}"
+        self.lease = Lease(name, self.request.lease_s) if self.request.prepare else None
+        self.cancellation = self.lease or Cancellation(name)
         self._lock = threading.Lock()
         self._answered = [self.request]
         self._has_failed = False
@@ -163,6 +174,8 @@ class Operation:
                     return False
                 self.request = overtaken
                 self._answered.append(request)
+            if self.lease is not None and request.prepare and not self.lease.renew(request.lease_s):
+                return False
             self.callers += 1
             return True
 
@@ -178,13 +191,53 @@ class Operation:
             return self._has_failed
 
     @property
+    def blocks_others(self) -> bool:
+        """Whether no other operation runs before somebody has committed or cancelled it."""
+        return self.lease is not None and not self.lease.committed
+
+    def hold(self) -> None:
+        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. Memory is
+        moved from then on.
+
+        Raises:
+            OperationCancelledError: it was cancelled, or its lease has ended.
+        """
+        if not self.blocks_others:
+            self.cancellation.begin_moving()
+            return
+        assert self.lease is not None
+        assert self.log is not None
+        with self.log.phase("prepared"):
+            self.lease.begin()
+            self.status = "prepared"
+            self.lease.tell()
+            try:
+                self.lease.wait_for_commit()
+            finally:
+                self._progressed = time.monotonic()
+                self.status = "running"
+
+    def commit(self) -> bool:
+        """Let it go on if it is prepared. From now on it answers those who ask for the same without preparing it."""
+        with self._lock:
+            if self.lease is None or not self.lease.commit():
+                return False
+            self._answered.append(replace(self.request, prepare=False))
+            return True
+
+    @property
     def phase(self) -> str:
         """The phase that runs now, or an empty string."""
-        return self.log.now if self.log is not None and self.status == "running" else ""
+        return self.log.now if self.log is not None and self.is_running else ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has started and not ended; it may be prepared."""
+        return self.status in ("running", "prepared")
 
     @property
     def has_ended(self) -> bool:
-        return self.status not in ("queued", "running")
+        return self.status != "queued" and not self.is_running
 
     @property
     def phase_starts(self) -> tuple[float, ...]:
@@ -200,7 +253,7 @@ class Operation:
 
     def elapsed_s(self) -> float:
         """Seconds since it started, or its duration if it has ended."""
-        return time.monotonic() - self._started if self.status == "running" else self.seconds
+        return time.monotonic() - self._started if self.is_running else self.seconds
 
     def stall(self) -> Stall | None:
         """Return the stall it is in, if any. Progress is detected between calls, so call this regularly."""
@@ -233,24 +286,12 @@ class Operation:
                 logger.warning("%s", self.stall_message(stall))
 
     def ended(self) -> asyncio.Future[None]:
-        """Return a future of the running event loop that is done once this operation is.
+        """Return a future of the running event loop that is done once this operation is."""
+        return _on_this_loop(self.done)
 
-        Unlike ``asyncio.wrap_future`` it leaves no reference cycle, which would keep a forgotten operation alive until
-        the next garbage collection.
-        """
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-
-        def settle() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def notify(_done: Future[None]) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle)
-
-        self.done.add_done_callback(notify)
-        return ended
+    def settled(self) -> asyncio.Future[None]:
+        """As ``ended``, but it is done as well once this operation is prepared, if that was asked for."""
+        return _on_this_loop(self.done if self.lease is None else self.lease.reached)
 
     def start(self) -> PhaseLog:
         """Mark it as running; its log reads the devices once."""
@@ -275,3 +316,24 @@ class Operation:
             logger.exception("the state after %s %s cannot be read", self.request.operation, self.id)
         cancelled = isinstance(error, OperationCancelledError)
         self.status = "succeeded" if error is None else "cancelled" if cancelled else "failed"
+
+
+def _on_this_loop(done: Future[None]) -> asyncio.Future[None]:
+    """Return a future of the running event loop that is done once ``done`` is.
+
+    Unlike ``asyncio.wrap_future`` it leaves no reference cycle, which would keep a forgotten operation alive until
+    the next garbage collection.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def settle() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def notify(_done: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle)
+
+    done.add_done_callback(notify)
+    return ended

@@ -36,7 +36,7 @@ Work = Callable[[Operation, PhaseLog], OperationReport]
 
 
 class ConflictError(MemsaverError):
-    """The operation ``running`` would undo the one that is requested."""
+    """The operation ``running`` would undo the one that is requested, or is prepared and has to end first."""
 
     kind = "conflict"
     status = 409
@@ -46,7 +46,8 @@ class ConflictError(MemsaverError):
         self.running = running
         super().__init__(
             f"cannot {request.operation} {tag_list(request.tags)}: {running.request.operation} {running.id} of "
-            f'{tag_list(running.request.tags)} is in progress. Try again when it is done, or send "wait": true'
+            f"{tag_list(running.request.tags)} is {'prepared' if running.blocks_others else 'in progress'}. Try again "
+            f'when it is done, or send "wait": true'
         )
 
     def details(self) -> dict[str, Any]:
@@ -86,6 +87,28 @@ class TooLateToCancelError(MemsaverError):
 
     def details(self) -> dict[str, Any]:
         return {"operation_id": self.operation.id}
+
+
+class LeaseEndedError(MemsaverError):
+    """An operation cannot be committed: it is not prepared any more, or not yet. Nothing was moved."""
+
+    kind = "lease_ended"
+    status = 409
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        name = f"{operation.request.operation} {operation.id}"
+        if operation.lease is None:
+            why = "it was not prepared, and needs no commit"
+        elif operation.error is not None:
+            why = str(operation.error)
+        else:
+            why = "it is not prepared yet" if operation.lease.cancelled_by is None else "it is being cancelled"
+        super().__init__(f"{name} cannot be committed: {why}. Prepare again if needed")
+
+    def details(self) -> dict[str, Any]:
+        by = None if self.operation.lease is None else self.operation.lease.cancelled_by
+        return {"operation_id": self.operation.id, **({"cancelled_by": by} if by else {})}
 
 
 class IdempotencyKeyError(MemsaverError):
@@ -140,7 +163,8 @@ class OperationQueue:
     def submit(self, request: OperationRequest, work: Work, *, wait: bool, key: str | None, client: str) -> Operation:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
-        A call joins an operation only if nothing that would undo it is queued behind that.
+        A call joins an operation only if nothing that would undo it is queued behind that. One that joins a prepared
+        operation renews its lease.
 
         Args:
             wait: queue behind a conflicting operation instead of failing.
@@ -176,10 +200,23 @@ class OperationQueue:
             operation.finish(None, OperationCancelledError(operation.cancellation.name, by))
         self._tell(operation)
 
+    def commit(self, operation: Operation) -> None:
+        """Let a prepared operation go on. Idempotent.
+
+        Raises:
+            LeaseEndedError: it is not prepared, and was not committed.
+        """
+        if not operation.commit():
+            raise LeaseEndedError(operation)
+
     def close(self) -> None:
-        """Let the worker end once the queue is empty; while it lives it keeps a reference to the engine."""
+        """Cancel what is prepared, and let the worker end once the queue is empty; while it lives it keeps a reference
+        to the engine."""
         with self._changed:
             self._closed = True
+            for operation, _ in self._pending:
+                if operation.blocks_others:
+                    operation.cancellation.request("the end of the service")
             self._changed.notify()
 
     # With the lock held.
@@ -202,12 +239,12 @@ class OperationQueue:
         for other, _ in reversed(self._pending):
             if other.join(request):
                 return other
-            if _conflict(request, other.request):
+            if _conflict(request, other):
                 return None
         return None
 
     def _enqueue(self, request: OperationRequest, work: Work, wait: bool, client: str) -> Operation:
-        conflicting = next((other for other, _ in self._pending if _conflict(request, other.request)), None)
+        conflicting = next((other for other, _ in self._pending if _conflict(request, other)), None)
         if conflicting is not None and not wait:
             raise ConflictError(request, conflicting)
         if len(self._pending) >= MAX_PENDING:
@@ -279,9 +316,14 @@ class OperationQueue:
             logger.exception("operation %s has ended, but could not be recorded", operation.id)
         finally:
             operation.done.set_result(None)
+            if operation.lease is not None:
+                operation.lease.tell()
 
 
-def _conflict(one: OperationRequest, other: OperationRequest) -> bool:
-    if one.operation == other.operation:
+def _conflict(request: OperationRequest, other: Operation) -> bool:
+    """Whether ``request`` cannot simply run after ``other``."""
+    if other.blocks_others:
+        return True
+    if request.operation == other.request.operation:
         return False
-    return not one.tags or not other.tags or not set(one.tags).isdisjoint(other.tags)
+    return not request.tags or not other.request.tags or not set(request.tags).isdisjoint(other.request.tags)

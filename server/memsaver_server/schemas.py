@@ -233,7 +233,7 @@ class OperationStatusAnswer(BaseModel):
 
     operation_id: str
     operation: Literal["release", "resume"]
-    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
+    status: Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
     phase: str
     stalled: StallAnswer | None
     tags: list[str] | None
@@ -306,6 +306,14 @@ class AdmissionAnswer(BaseModel):
     reason: str
 
 
+class PreparedState(BaseModel):
+    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+
+    operation_id: str
+    operation: Literal["release", "resume"]
+    lease_s: float
+
+
 class OccupationAnswer(BaseModel):
     """What the process holds on its devices now."""
 
@@ -317,6 +325,7 @@ class OccupationAnswer(BaseModel):
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionAnswer
     operation_id: str | None
+    prepared: PreparedState | None = None
     tags: list[TagStatusAnswer]
     communicators: list[dict[str, str | int | bool]] = []  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
@@ -329,17 +338,6 @@ class MessageAnswer(BaseModel):
     message: str
     status: Literal["ok"]
     ignored: Ignored = []
-
-
-class SleepingAnswer(BaseModel):
-    is_sleeping: bool
-
-
-class MemoryStatusAnswer(BaseModel):
-    """TensorRT-LLM's view: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
-
-    state: str
-    parked_tags: list[str]
 
 
 class HealthAnswer(BaseModel):

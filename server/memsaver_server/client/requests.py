@@ -80,7 +80,14 @@ def operation_call(
     return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
 
 
-def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run_async: bool = False) -> Call:
+def release_call(
+    tags: Iterable[str] | None,
+    arguments: ReleaseArguments,
+    *,
+    prepare: bool | None = None,
+    lease_s: float | None = None,
+    run_async: bool = False,
+) -> Call:
     """Return the call of a release.
 
     Raises:
@@ -92,7 +99,8 @@ def release_call(tags: Iterable[str] | None, arguments: ReleaseArguments, *, run
             f"unknown keyword argument {unknown[0]!r}; release takes {', '.join(ReleaseArguments.__annotations__)}"
         )
     restore = dict(arguments.get("restore") or {}) or None
-    return operation_call("/release_memory_occupation", tags, {**arguments, "restore": restore}, run_async=run_async)
+    options = {**arguments, "restore": restore, "prepare": prepare or None, "lease_s": lease_s}
+    return operation_call("/release_memory_occupation", tags, options, run_async=run_async)
 
 
 def resume_call(
@@ -101,10 +109,13 @@ def resume_call(
     wait: bool,
     verify: str | None = None,
     *,
+    prepare: bool | None = None,
+    lease_s: float | None = None,
     run_async: bool = False,
 ) -> Call:
     """Return the call of a resume."""
     options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "verify": verify}
+    options |= {"prepare": prepare or None, "lease_s": lease_s}
     return operation_call("/resume_memory_occupation", tags, options, run_async=run_async)
 
 

@@ -7,7 +7,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Literal, overload
 
 import httpx
 from typing_extensions import Unpack
@@ -35,6 +35,7 @@ from memsaver_server.schemas import (
     OperationStatusAnswer,
     ReleaseArguments,
 )
+from memsaver_server.two_phases import PreparedAnswer
 
 
 class Client:
@@ -80,10 +81,38 @@ class Client:
         """The service's address, for messages."""
         return self._target.address
 
-    def release(self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseArguments]) -> OperationAnswer:
+    @overload
+    def release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        prepare: Literal[False] = False,
+        **options: Unpack[ReleaseArguments],
+    ) -> OperationAnswer: ...
+
+    @overload
+    def release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        prepare: Literal[True],
+        lease_s: float | None = None,
+        **options: Unpack[ReleaseArguments],
+    ) -> PreparedAnswer: ...
+
+    def release(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        prepare: bool = False,
+        lease_s: float | None = None,
+        **options: Unpack[ReleaseArguments],
+    ) -> OperationAnswer | PreparedAnswer:
         """Release the device memory of ``tags`` (None: of all) to the driver.
 
         Args:
+            prepare: do everything but that: close admission, drain, check; then wait for ``commit`` or ``abort``.
+            lease_s: with ``prepare``: undo it after this many seconds without a commit.
             options: ``timeout_s``, ``mode``, ``restore``, ``at_least_bytes``, ``hibernate`` and the others of
                 ``schemas.ReleaseFields``. ``wait`` waits for a conflicting operation instead of raising ConflictError.
 
@@ -92,23 +121,51 @@ class Client:
             DrainDeadlineError: requests were still in flight at the deadline.
             HostMemoryError: host memory for the backup is short.
         """
-        return parse(OperationAnswer, self._send(release_call(tags, options)))
+        response = self._send(release_call(tags, options, prepare=prepare, lease_s=lease_s))
+        return parse(PreparedAnswer, response) if prepare else parse(OperationAnswer, response)
 
     def start_release(self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseArguments]) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
         return parse(AcceptedAnswer, self._send(release_call(tags, options, run_async=True)))
 
+    @overload
     def resume(
         self,
         tags: Iterable[str] | None = None,
         *,
+        prepare: Literal[False] = False,
         wait_for_memory_s: float | None = None,
         wait: bool = False,
         verify: str | None = None,
-    ) -> OperationAnswer:
+    ) -> OperationAnswer: ...
+
+    @overload
+    def resume(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        prepare: Literal[True],
+        lease_s: float | None = None,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
+    ) -> PreparedAnswer: ...
+
+    def resume(
+        self,
+        tags: Iterable[str] | None = None,
+        *,
+        prepare: bool = False,
+        lease_s: float | None = None,
+        wait_for_memory_s: float | None = None,
+        wait: bool = False,
+        verify: str | None = None,
+    ) -> OperationAnswer | PreparedAnswer:
         """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
 
         Args:
+            prepare: only take the device memory, and wait for ``commit`` or ``abort``.
+            lease_s: as of ``release``.
             wait_for_memory_s: how long to retry while other processes hold the device's memory, seconds.
             wait: wait for a conflicting operation instead of raising ConflictError.
             verify: ``"token"``: fail if a fixed prompt gives other tokens than before the release.
@@ -117,7 +174,9 @@ class Client:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        return parse(OperationAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, verify)))
+        call = resume_call(tags, wait_for_memory_s, wait, verify, prepare=prepare, lease_s=lease_s)
+        response = self._send(call)
+        return parse(PreparedAnswer, response) if prepare else parse(OperationAnswer, response)
 
     def start_resume(
         self,
@@ -129,6 +188,24 @@ class Client:
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
         return parse(AcceptedAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, verify, run_async=True)))
+
+    def commit(self, operation_id: str) -> OperationAnswer:
+        """Do what was prepared; return as ``release`` and ``resume`` do. Idempotent.
+
+        Raises:
+            ConflictError: its lease has ended, or it was aborted; all is as before it was prepared.
+            Also as ``release`` and ``resume``.
+        """
+        return parse(OperationAnswer, self._send(Call("POST", f"/operations/{operation_id}/commit", long=True)))
+
+    def abort(self, operation_id: str) -> OperationStatusAnswer:
+        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it was committed.
+        """
+        call = Call("POST", f"/operations/{operation_id}/abort", long=True)
+        return parse(OperationStatusAnswer, self._send(call))
 
     def occupation(self) -> OccupationAnswer:
         """Return what the engine holds on its devices now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Protocol
@@ -67,6 +68,8 @@ class StaticMembership:
 
     def __init__(self, members: Iterable[Member] | str | PathLike[str]) -> None:
         self._path = Path(members) if isinstance(members, (str, PathLike)) else None
+        if self._path is not None:
+            import_module("yaml")  # that it is missing is told here
         self._members = [] if isinstance(members, (str, PathLike)) else checked(members)
         self._seen: object = None
 

@@ -38,33 +38,33 @@ class Wanted(BaseModel):
 
 
 class Prepared(BaseModel):
-    """What one engine has prepared: its own operation, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
 
     model_config = ConfigDict(frozen=True)
 
     url: str
-    operation_id: str
+    operation_id: str = ""
     tags: tuple[str, ...] = ()
 
 
 class Running(BaseModel):
-    """An operation in mode ``all`` that has begun to commit, or to undo what it has committed."""
+    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared."""
 
     model_config = ConfigDict(frozen=True)
 
-    stage: Literal["committing", "rolling_back"]
+    stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
     engines: dict[str, Prepared]
 
 
 class RecordContent(BaseModel):
-    """The record. ``running`` is None unless an operation has begun to commit and has not ended."""
+    """The record. ``running`` has the operations in mode ``all`` that have not ended, by their id."""
 
     model_config = ConfigDict(frozen=True)
 
     version: Literal[1] = 1
     wanted: tuple[Wanted, ...] = ()
-    running: Running | None = None
+    running: dict[str, Running] = {}
 
     def wishing(self, wish: Wanted) -> RecordContent:
         """Return the record with ``wish``, without wishes that it makes void."""

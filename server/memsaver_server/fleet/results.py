@@ -99,8 +99,8 @@ class FleetEvent(_Answer):
     """One event of ``watch``.
 
     ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``dead``, ``back``, ``progress`` (an
-    operation's on one engine), ``operation`` (the fleet's: stage changed), ``result`` (it ended) or ``reconciled``.
-    ``engine`` is the engine's name, or empty.
+    operation's on one engine), ``operation`` (the fleet's: stage changed), ``result`` (it ended), ``reconciled``,
+    or ``error`` (the members cannot be read). ``engine`` is the engine's name, or empty.
     """
 
     at: float

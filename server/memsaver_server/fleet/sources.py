@@ -1,4 +1,4 @@
-"""Where a fleet's members are listed, as a command line names it."""
+"""Where the members of a fleet are listed, as a command line names it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from memsaver_server.fleet.members import Membership, StaticMembership
 
 
 def membership_of(source: str) -> Membership:
-    """Return the membership of ``FILE`` (YAML), ``dns:NAME:PORT`` or ``srv:NAME``.
+    """Return the membership of ``FILE`` (YAML, see ``StaticMembership``), ``dns:NAME:PORT`` or ``srv:NAME``.
 
     Raises:
         ValueError: it is none of them.
+        ModuleNotFoundError: it needs a package of the extra ``fleet``.
     """
-    return StaticMembership(source)
+    kind, separator, rest = source.partition(":")
+    if kind not in ("dns", "srv") or not separator:
+        if not source:
+            raise ValueError("no members are named; write a YAML file, dns:NAME:PORT or srv:NAME")
+        return StaticMembership(source)
+    name, port = (rest, "") if kind == "srv" else (rest.rpartition(":")[0], rest.rpartition(":")[2])
+    if not name or (kind == "dns" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536)):
+        raise ValueError(f"{source!r} does not name members; write dns:NAME:PORT, srv:NAME or a YAML file")
+    from memsaver_server.fleet.dns_members import DnsMembership
+
+    return DnsMembership(name, int(port) if port else None)

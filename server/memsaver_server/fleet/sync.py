@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import asyncio
+import ssl
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Membership
+from memsaver_server.fleet.record import Record
+from memsaver_server.fleet.request import DEFAULT_TIMEOUT_S
 from memsaver_server.fleet.results import EngineResult, FleetEvent, FleetProgress, FleetResult, FleetStatus, Mode
 from memsaver_server.fleet.selectors import Selector
 from memsaver_server.schemas import DrainMode
+
+_T = TypeVar("_T")
 
 
 class Fleet:
     """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a thread of its own."""
 
-    def __init__(self, membership: Membership, **options: Any) -> None:
-        self._fleet = AsyncFleet(membership, **options)
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        record: Record | None = None,
+        api_key: str | None = None,
+        lease_s: float = 30.0,
+        silence_s: float = 10.0,
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="memsaver-fleet", daemon=True)
+        self._thread.start()
+        self._fleet = self._call(
+            _made(membership, record=record, api_key=api_key, lease_s=lease_s, silence_s=silence_s, verify=verify)
+        )
 
     def release(
         self,
@@ -26,12 +47,23 @@ class Fleet:
         mode: Mode = "all",
         hibernate: bool = False,
         drain: DrainMode = "wait",
-        timeout_s: float = 60.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         operation_id: str | None = None,
         **options: Any,
     ) -> FleetResult:
         """See ``AsyncFleet.release``."""
-        raise NotImplementedError
+        return self._call(
+            self._fleet.release(
+                selector,
+                tags=tags,
+                mode=mode,
+                hibernate=hibernate,
+                drain=drain,
+                timeout_s=timeout_s,
+                operation_id=operation_id,
+                **options,
+            )
+        )
 
     def resume(
         self,
@@ -39,39 +71,74 @@ class Fleet:
         *,
         tags: Sequence[str] | None = None,
         mode: Mode = "all",
-        timeout_s: float = 60.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         operation_id: str | None = None,
         **options: Any,
     ) -> FleetResult:
         """See ``AsyncFleet.resume``."""
-        raise NotImplementedError
+        return self._call(
+            self._fleet.resume(
+                selector, tags=tags, mode=mode, timeout_s=timeout_s, operation_id=operation_id, **options
+            )
+        )
+
+    def cancel(self, operation_id: str) -> FleetResult:
+        """See ``AsyncFleet.cancel``."""
+        return self._call(self._fleet.cancel(operation_id))
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``AsyncFleet.status``."""
-        raise NotImplementedError
+        return self._call(self._fleet.status(selector))
 
     @property
     def progress(self) -> FleetProgress | None:
         """See ``AsyncFleet.progress``."""
-        return self._fleet.progress
+        return self._call(self._progress())
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
-        raise NotImplementedError
+        events = self._fleet.watch(interval_s)
+        try:
+            while True:
+                yield self._call(_next(events))
+        except StopAsyncIteration:
+            return
+        finally:
+            self._call(events.aclose())  # type: ignore[attr-defined]
 
-    def recover(self) -> FleetResult | None:
+    def recover(self) -> list[FleetResult]:
         """See ``AsyncFleet.recover``."""
-        raise NotImplementedError
+        return self._call(self._fleet.recover())
 
     def reconcile(self) -> list[EngineResult]:
         """See ``AsyncFleet.reconcile``."""
-        raise NotImplementedError
+        return self._call(self._fleet.reconcile())
 
     def close(self) -> None:
-        """Close the connections and end the thread. Engines keep their state."""
+        """Wait for operations in progress, close the connections and end the thread. Engines keep their state."""
+        if self._loop.is_closed():
+            return
+        self._call(self._fleet.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Fleet:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    async def _progress(self) -> FleetProgress | None:
+        return self._fleet.progress
+
+    def _call(self, call: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+async def _made(membership: Membership, **options: Any) -> AsyncFleet:
+    return AsyncFleet(membership, **options)
+
+
+async def _next(events: Any) -> FleetEvent:
+    return await anext(events)

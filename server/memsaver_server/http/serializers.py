@@ -67,9 +67,7 @@ def accepted_answer(operation: Operation) -> dict[str, Any]:
 
 def plan_answer(plan: Plan) -> dict[str, Any]:
     """Return the answer to a dry run."""
-    moved = _readable(sum(tag.bytes for tag in plan.tags))
-    names = ", ".join(tag.tag for tag in plan.tags if tag.bytes)
-    would = f"would {plan.operation} {moved} of {names}" if names else f"nothing to {plan.operation}"
+    would = f"would {_planned(plan)}" if any(tag.bytes for tag in plan.tags) else f"nothing to {plan.operation}"
     return {
         "success": True,
         "message": f"dry run: {would}" if not plan.blockers else f"dry run: would fail: {'; '.join(plan.blockers)}",
@@ -80,6 +78,29 @@ def plan_answer(plan: Plan) -> dict[str, Any]:
         "file": asdict(plan.file),
         "devices": [{"index": index, **asdict(room)} for index, room in plan.devices.items()],
         "blockers": list(plan.blockers),
+    }
+
+
+def prepared_answer(operation: Operation, plan: Plan, expected_s: float | None) -> dict[str, Any]:
+    """Return the answer to the caller of an operation that is prepared to do ``plan``."""
+    path = f"/{plan.operation}_memory_occupation"
+    return {
+        "success": True,
+        "message": f"prepared to {_planned(plan)}. POST {path} with commit={operation.id} does it; POST "
+        f"/operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
+        "prepared": True,
+        **_prepared_state(operation),
+        "expected_s": expected_s,
+        "tags": [asdict(tag) for tag in plan.tags],
+    }
+
+
+def _prepared_state(operation: Operation) -> dict[str, Any]:
+    assert operation.lease is not None
+    return {
+        "operation_id": operation.id,
+        "operation": operation.request.operation,
+        "lease_s": operation.lease.seconds_left(),
     }
 
 
@@ -113,7 +134,7 @@ def stalled(operation: Operation) -> dict[str, Any] | None:
 def progress(operation: Operation) -> dict[str, Any] | None:
     """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
     now = operation.memory.status().progress
-    if operation.status != "running" or now.operation != operation.request.operation:
+    if not operation.is_running or now.operation != operation.request.operation:
         return None
     rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
     return {
@@ -147,12 +168,19 @@ def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> d
         "model": model_name_of(engine),
         "admission": {"open": not now.closed_reason, "reason": now.closed_reason},
         "operation_id": now.running.id if now.running else None,
+        "prepared": _prepared_state(now.running) if now.running and now.running.status == "prepared" else None,
         "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
         "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _fields(HostBackupAnswer, status.host_backup),
         "ranks": [asdict(rank) for rank in status.ranks],
     }
+
+
+def _planned(plan: Plan) -> str:
+    moved = _readable(sum(tag.bytes for tag in plan.tags))
+    names = ", ".join(tag.tag for tag in plan.tags if tag.bytes)
+    return f"{plan.operation} {f'{moved} of {names}' if names else 'nothing'}"
 
 
 def _message(report: OperationReport) -> str:

@@ -15,21 +15,22 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_server import tracing
 from memsaver_server.audit import AuditLog
 from memsaver_server.device_monitor import DeviceMonitor
-from memsaver_server.dry_run import plan_release, plan_resume
+from memsaver_server.dry_run import expected_s, plan_release, plan_resume
 from memsaver_server.engine import DrainMode, Engine, memory_of
 from memsaver_server.http.auth import caller
 from memsaver_server.http.connection_limits import Connections
-from memsaver_server.http.errors import error_response
+from memsaver_server.http.errors import BadRequestError, NotFoundError, error_response
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
-from memsaver_server.http.serializers import accepted_answer, operation_answer, plan_answer
+from memsaver_server.http.serializers import accepted_answer, operation_answer, plan_answer, prepared_answer
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
-from memsaver_server.schemas import ReleaseFields, ResumeFields
+from memsaver_server.schemas import Fields, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
+from memsaver_server.two_phases import TwoPhaseFields, TwoPhaseReleaseFields, TwoPhaseResumeFields
 
 #: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
 STALL_CHECK_S = 0.5
@@ -103,6 +104,54 @@ class Service:
         """As release, for a resume."""
         return await self._run(request, _resume_request(fields), wait=fields.wait, run_async=fields.run_async)
 
+    async def in_phases(self, request: Request, fields: TwoPhaseReleaseFields | TwoPhaseResumeFields) -> JSONResponse:
+        """Prepare an operation, commit one that is prepared, or run one as a whole; return the response.
+
+        Raises:
+            As ``release`` and ``commit``.
+        """
+        if fields.commit is not None:
+            return await self.commit(fields.commit, "release" if isinstance(fields, ReleaseFields) else "resume")
+        if isinstance(fields, ReleaseFields):
+            operation = await self.release(request, fields)
+        else:
+            operation = await self.resume(request, fields)
+        if operation.status == "prepared" and not fields.run_async:
+            return JSONResponse(self._prepared(operation))
+        return answer(operation, run_async=fields.run_async)
+
+    async def commit(self, operation_id: str, kind: str = "") -> JSONResponse:
+        """Let a prepared operation go on, and return the response to it.
+
+        Raises:
+            NotFoundError: it is not remembered.
+            BadRequestError: it is not of this ``kind``.
+            LeaseEndedError: it is not prepared any more.
+            Also as ``finished``.
+        """
+        operation = self.find(operation_id)
+        verb = operation.request.operation
+        if kind and kind != verb:
+            raise BadRequestError(f"operation {operation_id} is a {verb}; commit it by POST /{verb}_memory_occupation")
+        self.lifecycle.operations.commit(operation)
+        await self.finished(operation)
+        return answer(operation)
+
+    def find(self, operation_id: str) -> Operation:
+        """Return the operation, or raise NotFoundError if it is not remembered."""
+        found = self.lifecycle.operations.get(operation_id)
+        if found is None:
+            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
+        return found
+
+    def _prepared(self, operation: Operation) -> dict[str, Any]:
+        request = operation.request
+        if isinstance(request, ReleaseRequest):
+            plan = plan_release(self.lifecycle, request)
+        else:
+            plan = plan_resume(self.lifecycle, request, ())
+        return prepared_answer(operation, plan, expected_s(plan, self.lifecycle.operations.recent()))
+
     async def plan(self, fields: ReleaseFields | ResumeFields) -> JSONResponse:
         """Return the response to a dry run: what the release or the resume would do.
 
@@ -121,7 +170,7 @@ class Service:
     def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
         options = ReleaseOptions.of(**fields.core_options())
         timeout_s, verify = self._drain_timeout_s(fields.timeout_s), fields.verify is not None
-        return ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes, verify)
+        return ReleaseRequest(options, timeout_s, fields.mode, fields.at_least_bytes, verify, **_phases(fields))
 
     def _drain_timeout_s(self, asked_s: float | None) -> float:
         return self.settings.drain_timeout_s if asked_s is None else asked_s
@@ -137,7 +186,11 @@ class Service:
             self.metrics.count(asked.operation, error_response(error).kind)
             raise
         self._log_stalls(operation)
-        if not run_async:
+        if run_async:
+            return operation
+        if asked.prepare:
+            await self._reached(operation.settled(), operation)
+        if operation.status != "prepared":
             await self.finished(operation)
         return operation
 
@@ -157,7 +210,10 @@ class Service:
             ServerEndsError: the server shuts down first.
             Also the error of a rank of the engine that has ended, whose drain may take long.
         """
-        ended = operation.ended()
+        await self._reached(operation.ended(), operation)
+
+    async def _reached(self, ended: asyncio.Future[None], operation: Operation) -> None:
+        """Wait for ``ended``, a future of ``operation``; raises as ``finished``."""
         while not ended.done():
             try:
                 await asyncio.wait({ended}, timeout=self._stall_check_s)
@@ -187,7 +243,11 @@ class Service:
 
 def _resume_request(fields: ResumeFields) -> ResumeRequest:
     options = ResumeOptions(**fields.core_options())
-    return ResumeRequest(options, fields.wait_for_memory_s, fields.verify is not None)
+    return ResumeRequest(options, fields.wait_for_memory_s, fields.verify is not None, **_phases(fields))
+
+
+def _phases(fields: Fields) -> dict[str, Any]:
+    return fields.model_dump(include={"prepare", "lease_s"}) if isinstance(fields, TwoPhaseFields) else {}
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

@@ -158,6 +158,16 @@ class RankMemory:
                 self._overrides.pop(tag.tag, None)
         return self._merged_report("resume", steps.reports, log)
 
+    def check_release(self, options: ReleaseOptions) -> None:
+        with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
+            self._to_suspend(options, steps.prepare(PrepareRelease(options)))
+
+    def reserve(self, options: ResumeOptions) -> None:
+        with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
+            steps.prepare(PrepareResume(options))
+
+    def give_back_reserved(self) -> None: ...
+
     def ask(self, request: Request) -> list[Answer]:
         """Have every rank release or resume.
 

@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_server.http.auth import caller, reads_only
-from memsaver_server.http.errors import NotFoundError
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard
 from memsaver_server.http.serializers import event, operation_answer, operation_status, phase_answer, progress, stalled
 from memsaver_server.http.service import Service, event_stream
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import OperationsAnswer, OperationStatusAnswer
+from memsaver_server.schemas import OperationAnswer, OperationsAnswer, OperationStatusAnswer
 
 router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
 _MISSING: Responses = {
@@ -41,19 +40,38 @@ async def operations(service: ServiceOf) -> dict[str, Any]:
 @reads_only
 async def operation(service: ServiceOf, operation_id: str) -> dict[str, Any]:
     """One operation, in any status."""
-    return operation_status(_find(service, operation_id))
+    return operation_status(service.find(operation_id))
 
 
 @router.delete("/operations/{operation_id}", response_model=OperationStatusAnswer, responses={**_MISSING, **_TOO_LATE})
 async def cancel(request: Request, service: ServiceOf, operation_id: str) -> dict[str, Any]:
-    """Cancel an operation that is queued, drains, or waits for memory or a weight update; answers once it has ended.
+    """Cancel an operation that is queued, drains, is prepared, or waits for memory or a weight update; answers once it
+    has ended.
 
     Memory and admission are then as before, and its callers get an error of type ``cancelled``. Idempotent.
     """
-    operation = _find(service, operation_id)
+    operation = service.find(operation_id)
     service.lifecycle.operations.cancel(operation, caller(request))
     await service.finished(operation)
     return operation_status(operation)
+
+
+@router.post(
+    "/operations/{operation_id}/commit",
+    response_model=OperationAnswer,
+    responses={**ERROR_RESPONSES, **_MISSING, 409: {**ERROR_RESPONSES[409], "description": "It is not prepared."}},
+)
+async def commit(service: ServiceOf, operation_id: str) -> JSONResponse:
+    """Do what was prepared, and answer as the release or the resume. Idempotent."""
+    return await service.commit(operation_id)
+
+
+@router.post(
+    "/operations/{operation_id}/abort", response_model=OperationStatusAnswer, responses={**_MISSING, **_TOO_LATE}
+)
+async def abort(request: Request, service: ServiceOf, operation_id: str) -> dict[str, Any]:
+    """As ``DELETE /operations/{operation_id}``: undo the preparation of an operation that is not committed."""
+    return await cancel(request, service, operation_id)
 
 
 @router.get(
@@ -66,14 +84,7 @@ async def operation_events(service: ServiceOf, operation_id: str) -> StreamingRe
     """Server-sent events: ``phase`` when one begins, ``phase_done`` with its report, ``progress``, ``stalled`` if a
     phase makes none, and finally ``done``.
     """
-    return event_stream(_events(service, _find(service, operation_id)))
-
-
-def _find(service: Service, operation_id: str) -> Operation:
-    found = service.lifecycle.operations.get(operation_id)
-    if found is None:
-        raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
-    return found
+    return event_stream(_events(service, service.find(operation_id)))
 
 
 async def _events(service: Service, operation: Operation) -> AsyncIterator[str]:

@@ -11,9 +11,7 @@ from starlette.requests import Request
 from memsaver_server.engine import DrainMode
 from memsaver_server.http.requests import (
     ERROR_RESPONSES,
-    ReleaseOf,
     Responses,
-    ResumeOf,
     ServiceOf,
     fields_of,
     guard,
@@ -21,7 +19,6 @@ from memsaver_server.http.requests import (
     takes_in_query,
 )
 from memsaver_server.http.serializers import message_answer
-from memsaver_server.http.service import answer
 from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.schemas import (
     AcceptedAnswer,
@@ -29,11 +26,10 @@ from memsaver_server.schemas import (
     MessageAnswer,
     OperationAnswer,
     PlanAnswer,
-    ReleaseFields,
-    ResumeFields,
     Seconds,
 )
 from memsaver_server.threads import in_thread
+from memsaver_server.two_phases import PreparedAnswer, TwoPhaseReleaseFields, TwoPhaseResumeFields
 
 
 class PauseFields(Fields):
@@ -49,30 +45,40 @@ class NoFields(Fields):
 
 router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
 _RESPONSES: Responses = {
-    200: {"model": OperationAnswer | PlanAnswer},
+    200: {"model": OperationAnswer | PlanAnswer | PreparedAnswer},
     202: {"model": AcceptedAnswer, "description": "The operation continues in the background."},
     **ERROR_RESPONSES,
+    404: {**ERROR_RESPONSES[400], "description": "No operation of the id to commit is remembered."},
 }
+_ReleaseOf = Annotated[TwoPhaseReleaseFields, Depends(fields_of(TwoPhaseReleaseFields))]
+_ResumeOf = Annotated[TwoPhaseResumeFields, Depends(fields_of(TwoPhaseResumeFields))]
 _NoFieldsOf = Annotated[NoFields, Depends(fields_of(NoFields))]
 _PauseOf = Annotated[PauseFields, Depends(fields_of(PauseFields))]
 
 
-@router.get("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(ReleaseFields))
-@router.post("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
-async def release_memory_occupation(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
-    """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it."""
+@router.get("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(TwoPhaseReleaseFields))
+@router.post("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes(TwoPhaseReleaseFields))
+async def release_memory_occupation(request: Request, service: ServiceOf, fields: _ReleaseOf) -> JSONResponse:
+    """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it.
+
+    In two phases: ``prepare`` closes admission, drains and checks, and answers with an operation that ``commit`` does,
+    and that ``POST /operations/{operation_id}/abort`` or the end of its lease undoes.
+    """
     if fields.dry_run:
         return await service.plan(fields)
-    return answer(await service.release(request, fields), run_async=fields.run_async)
+    return await service.in_phases(request, fields)
 
 
-@router.get("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(ResumeFields))
-@router.post("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes(ResumeFields))
-async def resume_memory_occupation(request: Request, service: ServiceOf, fields: ResumeOf) -> JSONResponse:
-    """Bring back the memory of some or all released tags, at the same addresses."""
+@router.get("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(TwoPhaseResumeFields))
+@router.post("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes(TwoPhaseResumeFields))
+async def resume_memory_occupation(request: Request, service: ServiceOf, fields: _ResumeOf) -> JSONResponse:
+    """Bring back the memory of some or all released tags, at the same addresses.
+
+    In two phases: ``prepare`` takes the device memory, so that the ``commit`` cannot run out of it.
+    """
     if fields.dry_run:
         return await service.plan(fields)
-    return answer(await service.resume(request, fields), run_async=fields.run_async)
+    return await service.in_phases(request, fields)
 
 
 @router.get("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from memsaver_server.engine import Memory
@@ -28,12 +29,19 @@ from memsaver_server.http.requests import (
 from memsaver_server.http.service import answer
 from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import MemoryStatusAnswer, OperationAnswer, PlanAnswer, ReleaseFields, ResumeFields
+from memsaver_server.schemas import OperationAnswer, PlanAnswer, ReleaseFields, ResumeFields
 from memsaver_server.tag_selection import released_tags
 
 #: TensorRT-LLM's names of the tag ``weights``.
 WEIGHT_TAGS = ("model", "model_weights")
 STATES = {"resident": "running", "releasing": "parking", "released": "parked", "resuming": "waking", "failed": "failed"}
+
+
+class MemoryStatusAnswer(BaseModel):
+    """TensorRT-LLM's view: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
+
+    state: str
+    parked_tags: list[str]
 
 
 async def guard_signed(request: Request) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from memsaver_server.http.auth import reads_only
@@ -33,9 +33,12 @@ from memsaver_server.schemas import (
     ReleaseFields,
     ResumeFields,
     Seconds,
-    SleepingAnswer,
     Tags,
 )
+
+
+class SleepingAnswer(BaseModel):
+    is_sleeping: bool
 
 
 class SleepFields(Fields):

@@ -1,0 +1,152 @@
+"""One engine, as the coordinator talks to it: each call has a limit, and a failure is one type."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from memsaver_server.client.aio import AsyncClient
+from memsaver_server.client.errors import AnswerError, UnreachableError
+from memsaver_server.client.requests import AnswerT, Call, operation_call, parse
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.request import Verb
+from memsaver_server.schemas import (
+    AcceptedAnswer,
+    OccupationAnswer,
+    OperationAnswer,
+    OperationStatusAnswer,
+    PlanAnswer,
+)
+from memsaver_server.two_phases import PreparedAnswer
+
+#: Interval at which an engine is probed while one of its answers is awaited, seconds.
+PROBE_S = 1.0
+
+_T = TypeVar("_T")
+
+
+class EngineFailure(Exception):
+    """A call to an engine failed.
+
+    Attributes:
+        kind: the error in one word, as the engine gave it; ``unreachable``, ``silent`` or ``hung`` if it gave none.
+        answered: the engine itself said so. Otherwise it is unknown what the call did.
+    """
+
+    def __init__(self, kind: str, message: str, *, answered: bool = False) -> None:
+        self.kind = kind
+        self.answered = answered
+        super().__init__(message)
+
+
+class Connection:
+    """The calls to one engine. Every method raises EngineFailure.
+
+    ``arguments`` are fields of a release or a resume beside its tags.
+    """
+
+    def __init__(self, member: Member, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool) -> None:
+        self.member = member
+        self._silence_s = silence_s
+        self._client = _Client(
+            member.url,
+            api_key=member.api_key or api_key,
+            timeout_s=silence_s,
+            operation_timeout_s=None,
+            verify=verify,
+        )
+
+    async def occupation(self) -> OccupationAnswer:
+        """Return what the engine holds."""
+        return await self._ask(self._client.occupation())
+
+    async def operation(self, operation_id: str) -> OperationStatusAnswer:
+        """Return the status of one of its operations."""
+        return await self._ask(self._client.operation(operation_id))
+
+    async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
+        """Return what an operation would need."""
+        return await self._ask(self._client.call(PlanAnswer, _operation(verb, tags, {"dry_run": True})))
+
+    async def prepare(
+        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float, limit_s: float
+    ) -> PreparedAnswer:
+        """Prepare an operation, or renew the lease of the one that this repeats."""
+        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
+        return await self._attend(self._client.call(PreparedAnswer, call), limit_s)
+
+    async def find_prepared(
+        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float
+    ) -> str:
+        """Return the id of an operation whose prepare was not answered: a repeat joins it."""
+        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s, "async": True})
+        return (await self._ask(self._client.call(AcceptedAnswer, call))).operation_id
+
+    async def commit(self, operation_id: str) -> OperationAnswer:
+        """Carry out a prepared operation; takes as long as that takes."""
+        return await self._attend(self._client.commit(operation_id), None)
+
+    async def abort(self, operation_id: str) -> None:
+        """Undo a preparation. Idempotent."""
+        await self._ask(self._client.abort(operation_id))
+
+    async def perform(
+        self,
+        verb: Verb,
+        tags: Sequence[str] | None,
+        arguments: Mapping[str, Any],
+        *,
+        key: str | None = None,
+        limit_s: float | None = None,
+    ) -> OperationAnswer:
+        """Release or resume in one call. Calls with the same Idempotency-Key ``key`` act once."""
+        call = _operation(verb, tags, arguments)
+        if key is not None:
+            call = replace(call, headers={"Idempotency-Key": key})
+        return await self._attend(self._client.call(OperationAnswer, call), limit_s)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _ask(self, call: Awaitable[_T]) -> _T:
+        """Return the answer of a call that the engine answers at once."""
+        try:
+            return await asyncio.wait_for(call, self._silence_s)
+        except asyncio.TimeoutError:
+            raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s") from None
+        except AnswerError as error:
+            raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
+        except UnreachableError as error:
+            raise EngineFailure("unreachable", str(error)) from error
+
+    async def _attend(self, call: Coroutine[Any, Any, _T], limit_s: float | None) -> _T:
+        """Return the answer of a call that takes long; meanwhile make sure that the engine is there."""
+        answer, silence = asyncio.create_task(call), asyncio.create_task(self._until_silent())
+        try:
+            await asyncio.wait({answer, silence}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and silence.done():
+                await silence
+            if not answer.done():
+                raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
+            return await self._ask(answer)
+        finally:
+            for task in (answer, silence):
+                task.cancel()
+            await asyncio.gather(answer, silence, return_exceptions=True)
+
+    async def _until_silent(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await self._ask(self._client.alive())
+
+
+class _Client(AsyncClient):
+    async def call(self, model: type[AnswerT], call: Call) -> AnswerT:
+        return parse(model, await self._send(call))
+
+
+def _operation(verb: Verb, tags: Sequence[str] | None, options: Mapping[str, Any]) -> Call:
+    return operation_call(f"/{verb}_memory_occupation", tags, options)

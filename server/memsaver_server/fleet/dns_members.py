@@ -1,0 +1,87 @@
+"""Members from DNS: the addresses of a name, as of a headless Kubernetes service, or its SRV records."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from ipaddress import ip_address
+from typing import Any
+
+import dns.asyncresolver
+import dns.exception
+import dns.resolver
+
+from memsaver_server.fleet.members import Member, MembershipError, checked
+
+#: Bounds of how long an answer counts, whatever its records say, seconds.
+_SHORTEST_S, _LONGEST_S = 1.0, 30.0
+#: Limit of one query, seconds.
+_LIFETIME_S = 5.0
+
+
+class DnsMembership:
+    """Members are called by their addresses with the port; with SRV records, by their targets with the port.
+
+    A name without records has no members: a headless service has none while no pod is ready.
+
+    Args:
+        name: what to ask for. The search domains of the system apply.
+        port: of every engine; None asks for SRV records, which name the ports.
+        resolver: by default that of the system.
+    """
+
+    def __init__(self, name: str, port: int | None, *, resolver: dns.asyncresolver.Resolver | None = None) -> None:
+        self._name = name
+        self._port = port
+        self._resolver = resolver
+        self._members: list[Member] = []
+        self._expires = 0.0
+
+    async def members(self) -> list[Member]:
+        if time.monotonic() >= self._expires:
+            if self._port is not None:
+                found, ttl_s = await self._addresses(self._name)
+                members = [_member(_place(address, self._port), address, self._port) for address in found]
+            else:
+                members, ttl_s = await self._services()
+            self._members = checked(members)
+            self._expires = time.monotonic() + min(max(ttl_s, _SHORTEST_S), _LONGEST_S)
+        return list(self._members)
+
+    async def changed(self) -> None:
+        await asyncio.sleep(max(_SHORTEST_S, self._expires - time.monotonic()))
+
+    async def _services(self) -> tuple[list[Member], float]:
+        records, ttl_s = await self._ask(self._name, "SRV")
+        targets = sorted({(str(record.target).rstrip("."), int(record.port)) for record in records})
+        answers = await asyncio.gather(*(self._addresses(target) for target, _ in targets))
+        members = [
+            _member(_place(target, port), addresses[0], port)
+            for (target, port), (addresses, _) in zip(targets, answers, strict=True)
+            if addresses
+        ]
+        return members, min([ttl_s, *(ttl for _, ttl in answers)])
+
+    async def _addresses(self, name: str) -> tuple[list[str], float]:
+        """Return the addresses of a name, those of IPv4 first, and how long they count."""
+        answers = await asyncio.gather(self._ask(name, "A"), self._ask(name, "AAAA"))
+        found = [sorted(str(record.address) for record in records) for records, _ in answers]
+        return [*found[0], *found[1]], min(ttl for _, ttl in answers)
+
+    async def _ask(self, name: str, kind: str) -> tuple[list[Any], float]:
+        try:
+            resolver = self._resolver or dns.asyncresolver.get_default_resolver()
+            answer = await resolver.resolve(name, kind, search=True, lifetime=_LIFETIME_S)
+        except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
+            return [], _LONGEST_S
+        except (dns.exception.DNSException, OSError) as error:
+            raise MembershipError(f"DNS does not tell the {kind} records of {name}: {error}") from None
+        return list(answer), float(answer.rrset.ttl) if answer.rrset is not None else 0.0
+
+
+def _place(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _member(name: str, address: str, port: int) -> Member:
+    return Member(name, f"http://{_place(str(ip_address(address)), port)}", host=address)

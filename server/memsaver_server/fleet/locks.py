@@ -1,0 +1,26 @@
+"""Locks by name, so that operations on different engines run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+
+class Locks:
+    """One lock for each name. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    @asynccontextmanager
+    async def held(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Hold the locks of ``names``. They are taken in one order, so that two callers never wait for each other."""
+        async with AsyncExitStack() as stack:
+            for name in sorted(set(names)):
+                await stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock()))
+            yield
+
+    def any_held(self, names: Iterable[str]) -> bool:
+        """Return whether an operation has one of them now."""
+        return any(lock.locked() for name in names if (lock := self._locks.get(name)))

@@ -1,0 +1,124 @@
+"""The part of one engine in an operation of the fleet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from memsaver_server.fleet.connection import Connection, EngineFailure
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.request import Verb
+from memsaver_server.fleet.results import EngineResult
+from memsaver_server.schemas import OccupationAnswer, OperationAnswer
+from memsaver_server.two_phases import PreparedAnswer
+
+
+@dataclass
+class Part:
+    """What is known of one engine while an operation runs.
+
+    Attributes:
+        stage: as in ``FleetProgress.engines``.
+        before, after: what the engine held before the operation and after it; None if it did not say.
+        operation_id: its own operation, as soon as that is known.
+        asked: a prepare was sent, so that the engine may be prepared.
+        tags: those that its operation moves.
+        phase: the stage in which it failed.
+        lost: tags whose content the operation has lost.
+    """
+
+    member: Member
+    connection: Connection
+    stage: str = "waiting"
+    before: OccupationAnswer | None = None
+    after: OccupationAnswer | None = None
+    operation_id: str = ""
+    asked: bool = False
+    tags: tuple[str, ...] = ()
+    answer: OperationAnswer | None = None
+    phase: str = ""
+    failure: EngineFailure | None = None
+    undo_failure: EngineFailure | None = None
+    seconds: float = 0.0
+    _lease_ends: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
+
+    def fail(self, phase: str, failure: EngineFailure) -> None:
+        """Note the first failure."""
+        if self.failure is None:
+            self.phase, self.failure, self.stage = phase, failure, "failed"
+
+    def prepared(self, answer: PreparedAnswer, asked_at: float) -> None:
+        """Note that it is prepared; ``asked_at`` is when that was asked for, on the monotonic clock."""
+        self.stage, self.operation_id = "prepared", answer.operation_id
+        self.tags = tuple(tag.tag for tag in answer.tags if tag.bytes)
+        self._lease_ends = asked_at + answer.lease_s  # or later: the engine counts from its answer
+
+    def lease_left(self) -> float:
+        """Seconds for which it surely stays prepared."""
+        return self._lease_ends - time.monotonic()
+
+    def done(self, answer: OperationAnswer) -> None:
+        self.answer, self.stage = answer, "done"
+        self.operation_id = answer.operation_id
+        self.ended()
+
+    def ended(self) -> None:
+        """Note how long its part took."""
+        self.seconds = time.monotonic() - self._began
+
+    async def look(self) -> None:
+        """Ask the engine what it holds now."""
+        try:
+            self.after = await self.connection.occupation()
+        except EngineFailure as failure:
+            self.after = None
+            self.undo_failure = self.undo_failure or failure
+
+    def moved(self, verb: Verb) -> tuple[str, ...]:
+        """Return those of its tags that, as ``look`` saw it, are as ``verb`` leaves them."""
+        rows = self.after.tags if self.after else ()
+        return tuple(
+            tag.tag
+            for tag in rows
+            if tag.tag in self.tags and (tag.released_bytes if verb == "release" else tag.resident_bytes)
+        )
+
+    def is_stray(self, verb: Verb) -> bool:
+        """Return whether it is not as before ``verb``, which was given up, or does not say."""
+        return self.after is None or self.after.prepared is not None or bool(self.moved(verb))
+
+    @property
+    def state(self) -> str:
+        """The state of its memory, as far as it said."""
+        if self.after is not None:
+            return state_of(self.after)
+        return self.answer.state if self.answer is not None and self.stage == "done" else "unknown"
+
+    def lost(self) -> tuple[str, ...]:
+        """Return the tags whose content must be written again."""
+        return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
+
+    def result(self, *, undone: bool) -> EngineResult:
+        """Return what the caller is told; ``undone``: the operation as a whole was given up."""
+        answer = None if undone else self.answer
+        failure = self.failure
+        return EngineResult(
+            name=self.member.name,
+            url=self.member.url,
+            success=answer is not None,
+            state=self.state,
+            operation_id=self.operation_id,
+            seconds=self.seconds,
+            released_bytes=answer.released_bytes if answer else 0,
+            resumed_bytes=answer.resumed_bytes if answer else 0,
+            phase=self.phase,
+            kind=failure.kind if failure else "",
+            error=str(failure) if failure else "",
+            lost=self.lost(),
+        )
+
+
+def state_of(occupation: OccupationAnswer) -> str:
+    """Return the state in one word."""
+    return "prepared" if occupation.prepared is not None else occupation.state

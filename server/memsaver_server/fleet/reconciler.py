@@ -1,0 +1,109 @@
+"""Brings engines that came late, or came back, to what is wanted; tells of those that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from memsaver_server.fleet.connection import EngineFailure
+from memsaver_server.fleet.hub import Hub
+from memsaver_server.fleet.keeper import Keeper
+from memsaver_server.fleet.locks import Locks
+from memsaver_server.fleet.members import MembershipError
+from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.record import RecordError, Wanted
+from memsaver_server.fleet.request import Verb
+from memsaver_server.fleet.results import EngineResult
+from memsaver_server.fleet.roster import Roster
+from memsaver_server.fleet.selectors import Selector
+from memsaver_server.fleet.status import wishes_for
+
+logger = logging.getLogger("memsaver")
+
+
+class Reconciler:
+    """Use it in one event loop."""
+
+    def __init__(self, roster: Roster, keeper: Keeper, locks: Locks, hub: Hub) -> None:
+        self._roster = roster
+        self._keeper = keeper
+        self._locks = locks
+        self._hub = hub
+        self._troubles: dict[str, str] = {}  # what was logged last, by engine
+
+    async def keep(self, interval_s: float) -> None:
+        """Reconcile for ever."""
+        trouble = ""
+        while True:
+            try:
+                await self.once()
+                trouble = ""
+            except (MembershipError, RecordError) as error:
+                if str(error) != trouble:
+                    logger.error("the fleet cannot be reconciled: %s", error)
+                trouble = str(error)
+            changed = asyncio.ensure_future(self._roster.membership.changed())
+            await asyncio.wait({changed}, timeout=interval_s)
+            changed.cancel()
+
+    async def once(self) -> list[EngineResult]:
+        """See ``AsyncFleet.reconcile``.
+
+        Raises:
+            MembershipError, RecordError: the members or the record cannot be read. Nothing was done.
+        """
+        parts = await self._roster.parts(Selector())
+        wanted = (await self._keeper.load()).wanted
+        results = await asyncio.gather(*(self._bring(part, wanted) for part in parts))
+        for name in self._troubles.keys() - {part.member.name for part in parts}:
+            del self._troubles[name]
+        return [result for each in results for result in each]
+
+    async def _bring(self, part: Part, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
+        """Bring one engine to what is wanted; return what was done."""
+        self._tell(part)
+        if part.failure is not None:
+            return [part.result(undone=False)]
+        locks = {part.member.name, *part.member.gpus}
+        busy = part.before is None or part.before.operation_id is not None
+        if busy or not _steps(part, wanted) or self._locks.any_held(locks):
+            return []
+        async with self._locks.held(locks):
+            return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
+
+    async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
+        verb: Verb = "release" if wish.state == "released" else "resume"
+        step = Part(part.member, part.connection)
+        try:
+            step.done(await step.connection.perform(verb, tags, wish.options))
+        except EngineFailure as failure:
+            step.fail("reconciling", failure)
+            await step.look()
+        step.ended()
+        self._tell(step)
+        result = step.result(undone=False)
+        if result.success:
+            logger.info("engine %s was not as wanted: %s of %s", result.name, verb, ", ".join(tags))
+        self._hub.publish("reconciled", part.member.name, **result.model_dump(mode="json"))
+        return result
+
+    def _tell(self, part: Part) -> None:
+        """Log when an engine fails, and when it is back; once each."""
+        name, trouble = part.member.name, str(part.failure or "")
+        if trouble and trouble != self._troubles.get(name):
+            logger.warning("engine %s: %s", name, trouble)
+            self._troubles[name] = trouble
+        elif not trouble and self._troubles.pop(name, ""):
+            logger.info("engine %s answers again", name)
+
+
+def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:
+    """Return the wishes that the engine does not meet, with the tags that are not as wanted."""
+    assert part.before is not None
+    wishes = wishes_for(part.member, wanted)
+    steps: dict[int, list[str]] = {}
+    for tag in part.before.tags:
+        wish = wishes.get(tag.tag, wishes.get(None))
+        if wish is not None and (tag.resident_bytes if wish.state == "released" else tag.released_bytes):
+            steps.setdefault(wanted.index(wish), []).append(tag.tag)
+    return [(wanted[at], tuple(tags)) for at, tags in steps.items()]

@@ -1,0 +1,79 @@
+"""The members of a fleet with their connections, and what they are known to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memsaver_server.fleet.budget import uuids_of
+from memsaver_server.fleet.connection import Connection, EngineFailure
+from memsaver_server.fleet.members import Member, Membership
+from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.selectors import Selector
+
+
+class Roster:
+    """Use it in one event loop. Its methods raise MembershipError."""
+
+    def __init__(
+        self, membership: Membership, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool
+    ) -> None:
+        self.membership = membership
+        self._api_key = api_key
+        self._silence_s = silence_s
+        # One for all: making one takes longer than a call.
+        self._verify = ssl.create_default_context() if verify is True else verify
+        self._connections: dict[str, Connection] = {}
+        self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
+
+    async def parts(self, selector: Selector) -> list[Part]:
+        """Return a part for each selected member, after asking each what it holds.
+
+        A member that does not answer, and never did, is selected if it may match.
+        """
+        listed = await self.membership.members()
+        await self._drop_all_but(listed)
+        candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
+        await asyncio.gather(*map(self.ask, candidates))
+        return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
+
+    async def find(self, name: str, url: str) -> Member:
+        """Return the member as it is listed, or one that is not listed any more."""
+        listed = {member.name: member for member in await self.membership.members()}
+        return listed[name] if name in listed and listed[name].url == url else Member(name, url)
+
+    def connection(self, member: Member) -> Connection:
+        """Return the connection to a member, which is kept."""
+        known = self._connections.get(member.name)
+        if known is None or (known.member.url, known.member.api_key) != (member.url, member.api_key):
+            known = self._connections[member.name] = Connection(member, self._api_key, self._silence_s, self._verify)
+        return known
+
+    async def ask(self, part: Part) -> None:
+        """Have a part know what its engine holds, or that it does not answer."""
+        listed = part.member
+        try:
+            part.before = await part.connection.occupation()
+        except EngineFailure as failure:
+            part.fail("asking", failure)
+            known = self._known.get(listed.name)
+            model, gpus = (known.model, known.gpus) if known and known.url == listed.url else ("", ())
+        else:
+            model, gpus = part.before.model, uuids_of(part.before)
+        part.member = replace(listed, model=listed.model or model, gpus=listed.gpus or gpus)
+        if part.before is not None:
+            self._known[listed.name] = part.member
+
+    async def close(self) -> None:
+        await self._drop_all_but([])
+
+    def _is_unknown(self, part: Part, selector: Selector) -> bool:
+        return part.failure is not None and selector.may_match(part.member)
+
+    async def _drop_all_but(self, members: Sequence[Member]) -> None:
+        names = {member.name for member in members}
+        for name in self._connections.keys() - names:
+            self._known.pop(name, None)
+            await self._connections.pop(name).close()

@@ -1,0 +1,54 @@
+"""What a fleet is now, from what its engines said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.parts import Part, state_of
+from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.results import EngineStatus, FleetProgress, FleetStatus
+
+
+def status_of(parts: Sequence[Part], wanted: Sequence[Wanted], progress: FleetProgress | None) -> FleetStatus:
+    """Return the status of the fleet; every part was asked."""
+    engines = [engine_status(part, wanted) for part in parts]
+    states = {engine.state for engine in engines if engine.alive}
+    return FleetStatus(
+        state=states.pop() if len(states) == 1 else "mixed" if states else "",
+        engines=engines,
+        wanted=list(wanted),
+        progress=progress,
+    )
+
+
+def engine_status(part: Part, wanted: Sequence[Wanted]) -> EngineStatus:
+    """Return the status of one engine."""
+    member = part.member
+    wishes = {wish.state for wish in wishes_for(member, wanted).values() if wish is not None}
+    return EngineStatus(
+        name=member.name,
+        url=member.url,
+        model=member.model,
+        labels=dict(member.labels),
+        host=member.host,
+        gpus=member.gpus,
+        alive=part.before is not None,
+        state=state_of(part.before) if part.before is not None else "unknown",
+        wanted="mixed" if len(wishes) > 1 else next(iter(wishes), ""),
+        error=str(part.failure or ""),
+        occupation=part.before,
+    )
+
+
+def wishes_for(member: Member, wanted: Sequence[Wanted]) -> dict[str | None, Wanted]:
+    """Return the wish that counts for each tag of an engine; that of None counts for tags that are not named."""
+    found: dict[str | None, Wanted] = {}
+    for wish in wanted:
+        if not wish.selector.matches(member):
+            continue
+        if wish.tags is None:
+            found = {None: wish}
+        else:
+            found.update(dict.fromkeys(wish.tags, wish))
+    return found

@@ -1,0 +1,134 @@
+"""Light engines, many to a process: the real service and core, with a few pages of memory each.
+
+All memory of a process belongs to one core. Each engine sees its own tags of it, whose names begin with its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import memsaver_core as ms
+from memsaver_core import MemsaverError, PhaseLog
+from memsaver_core.options import ReleaseOptions, ResumeOptions
+from memsaver_core.reports import OperationReport, Status
+from memsaver_server.engine import LOCAL_MEMORY
+from memsaver_server.gate import Gate
+
+MIB = 1 << 20
+TAGS = ("kv_cache", "weights")
+
+
+class LightEngine(Gate):
+    """A gate with weights, which are kept, and a KV cache, which comes back as zeros."""
+
+    def __init__(self, name: str, *, weights_bytes: int = MIB, kv_bytes: int = MIB, model: str = "") -> None:
+        super().__init__(name)
+        self.model_name = model
+        self.memory = LightMemory(f"{name}/")
+        device = ms.torch_device()
+        with ms.region(f"{name}/weights", restore="host"):
+            self.weights = torch.arange(weights_bytes // 8, device=device)
+        with ms.region(f"{name}/kv_cache", restore="zero"):
+            self.kv = torch.zeros(kv_bytes // 8, dtype=torch.int64, device=device)
+
+    def whole(self) -> bool:
+        """Whether all memory is resident with its content."""
+        return self.resident() == set(TAGS) and bool((self.weights == torch.arange(len(self.weights))).all())
+
+    def resident(self) -> set[str]:
+        """The tags that are mapped."""
+        return {tag.tag for tag in self.memory.status().tags if not tag.released_bytes}
+
+    def close(self) -> None:
+        """End faults, and bring everything back."""
+        self.memory.heal()
+        self.memory.give_back_reserved()
+        self.memory.resume(ResumeOptions())
+
+
+class LightMemory:
+    """The tags of the core's memory whose names begin with ``prefix``, without it."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._failing: dict[str, MemsaverError] = {}
+        self._holding: dict[str, threading.Event] = {}
+        self.reached: dict[str, int] = {}
+
+    def fail(self, call: str, error: MemsaverError) -> None:
+        """Make the next ``call`` fail before it does anything."""
+        self._failing[call] = error
+
+    def hold(self, call: str) -> None:
+        """From now on, hold ``call`` until ``heal``."""
+        self._holding[call] = threading.Event()
+
+    def heal(self) -> None:
+        """Undo ``fail`` and ``hold``; held calls continue."""
+        self._failing.clear()
+        for event in self._holding.values():
+            event.set()
+        self._holding.clear()
+
+    # -- memsaver_server.engine.Memory -----------------------------------------------------------------------------------
+
+    enabled = staticmethod(LOCAL_MEMORY.enabled)
+    read_devices = staticmethod(LOCAL_MEMORY.read_devices)
+    prepare_backup = staticmethod(lambda: None)
+    hibernation_obstacles = staticmethod(lambda: ["light engines share a process"])
+
+    def check_tags(self, tags: Sequence[str] | None) -> list[str]:
+        return [self._short(tag) for tag in LOCAL_MEMORY.check_tags(self._long(tags or ()))]
+
+    def check_release(self, options: ReleaseOptions) -> None:
+        self._reach("check_release")
+        LOCAL_MEMORY.check_release(self._own(options))
+
+    def release(self, options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+        self._reach("release")
+        return self._named(LOCAL_MEMORY.release(self._own(options), log=log))
+
+    def reserve(self, options: ResumeOptions) -> Any:
+        self._reach("reserve")
+        return LOCAL_MEMORY.reserve(self._own(options))
+
+    def give_back_reserved(self, *arguments: Any) -> None:
+        LOCAL_MEMORY.give_back_reserved(*arguments)
+
+    def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+        self._reach("resume")
+        return self._named(LOCAL_MEMORY.resume(self._own(options), log=log))
+
+    def status(self) -> Status:
+        status = LOCAL_MEMORY.status()
+        tags = tuple(replace(tag, tag=self._short(tag.tag)) for tag in status.tags if tag.tag.startswith(self._prefix))
+        released = any(tag.released_bytes for tag in tags)
+        return replace(status, tags=tags, state="released" if released else "resident")
+
+    def _reach(self, call: str) -> None:
+        self.reached[call] = self.reached.get(call, 0) + 1
+        if call in self._holding:
+            self._holding[call].wait()
+        if call in self._failing:
+            raise self._failing.pop(call)
+
+    def _own(self, options: Any) -> Any:
+        tags = self._long(options.tags or TAGS)
+        if isinstance(options, ReleaseOptions):
+            restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
+            return replace(options, tags=tags, restore=restore)
+        return replace(options, tags=tags)
+
+    def _named(self, report: OperationReport) -> OperationReport:
+        return replace(report, tags=tuple(replace(tag, tag=self._short(tag.tag)) for tag in report.tags))
+
+    def _long(self, tags: Iterable[str]) -> tuple[str, ...]:
+        return tuple(f"{self._prefix}{tag}" for tag in tags)
+
+    def _short(self, tag: str) -> str:
+        return tag.removeprefix(self._prefix)
