@@ -228,6 +228,7 @@ class AsyncFleet:
         await self.close()
 
     async def _run(self, request: FleetRequest) -> FleetResult:
+        await self.recover()  # what it ends may be an operation of this id
         ended = self._results.get(request.operation_id)
         if ended is not None:
             return ended
@@ -241,7 +242,6 @@ class AsyncFleet:
     async def _perform(self, operation: _Operation) -> FleetResult:
         request = operation.request
         try:
-            await self.recover()
             parts = await self._roster.parts(request.selector)
             if not parts:
                 raise FleetError(f"no engine of the fleet matches {request.selector.model_dump(exclude_defaults=True)}")
@@ -294,7 +294,10 @@ class AsyncFleet:
             together = self._together(operation)
             if left.stage == "preparing":
                 await together.abandon()
-            elif left.stage == "committing":
+                result = self._finish_together(operation, "its coordinator ended while preparing")
+                del self._results[operation_id]  # nothing was done: a repeat does it
+                return result
+            if left.stage == "committing":
                 await together.commit()
             else:
                 await together.undo()
@@ -302,10 +305,11 @@ class AsyncFleet:
         finally:
             del self._operations[operation_id]
 
-    def _finish_together(self, operation: _Operation) -> FleetResult:
+    def _finish_together(self, operation: _Operation, why: str = "") -> FleetResult:
         assert operation.together is not None
         together = operation.together
-        why = "it was cancelled" if together.cancelled.is_set() and together.outcome == "aborted" else ""
+        if together.cancelled.is_set() and together.outcome == "aborted":
+            why = "it was cancelled"
         outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
         return self._finish(operation, outcome)
 
