@@ -75,7 +75,7 @@ class LightMemory:
             event.set()
         self._holding.clear()
 
-    # -- memsaver_server.engine.Memory -----------------------------------------------------------------------------------
+    # -- the protocol --------------------------------------------------------------------------------------------------
 
     enabled = staticmethod(LOCAL_MEMORY.enabled)
     read_devices = staticmethod(LOCAL_MEMORY.read_devices)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.console import RenderableType
 
-    from memsaver_server.fleet import Fleet, FleetEvent, FleetResult, Selector
+    from memsaver_server.fleet import Fleet, FleetEvent, FleetResult, Mode, Selector
 
 fleet = typer.Typer(help="Release and resume many engines together, or not at all.", no_args_is_help=True)
 
@@ -184,7 +184,7 @@ def _operate(
     arguments: dict[str, Any],
 ) -> None:
     operation_id = uuid4().hex[:12]
-    mode = "best_effort" if best_effort else "all"
+    mode: Mode = "best_effort" if best_effort else "all"
     with _coordinating(members, api_key, record) as coordinator:
         run = coordinator.release if verb == "release" else coordinator.resume
         try:

@@ -7,8 +7,8 @@ interface. They need httpx and pydantic, but neither torch nor FastAPI.
 from __future__ import annotations
 
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.members import Member, Membership, StaticMembership
-from memsaver_server.fleet.record import FileRecord, MemoryRecord, Record, RecordContent, Running, Wanted
+from memsaver_server.fleet.members import Member, Membership, MembershipError, StaticMembership
+from memsaver_server.fleet.record import FileRecord, MemoryRecord, Record, RecordContent, RecordError, Running, Wanted
 from memsaver_server.fleet.results import (
     EngineResult,
     EngineStatus,
@@ -36,10 +36,12 @@ __all__ = [
     "FleetStatus",
     "Member",
     "Membership",
+    "MembershipError",
     "MemoryRecord",
     "Mode",
     "Record",
     "RecordContent",
+    "RecordError",
     "Running",
     "Selector",
     "StaticMembership",

@@ -56,6 +56,7 @@ class Connection:
             api_key=member.api_key or api_key,
             timeout_s=silence_s,
             operation_timeout_s=None,
+            attempts=2,
             verify=verify,
         )
 
@@ -139,7 +140,7 @@ class Connection:
 
     async def _until_silent(self) -> None:
         while True:
-            await asyncio.sleep(PROBE_S)
+            await asyncio.sleep(min(PROBE_S, self._silence_s / 2))
             await self._ask(self._client.alive())
 
 

@@ -1,0 +1,179 @@
+"""Releases and resumes of a fleet: all or none, and what the answers say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from memsaver_core import MemsaverError
+from memsaver_server.fleet import Fleet, FleetError, FleetResult, Member, Selector, StaticMembership
+from tests.waiting import wait_until
+
+from .conftest import Sites
+
+
+def states(result: FleetResult) -> dict[str, str]:
+    return {engine.name: engine.state for engine in result.engines}
+
+
+def test_all_are_released_and_resumed(fleet: Fleet, sites: Sites) -> None:
+    released = fleet.release()
+    assert released.success
+    assert states(released) == dict.fromkeys("abc", "released")
+    assert all(site.is_released for site in sites.values())
+    assert [engine.released_bytes for engine in released.engines] == [2 << 20] * 3
+    assert all(engine.operation_id and engine.seconds > 0 and engine.url for engine in released.engines)
+    resumed = fleet.resume()
+    assert resumed.success
+    assert states(resumed) == dict.fromkeys("abc", "resident")
+    assert all(site.is_serving for site in sites.values())
+    assert [engine.resumed_bytes for engine in resumed.engines] == [2 << 20] * 3
+
+
+def test_repeats_succeed(fleet: Fleet) -> None:
+    for call in (fleet.release, fleet.release, fleet.resume, fleet.resume):
+        assert call().success
+
+
+@pytest.mark.guards("a fleet-wide sleep reached some engines, and there was no way back")
+@pytest.mark.parametrize(("verb", "step"), [("release", "check_release"), ("resume", "reserve")])
+def test_one_that_cannot_prepare_leaves_all_as_before(fleet: Fleet, sites: Sites, verb: str, step: str) -> None:
+    if verb == "resume":
+        fleet.release()
+    before = states(fleet.release() if verb == "resume" else fleet.resume())
+    sites["b"].engine.memory.fail(step, MemsaverError("no room for b"))
+    result = getattr(fleet, verb)()
+    assert not result.success
+    assert not result.rolled_back
+    assert states(result) == before
+    assert [(engine.name, engine.phase, engine.error) for engine in result.failed] == [
+        ("b", "preparing", "no room for b")
+    ]
+    assert "b failed while preparing: no room for b. All engines are as before" in result.message
+    good = "is_released" if verb == "resume" else "is_serving"
+    assert all(getattr(site, good) for site in sites.values())
+
+
+@pytest.mark.guards("a fleet-wide sleep reached some engines, and there was no way back")
+@pytest.mark.parametrize("verb", ["release", "resume"])
+def test_one_that_fails_to_commit_is_undone_on_all(fleet: Fleet, sites: Sites, verb: str) -> None:
+    before = states(fleet.release() if verb == "resume" else fleet.resume())
+    sites["b"].engine.memory.fail(verb, MemsaverError("the driver refused"))
+    result = getattr(fleet, verb)()
+    assert not result.success
+    assert result.rolled_back
+    assert states(result) == before
+    assert [(engine.name, engine.phase) for engine in result.failed] == [("b", "committing")]
+    assert "b failed while committing: the driver refused" in result.message
+    assert "all engines are as before" in result.message
+    good = "is_released" if verb == "resume" else "is_serving"
+    assert all(getattr(site, good) for site in sites.values())
+    assert getattr(fleet, verb)().success  # and can be repeated
+
+
+def test_an_undo_leaves_released_what_was_released_before(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release(Selector(names=("a",))).success
+    assert fleet.release(Selector(names=("c",)), tags=["kv_cache"]).success
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    result = fleet.release()
+    assert result.rolled_back
+    assert [sites[name].engine.resident() for name in "abc"] == [set(), {"weights", "kv_cache"}, {"weights"}]
+
+
+def test_best_effort_does_what_it_can(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    sites["c"].wire.cut()
+    result = fleet.release(mode="best_effort")
+    assert not result.success
+    assert result.message.startswith("released on 1 of 3 engines; ")
+    assert states(result) == {"a": "released", "b": "resident", "c": "unknown"}
+    assert {engine.name: engine.kind for engine in result.failed} == {"b": "error", "c": "unreachable"}
+
+
+def test_selectors(fleet: Fleet, sites: Sites) -> None:
+    assert [engine.name for engine in fleet.status(Selector(names=("c", "a"))).engines] == ["a", "c"]
+    assert [engine.name for engine in fleet.status(Selector(models=("model of b",))).engines] == ["b"]
+    gpus = fleet.status().engines[0].gpus
+    assert len(fleet.status(Selector(gpus=gpus)).engines) == 3
+    assert not fleet.status(Selector(hosts=("elsewhere",))).engines
+    with pytest.raises(FleetError, match="no engine of the fleet matches"):
+        fleet.release(Selector(labels={"role": "none"}))
+    assert fleet.release(Selector(models=("model of b",))).success
+    assert [site.is_serving for site in sites.values()] == [True, False, True]
+
+
+def test_wrong_arguments_are_refused(fleet: Fleet) -> None:
+    with pytest.raises(FleetError, match="no option 'at_least'"):
+        fleet.release(at_least=1)
+    with pytest.raises(FleetError, match="unknown mode"):
+        fleet.release(mode="some")  # type: ignore[arg-type]
+    result = fleet.release(tags=["wieghts"])
+    assert {engine.kind for engine in result.failed} == {"unknown_tag"}
+    assert "All engines are as before" in result.message
+
+
+def test_requests_in_flight_are_drained_on_all(fleet: Fleet, sites: Sites) -> None:
+    with sites["b"].engine.request():
+        result = fleet.release(timeout_s=0.2)
+        assert [(engine.name, engine.kind) for engine in result.failed] == [("b", "drain_timeout")]
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_leases_are_renewed_while_others_drain(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    fleet = coordinate(lease_s=0.8)
+    request = sites["b"].engine.request()
+    with request:
+        releasing = threading.Thread(target=lambda: results.append(fleet.release()))
+        results: list[FleetResult] = []
+        releasing.start()
+        prepares = lambda: sum('"prepare":true' in text for text in sites["a"].wire.seen)  # noqa: E731
+        wait_until(lambda: prepares() >= 4)  # more than one lease ago
+    releasing.join()
+    assert results[0].success, results[0].message
+
+
+def test_cancelling_leaves_all_as_before(fleet: Fleet, sites: Sites) -> None:
+    results: list[FleetResult] = []
+    with sites["b"].engine.request():
+        releasing = threading.Thread(target=lambda: results.append(fleet.release(operation_id="x1")))
+        releasing.start()
+        wait_until(lambda: fleet.progress and fleet.progress.engines.get("a") == "prepared")
+        cancelled = fleet.cancel("x1")
+    releasing.join()
+    assert results == [cancelled]
+    assert "it was cancelled" in cancelled.message
+    assert all(site.is_serving for site in sites.values())
+    with pytest.raises(FleetError):
+        fleet.cancel("x1")
+
+
+def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> None:
+    first = fleet.release(operation_id="once", mode="best_effort")
+    fleet.resume()
+    assert fleet.release(operation_id="once", mode="best_effort") == first
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_engines_that_cannot_prepare_are_refused(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].wire.rewrite('"prepared":null,', "")
+    result = fleet.release()
+    assert [(engine.name, engine.kind) for engine in result.failed] == [("b", "cannot_prepare")]
+    assert not any("release_memory" in text for site in sites.values() for text in site.wire.seen)
+    assert fleet.release(mode="best_effort").success
+
+
+def test_a_key_for_the_fleet_and_keys_for_engines(sites: Sites) -> None:
+    from memsaver_server import Settings, attach
+
+    with (
+        attach(sites["a"].engine, settings=Settings(api_key="one")) as first,
+        attach(sites["b"].engine, settings=Settings(api_key="two")) as second,
+    ):
+        members = [Member("a", first.url), Member("b", second.url, api_key="two")]
+        with Fleet(StaticMembership(members), api_key="one") as fleet:
+            assert fleet.release().success
+            assert fleet.resume().success
+        with Fleet(StaticMembership(members), api_key="wrong") as fleet:
+            assert [(engine.name, engine.kind) for engine in fleet.release().failed] == [("a", "wrong_key")]
