@@ -12,6 +12,7 @@ and wherever the training loop runs::
 
 from __future__ import annotations
 
+from memsaver_server.fleet.ray.cluster import connect
 from memsaver_server.fleet.ray.coordinator import RayFleet, coordinator
 from memsaver_server.fleet.ray.engine_actor import EngineActor
 from memsaver_server.fleet.ray.membership import RayMembership
@@ -24,6 +25,7 @@ __all__ = [
     "RayMembership",
     "RayRecord",
     "Registration",
+    "connect",
     "coordinator",
     "placement_group_labels",
     "register",

@@ -40,6 +40,16 @@ class ActorState:
         return self.state in ("DEAD", "")
 
 
+def connect() -> None:
+    """Connect this process to the cluster, if it is not.
+
+    Raises:
+        ConnectionError: this machine is in none.
+    """
+    if not ray.is_initialized():
+        ray.init(address="auto", log_to_driver=False, logging_level="WARNING")
+
+
 def read_key(key: str) -> bytes | None:
     """Return what the cluster keeps under ``key``."""
     value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
