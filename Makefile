@@ -14,8 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site wheel-check \
-  ready clean
+.PHONY: help demo test test-fleet test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site \
+  wheel-check ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,15 +25,16 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 
 test: lint  ## lint, type-check and run every test (those that need a GPU are skipped without one)
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]; fi
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-reliability test-service test-whole test-unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-reliability test-service test-fleet test-whole test-unit
 
 # By folder, two at once: each in a process of its own, where no other folder's engines hold memory.
 # The longest first.
 test-reliability: TESTS := tests/native tests/reliability
 test-service: TESTS := tests/service
+test-fleet: TESTS := tests/fleet
 test-whole: TESTS := tests/e2e
 test-unit: TESTS := tests/unit tests/devices
-test-reliability test-service test-whole test-unit: $(READY)
+test-reliability test-service test-fleet test-whole test-unit: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
 
 sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour and thread sanitizers (minutes)

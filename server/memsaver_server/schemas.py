@@ -27,6 +27,10 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
 
+class NoFields(Fields):
+    """A body whose fields are ignored. If present it must be JSON."""
+
+
 class ReleaseFields(Fields):
     """The fields of a release, all optional."""
 

@@ -176,4 +176,4 @@ def test_a_key_for_the_fleet_and_keys_for_engines(sites: Sites) -> None:
             assert fleet.release().success
             assert fleet.resume().success
         with Fleet(StaticMembership(members), api_key="wrong") as fleet:
-            assert [(engine.name, engine.kind) for engine in fleet.release().failed] == [("a", "wrong_key")]
+            assert [(engine.name, engine.kind) for engine in fleet.release().failed] == [("a", "unauthorized")]

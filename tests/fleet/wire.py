@@ -73,6 +73,18 @@ class Wire:
         """As if the engine's process had ended: connections are reset, new ones refused."""
         self._run(self._stop())
 
+    def drop(self) -> None:
+        """As ``cut``, from a rule."""
+        self._loop.create_task(self._stop())
+
+    def drop_waiting(self) -> None:
+        """Reset the connections, and take new ones."""
+        self._run(self._restart())
+
+    def go_on(self) -> None:
+        """Let requests go on that wait."""
+        self._run(self._let_go())
+
     def silence(self) -> None:
         """As if the network had a hole: nothing is answered, nothing refused."""
         self._silent = True
@@ -105,9 +117,16 @@ class Wire:
         for writer in list(self._connections):
             writer.transport.abort()
 
-    async def _heal(self) -> None:
+    async def _restart(self) -> None:
+        await self._stop()
+        await self._listen()
+
+    async def _let_go(self) -> None:
         self._healed.set()
         self._healed = asyncio.Event()
+
+    async def _heal(self) -> None:
+        await self._let_go()
         if self._server is None:
             await self._listen()
 

@@ -184,6 +184,20 @@ KNOWN_FAILURES = {
             "Their content is kept, whatever becomes of the KV cache.",
         ),
     ),
+    "Fleets": (
+        KnownFailure(
+            "a fleet-wide sleep reached some engines, and there was no way back",
+            "All are prepared, then all are released; or all are as before, and the answer names the one that failed.",
+        ),
+        KnownFailure(
+            "the coordinator of a fleet ended in the middle, and engines stayed closed",
+            "Engines that were only prepared open by themselves; the next coordinator finds the truth by asking.",
+        ),
+        KnownFailure(
+            "an engine that joined a sleeping fleet late was awake, and a dead one was passed over in silence",
+            "Late ones are brought to what is wanted; dead ones are in every answer, in the status and in the log.",
+        ),
+    ),
 }
 
 #: What the argument of a ``guards`` marker may be.

@@ -40,6 +40,9 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
             assert response.status_code != 500, response.text
             statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
             case.validate_response(response, checks=CHECKS)
+            for one in http.get("/operations").json()["operations"]:
+                if one["status"] in ("queued", "running", "prepared"):  # else later calls would wait for its lease
+                    http.post(f"/operations/{one['operation_id']}/abort")
 
         answers()
     keep("described_requests", {"requests": sum(statuses.values())})

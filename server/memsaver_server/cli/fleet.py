@@ -219,8 +219,8 @@ def _code(result: FleetResult) -> ExitCode:
     codes = {
         "unreachable": ExitCode.UNREACHABLE,
         "silent": ExitCode.UNREACHABLE,
-        "no_key": ExitCode.UNAUTHORIZED,
-        "wrong_key": ExitCode.UNAUTHORIZED,
+        "unauthorized": ExitCode.UNAUTHORIZED,
+        "forbidden": ExitCode.UNAUTHORIZED,
         "unknown_tag": ExitCode.INVALID,
         "conflict": ExitCode.CONFLICT,
         "out_of_device_memory": ExitCode.OUT_OF_MEMORY,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from memsaver_server.client.aio import AsyncClient
@@ -77,18 +78,21 @@ class Connection:
     ) -> PreparedAnswer:
         """Prepare an operation, or renew the lease of the one that this repeats."""
         call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
-        return await self._attend(self._client.call(PreparedAnswer, call), limit_s)
+        return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
     async def find_prepared(
         self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float
     ) -> str:
         """Return the id of an operation whose prepare was not answered: a repeat joins it."""
-        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s, "async": True})
-        return (await self._ask(self._client.call(AcceptedAnswer, call))).operation_id
+        return await self._ask(self._find(_operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})))
 
     async def commit(self, operation_id: str) -> OperationAnswer:
         """Carry out a prepared operation; takes as long as that takes."""
-        return await self._attend(self._client.commit(operation_id), None)
+
+        async def known() -> str:
+            return operation_id
+
+        return await self._attend(lambda: self._client.commit(operation_id), known, None)
 
     async def abort(self, operation_id: str) -> None:
         """Undo a preparation. Idempotent."""
@@ -107,41 +111,72 @@ class Connection:
         call = _operation(verb, tags, arguments)
         if key is not None:
             call = replace(call, headers={"Idempotency-Key": key})
-        return await self._attend(self._client.call(OperationAnswer, call), limit_s)
+        return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
         """Return the answer of a call that the engine answers at once."""
+        answer = asyncio.ensure_future(call)
         try:
-            return await asyncio.wait_for(call, self._silence_s)
-        except asyncio.TimeoutError:
-            raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s") from None
+            # Not wait_for, which before Python 3.12 may lose a cancellation.
+            await asyncio.wait({answer}, timeout=self._silence_s)
+            if not answer.done():
+                raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
+            return answer.result()
         except AnswerError as error:
             raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
-
-    async def _attend(self, call: Coroutine[Any, Any, _T], limit_s: float | None) -> _T:
-        """Return the answer of a call that takes long; meanwhile make sure that the engine is there."""
-        answer, silence = asyncio.create_task(call), asyncio.create_task(self._until_silent())
-        try:
-            await asyncio.wait({answer, silence}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done() and silence.done():
-                await silence
-            if not answer.done():
-                raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
-            return await self._ask(answer)
+        except RuntimeError as error:  # the member has left while another call was on its way, and was closed
+            raise EngineFailure("left", f"{self.member.url} has left the fleet") from error
         finally:
-            for task in (answer, silence):
-                task.cancel()
-            await asyncio.gather(answer, silence, return_exceptions=True)
+            _drop(answer)
 
-    async def _until_silent(self) -> None:
-        while True:
-            await asyncio.sleep(min(PROBE_S, self._silence_s / 2))
-            await self._ask(self._client.alive())
+    async def _attend(
+        self,
+        send: Callable[[], Coroutine[Any, Any, _T]],
+        find: Callable[[], Coroutine[Any, Any, str]],
+        limit_s: float | None,
+    ) -> _T:
+        """Return the answer of a call that takes long; meanwhile make sure that the engine works on it.
+
+        Args:
+            send: sends the call. It may be sent again: what it asks for is done once.
+            find: returns the id of the engine's operation.
+        """
+        answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find))
+        try:
+            await asyncio.wait({answer, worked}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and not worked.done():
+                raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
+            if not answer.done():
+                await worked
+                await asyncio.wait({answer}, timeout=self._silence_s)
+            return await self._ask(answer if answer.done() else send())  # the answer may be lost
+        finally:
+            _drop(answer)
+            _drop(worked)
+
+    async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
+        probe_s = min(PROBE_S, self._silence_s / 2)
+        await asyncio.sleep(probe_s)
+        operation_id = await self._ask(find())
+        while (await self.operation(operation_id)).status in ("queued", "running"):
+            await asyncio.sleep(probe_s)
+
+    async def _find(self, call: Call) -> str:
+        """Return the id of the operation of a call that is in progress, or has ended: a repeat joins it."""
+        again = replace(call, body={**(call.body or {}), "async": True})
+        return (await self._client.call(AcceptedAnswer, again)).operation_id
+
+
+def _drop(task: asyncio.Future[Any]) -> None:
+    """End a task whose result nobody wants."""
+    task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 class _Client(AsyncClient):

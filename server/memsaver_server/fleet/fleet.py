@@ -39,6 +39,7 @@ from memsaver_server.schemas import DrainMode
 
 #: Results of finished operations that are remembered.
 _HISTORY = 64
+_GONE = "the coordinator that had begun it is gone"
 
 
 class _Operation:
@@ -261,6 +262,10 @@ class AsyncFleet:
 
     async def _execute(self, operation: _Operation) -> FleetResult:
         request, parts = operation.request, operation.parts
+        if any(wish.operation_id == request.operation_id for wish in (await self._keeper.load()).wanted):
+            for part in parts:
+                part.found_done(request.state)
+            return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
         if request.mode == "best_effort":
             await run_alone(request, parts, self._keeper, lambda stage: self._tell(operation, stage))
             return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
@@ -286,7 +291,7 @@ class AsyncFleet:
         operation = _Operation(FleetRequest.again(operation_id, left.wanted))
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
-            part = Part(member, self._roster.connection(member), "prepared")
+            part = Part(member, self._roster.connection(member))
             part.operation_id, part.tags = prepared.operation_id, prepared.tags
             operation.parts.append(part)
         self._operations[operation_id] = operation
@@ -294,22 +299,21 @@ class AsyncFleet:
             together = self._together(operation)
             if left.stage == "preparing":
                 await together.abandon()
-                result = self._finish_together(operation, "its coordinator ended while preparing")
+                result = self._finish_together(operation, _GONE)
                 del self._results[operation_id]  # nothing was done: a repeat does it
                 return result
             if left.stage == "committing":
                 await together.commit()
             else:
                 await together.undo()
-            return self._finish_together(operation)
+            return self._finish_together(operation, _GONE)
         finally:
             del self._operations[operation_id]
 
     def _finish_together(self, operation: _Operation, why: str = "") -> FleetResult:
         assert operation.together is not None
         together = operation.together
-        if together.cancelled.is_set() and together.outcome == "aborted":
-            why = "it was cancelled"
+        why = "" if together.outcome != "aborted" else "it was cancelled" if together.cancelled.is_set() else why
         outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
         return self._finish(operation, outcome)
 

@@ -68,11 +68,8 @@ class Outcome:
     def _after_abort(self) -> str:
         if not self._strays:
             return "All engines are as before"
-        names = ", ".join(part.member.name for part in self._strays)
-        return (
-            f"Not known of {names}; if prepared, the end of the lease undoes that within {self.lease_s:g} s. "
-            "All others are as before"
-        )
+        names = "; ".join(map(_stray, self._strays))
+        return f"As before are all but {names}. What is prepared there ends with its lease, within {self.lease_s:g} s"
 
     def _losses(self) -> str:
         losses = [f"{' and '.join(part.lost())} of {part.member.name}" for part in self.parts if part.lost()]

@@ -63,6 +63,12 @@ class Part:
         self.operation_id = answer.operation_id
         self.ended()
 
+    def found_done(self, state: str) -> None:
+        """Note that the operation had ended before this coordinator was started; it is not repeated."""
+        self.after = self.before
+        if self.before is not None and self.before.state != state:
+            self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
+
     def ended(self) -> None:
         """Note how long its part took."""
         self.seconds = time.monotonic() - self._began
@@ -86,7 +92,7 @@ class Part:
 
     def is_stray(self, verb: Verb) -> bool:
         """Return whether it is not as before ``verb``, which was given up, or does not say."""
-        return self.after is None or self.after.prepared is not None or bool(self.moved(verb))
+        return self.after is None or self.after.operation_id is not None or bool(self.moved(verb))
 
     @property
     def state(self) -> str:
@@ -106,7 +112,7 @@ class Part:
         return EngineResult(
             name=self.member.name,
             url=self.member.url,
-            success=answer is not None,
+            success=not undone and failure is None,
             state=self.state,
             operation_id=self.operation_id,
             seconds=self.seconds,

@@ -54,7 +54,8 @@ class Reconciler:
         """
         parts = await self._roster.parts(Selector())
         wanted = (await self._keeper.load()).wanted
-        results = await asyncio.gather(*(self._bring(part, wanted) for part in parts))
+        idle = [part for part in parts if not self._locks.any_held({part.member.name, *part.member.gpus})]
+        results = await asyncio.gather(*(self._bring(part, wanted) for part in idle))
         for name in self._troubles.keys() - {part.member.name for part in parts}:
             del self._troubles[name]
         return [result for each in results for result in each]
@@ -64,11 +65,9 @@ class Reconciler:
         self._tell(part)
         if part.failure is not None:
             return [part.result(undone=False)]
-        locks = {part.member.name, *part.member.gpus}
-        busy = part.before is None or part.before.operation_id is not None
-        if busy or not _steps(part, wanted) or self._locks.any_held(locks):
+        if not _steps(part, wanted):
             return []
-        async with self._locks.held(locks):
+        async with self._locks.held({part.member.name, *part.member.gpus}):
             return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
 
     async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
@@ -98,8 +97,9 @@ class Reconciler:
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:
-    """Return the wishes that the engine does not meet, with the tags that are not as wanted."""
-    assert part.before is not None
+    """Return the wishes that an idle engine does not meet, with the tags that are not as wanted."""
+    if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
+        return []
     wishes = wishes_for(part.member, wanted)
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:

@@ -24,9 +24,6 @@ from memsaver_server.fleet.selectors import Selector
 
 logger = logging.getLogger("memsaver")
 
-#: Time beyond the drain's deadline after which an engine that has not answered a prepare counts as hung, seconds.
-GRACE_S = 5.0
-
 
 class Together:
     """One operation in mode ``all``.
@@ -135,7 +132,7 @@ class Together:
         for part in group:
             part.stage, part.asked = "preparing", True
             try:
-                await self._prepare_one(part, self._request.timeout_s + GRACE_S)
+                await self._prepare_one(part, self._request.timeout_s + self._silence_s)
             except EngineFailure as failure:
                 part.fail("preparing", failure)
                 raise
@@ -206,7 +203,7 @@ class Together:
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
                 back = opposite(request.operation)
-                key, limit_s = f"{request.operation_id}-undo", request.timeout_s + GRACE_S
+                key, limit_s = f"{request.operation_id}-undo", request.timeout_s + self._silence_s
                 await part.connection.perform(back, tags, await self._arguments_back(), key=key, limit_s=limit_s)
             if part.failure is None:
                 part.stage = "undone"

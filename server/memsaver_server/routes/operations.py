@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_server.http.auth import caller, reads_only
-from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard
+from memsaver_server.http.requests import (
+    ERROR_RESPONSES,
+    REFUSED_RESPONSES,
+    Responses,
+    ServiceOf,
+    fields_of,
+    guard,
+    takes,
+)
 from memsaver_server.http.serializers import event, operation_answer, operation_status, phase_answer, progress, stalled
 from memsaver_server.http.service import Service, event_stream
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import OperationAnswer, OperationsAnswer, OperationStatusAnswer
+from memsaver_server.schemas import NoFields, OperationAnswer, OperationsAnswer, OperationStatusAnswer
 
 router = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
 _MISSING: Responses = {
@@ -25,6 +33,7 @@ _TOO_LATE: Responses = {
     409: {**ERROR_RESPONSES[409], "description": "It unmaps or maps memory already and will complete, or has ended."},
     504: {**ERROR_RESPONSES[504], "description": "Its drain has not ended yet, with which it will be cancelled."},
 }
+_NoFieldsOf = Annotated[NoFields, Depends(fields_of(NoFields))]
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 
@@ -60,16 +69,20 @@ async def cancel(request: Request, service: ServiceOf, operation_id: str) -> dic
     "/operations/{operation_id}/commit",
     response_model=OperationAnswer,
     responses={**ERROR_RESPONSES, **_MISSING, 409: {**ERROR_RESPONSES[409], "description": "It is not prepared."}},
+    openapi_extra=takes(NoFields),
 )
-async def commit(service: ServiceOf, operation_id: str) -> JSONResponse:
+async def commit(service: ServiceOf, operation_id: str, _fields: _NoFieldsOf) -> JSONResponse:
     """Do what was prepared, and answer as the release or the resume. Idempotent."""
     return await service.commit(operation_id)
 
 
 @router.post(
-    "/operations/{operation_id}/abort", response_model=OperationStatusAnswer, responses={**_MISSING, **_TOO_LATE}
+    "/operations/{operation_id}/abort",
+    response_model=OperationStatusAnswer,
+    responses={**ERROR_RESPONSES, **_MISSING, **_TOO_LATE},
+    openapi_extra=takes(NoFields),
 )
-async def abort(request: Request, service: ServiceOf, operation_id: str) -> dict[str, Any]:
+async def abort(request: Request, service: ServiceOf, operation_id: str, _fields: _NoFieldsOf) -> dict[str, Any]:
     """As ``DELETE /operations/{operation_id}``: undo the preparation of an operation that is not committed."""
     return await cancel(request, service, operation_id)
 

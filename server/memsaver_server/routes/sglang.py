@@ -24,6 +24,7 @@ from memsaver_server.schemas import (
     AcceptedAnswer,
     Fields,
     MessageAnswer,
+    NoFields,
     OperationAnswer,
     PlanAnswer,
     Seconds,
@@ -37,10 +38,6 @@ class PauseFields(Fields):
 
     mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
     timeout_s: Seconds | None = None
-
-
-class NoFields(Fields):
-    """A body whose fields are ignored. If present it must be JSON."""
 
 
 router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])

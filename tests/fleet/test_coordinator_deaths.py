@@ -1,0 +1,110 @@
+"""The coordinator is killed at each step; another one with its record carries on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from memsaver_core import MemsaverError
+from memsaver_server.fleet import FileRecord, Fleet, Selector
+from tests.programs import Child
+from tests.waiting import wait_until
+
+from .conftest import LEASE_S, Sites
+from .test_faults import check, is_there
+
+#: When it dies: at this request to this engine, which is lost, or is carried out but not answered.
+MOMENTS = {
+    "asking": ("b", "GET /memory_occupation", "reset"),
+    "preparing the first": ("a", '"prepare":true', "reset"),
+    "the last is prepared": ("c", '"prepare":true', "reset_answer"),
+    "committing": ("b", "/commit", "reset"),
+    "one has committed": ("b", "/commit", "reset_answer"),
+}
+
+
+def coordinator(sites: Sites, folder: Path, verb: str, lease_s: float) -> Child:
+    """Start a coordinator of all engines with a record."""
+    members = folder / "members.yaml"
+    members.write_text(json.dumps([{"name": name, "url": site.wire.url} for name, site in sites.items()]))
+    program = str(Path(__file__).with_name("coordinator.py"))
+    return Child(program, str(members), str(folder / "record.json"), verb, str(lease_s))
+
+
+def kill_at(sites: Sites, child: Child, engine: str, request: str, fault: str) -> None:
+    sites[engine].wire.on(request, fault, times=1, then=child.process.kill)  # type: ignore[arg-type]
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+@pytest.mark.parametrize(("verb", "moment"), list(product(["release", "resume"], MOMENTS)))
+def test_another_coordinator_carries_on(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, verb: str, moment: str
+) -> None:
+    record = FileRecord(tmp_path / "record.json")
+    if verb == "resume":
+        assert coordinate().release().success
+    child = coordinator(sites, tmp_path, verb, 30)
+    kill_at(sites, child, *MOMENTS[moment])
+    assert child.process.wait(30) == -9
+    results = coordinate(record=record).recover()
+    before = "resume" if verb == "release" else "release"
+    if moment == "asking":
+        assert not results
+    for result in results:
+        check(result, sites, verb)
+    done = moment in ("committing", "one has committed")
+    wait_until(lambda: all(is_there(site, verb if done else before) for site in sites.values()))
+    assert not coordinate(record=record).recover()
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+@pytest.mark.parametrize("verb", ["release", "resume"])
+def test_engines_that_were_only_prepared_open_by_themselves(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, verb: str
+) -> None:
+    if verb == "resume":
+        assert coordinate().release().success
+    child = coordinator(sites, tmp_path, verb, LEASE_S / 4)
+    kill_at(sites, child, *MOMENTS["the last is prepared"])
+    assert child.process.wait(30) == -9
+    wait_until(lambda: all(is_there(site, "resume" if verb == "release" else "release") for site in sites.values()))
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+def test_a_commit_that_came_too_late_is_undone(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
+    child = coordinator(sites, tmp_path, "release", LEASE_S / 4)
+    sites["a"].wire.on("/commit", "delay", times=1)  # not committed before the lease has ended
+    kill_at(sites, child, "b", "/commit", "reset_answer")
+    assert child.process.wait(30) == -9
+    sites["a"].wire.drop_waiting()
+    wait_until(lambda: sites["a"].is_serving and sites["b"].is_released)
+    (result,) = coordinate(record=FileRecord(tmp_path / "record.json")).recover()
+    assert result.rolled_back
+    assert "a failed while committing" in result.message
+    assert all(site.is_serving for site in sites.values())
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+@pytest.mark.parametrize("request_", ["/abort", '"wait":true'])
+def test_the_undo_is_carried_on(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, request_: str) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    child = coordinator(sites, tmp_path, "release", 30)
+    kill_at(sites, child, "b" if request_ == "/abort" else "c", request_, "reset")
+    assert child.process.wait(30) == -9
+    (result,) = coordinate(record=FileRecord(tmp_path / "record.json")).recover()
+    assert not result.success
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_a_repeat_after_a_restart_acts_once(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
+    record = FileRecord(tmp_path / "record.json")
+    for mode in ("all", "best_effort"):
+        assert coordinate(record=record).release(operation_id=mode, mode=mode).success
+        assert coordinate().resume(Selector(names=("b",))).success
+        coordinate(record=record).release(operation_id=mode, mode=mode)
+        assert sites["b"].is_serving
+        assert coordinate(record=record).resume().success

@@ -1,0 +1,160 @@
+"""Engines that fail, hang, are cut off or slow at each step: at the end all is done, or all is as before, or the answer
+says which engine is not, and why. Never half in silence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from memsaver_core import MemsaverError
+from memsaver_server.fleet import Fleet, FleetResult, MemoryRecord
+from tests.waiting import wait_until
+
+from .conftest import Site, Sites
+
+#: The steps of an operation, by a part of the request that each engine gets in it.
+STEPS = {"asking": "GET /memory_occupation", "preparing": '"prepare":true', "committing": "/commit"}
+#: Faults of the network to engine b, once or from then on.
+FAULTS = ["reset once", "reset_answer once", "silence once", "silence_answer once", "dead", "cut off"]
+
+
+def inject(site: Site, step: str, fault: str) -> None:
+    """Have the network fail at the first request of ``step``, and then as ``fault`` says."""
+    if fault == "dead":
+        site.wire.on(step, "reset", times=1, then=site.wire.drop)
+    elif fault == "cut off":
+        site.wire.on(step, "silence", times=1, then=site.wire.silence)
+    else:
+        site.wire.on(step, fault.split()[0], times=1)  # type: ignore[arg-type]
+
+
+def is_there(site: Site, verb: str) -> bool:
+    """Whether the engine is as ``verb`` leaves it, and whole."""
+    return site.is_released if verb == "release" else site.is_serving
+
+
+def check(result: FleetResult, sites: Sites, verb: str) -> None:
+    """The answer is true, and names each engine that is not as the others."""
+    back = "resume" if verb == "release" else "release"
+    for engine in result.engines:
+        resident = bool(sites[engine.name].engine.resident())
+        assert engine.state in ("unknown", "prepared", "releasing", "resuming", "resident" if resident else "released")
+    moved = {name for name, site in sites.items() if bool(site.engine.resident()) is (verb == "resume")}
+    if result.success:
+        assert moved == set(sites)
+        return
+    assert result.failed or "is gone" in result.message
+    assert all(engine.error and engine.phase and engine.kind for engine in result.failed)
+    for name in moved:
+        assert f"{name}, which is " in result.message
+    if result.rolled_back or "All engines are as before" in result.message:
+        assert all(is_there(site, back) for site in sites.values())
+
+
+def settle(fleet: Fleet, sites: Sites, verb: str, result: FleetResult) -> None:
+    """Once the faults are over, all engines come to the same, without anybody's help but the coordinator's."""
+    for site in sites.values():
+        site.wire.heal()
+        site.engine.memory.heal()
+    to = verb if result.success else "resume" if verb == "release" else "release"
+
+    def settled() -> bool:
+        fleet.reconcile()
+        return all(is_there(site, to) for site in sites.values())
+
+    wait_until(settled, interval_s=0.1)
+
+
+def run(fleet: Fleet, verb: str) -> FleetResult:
+    return getattr(fleet, verb)(timeout_s=0.3)
+
+
+@pytest.mark.guards("a fleet-wide sleep reached some engines, and there was no way back")
+@pytest.mark.parametrize(("verb", "step", "fault"), list(product(["release", "resume"], STEPS, FAULTS)))
+def test_the_network_fails_at_each_step(fleet: Fleet, sites: Sites, verb: str, step: str, fault: str) -> None:
+    if verb == "resume":
+        assert fleet.release().success
+    inject(sites["b"], STEPS[step], fault)
+    result = run(fleet, verb)
+    check(result, sites, verb)
+    if fault in ("dead", "cut off"):
+        assert [engine.name for engine in result.failed] == ["b"]
+        assert result.failed[0].phase == step
+    elif fault.startswith("reset"):
+        assert result.success
+    settle(fleet, sites, verb, result)
+
+
+@pytest.mark.parametrize(
+    ("verb", "undoing", "fault"),
+    list(product(["release", "resume"], ["/abort", "GET /memory_occupation", '"wait":true'], ["dead", "cut off"])),
+)
+def test_the_network_fails_while_a_commit_is_undone(
+    fleet: Fleet, sites: Sites, verb: str, undoing: str, fault: str
+) -> None:
+    if verb == "resume":
+        assert fleet.release().success
+    sites["b"].engine.memory.fail(verb, MemsaverError("no"))
+    away = sites["b"] if undoing == "/abort" else sites["c"]
+    sites["c"].wire.on("/commit", "delay", times=1, then=lambda: inject(away, undoing, fault))
+    threading.Timer(0.2, sites["c"].wire.go_on).start()
+    result = run(fleet, verb)
+    assert not result.success
+    check(result, sites, verb)
+    settle(fleet, sites, verb, result)
+
+
+@pytest.mark.parametrize(
+    ("verb", "step"),
+    [("release", "check_release"), ("release", "release"), ("resume", "reserve"), ("resume", "resume")],
+)
+@pytest.mark.parametrize("kind", ["fails", "hangs", "is slow"])
+def test_an_engine_fails_at_each_step(fleet: Fleet, sites: Sites, verb: str, step: str, kind: str) -> None:
+    if verb == "resume":
+        assert fleet.release().success
+    memory = sites["b"].engine.memory
+    if kind == "fails":
+        memory.fail(step, MemsaverError("no"))
+    else:
+        memory.hold(step)
+    if kind == "is slow":
+        threading.Timer(0.3, memory.heal).start()
+    result = run(fleet, verb)
+    check(result, sites, verb)
+    assert result.success == (kind == "is slow")
+    settle(fleet, sites, verb, result)
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+@pytest.mark.parametrize("verb", ["release", "resume"])
+def test_leases_end_before_the_commit(coordinate: Callable[..., Fleet], sites: Sites, verb: str) -> None:
+    fleet = coordinate(lease_s=0.4)
+    if verb == "resume":
+        assert fleet.release().success
+    # The commit of b arrives after its lease has ended.
+    sites["b"].wire.on("/commit", "delay", times=1)
+    timer = threading.Timer(0.6, sites["b"].wire.go_on)
+    timer.start()
+    result = run(fleet, verb)
+    assert [(engine.name, engine.kind) for engine in result.failed] == [("b", "lease_ended")]
+    assert result.rolled_back
+    check(result, sites, verb)
+    settle(fleet, sites, verb, result)
+
+
+def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    class Full(MemoryRecord):
+        async def save(self, content):  # type: ignore[no-untyped-def]
+            from memsaver_server.fleet import RecordError
+
+            if any(running.stage == "committing" for running in content.running.values()):
+                raise RecordError("the disk is full")
+            await super().save(content)
+
+    fleet = coordinate(record=Full())
+    with pytest.raises(Exception, match="the disk is full"):
+        fleet.release()
+    assert all(site.is_serving for site in sites.values())

@@ -1,0 +1,146 @@
+"""Engines that come late or come back, and those that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memsaver_server.fleet import AsyncFleet, Fleet, FleetEvent, MemoryRecord, Selector, StaticMembership
+from tests.waiting import wait_until
+
+from .conftest import SILENCE_S, Sites
+
+
+def listed(path: Path, sites: Sites, names: str) -> StaticMembership:
+    """Members from a file that lists these."""
+    path.write_text(json.dumps([{"name": name, "url": sites[name].wire.url} for name in names]))
+    return StaticMembership(path)
+
+
+@pytest.mark.guards("an engine that joined a sleeping fleet late was awake, and a dead one was passed over in silence")
+def test_a_late_engine_is_brought_to_what_is_wanted(sites: Sites, tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    with Fleet(listed(path, sites, "ab"), silence_s=SILENCE_S) as fleet:
+        assert fleet.release().success
+        assert sites["c"].is_serving
+        listed(path, sites, "abc")
+        (brought,) = fleet.reconcile()
+        assert (brought.name, brought.success, brought.state) == ("c", True, "released")
+        assert sites["c"].is_released
+        assert not fleet.reconcile()
+        assert {engine.wanted for engine in fleet.status().engines} == {"released"}
+
+
+@pytest.mark.guards("an engine that joined a sleeping fleet late was awake, and a dead one was passed over in silence")
+def test_a_dead_engine_is_told(fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    assert fleet.release().success
+    sites["b"].wire.cut()
+    with caplog.at_level(logging.INFO, "memsaver"):
+        for _ in range(2):
+            (told,) = fleet.reconcile()
+            assert (told.name, told.kind, told.state) == ("b", "unreachable", "unknown")
+    assert sum("engine b" in record.getMessage() for record in caplog.records) == 1
+    status = fleet.status()
+    assert [(engine.alive, engine.state, bool(engine.error)) for engine in status.engines] == [
+        (True, "released", False),
+        (False, "unknown", True),
+        (True, "released", False),
+    ]
+    assert [engine.name for engine in fleet.release().failed] == ["b"]
+    sites["b"].wire.heal()
+    with caplog.at_level(logging.INFO, "memsaver"):
+        assert not fleet.reconcile()
+    assert "engine b answers again" in caplog.messages
+
+
+def test_an_engine_that_comes_back_resident_is_released(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release().success
+    sites["b"].http.post("/resume_memory_occupation").raise_for_status()  # as a new process is
+    assert [engine.name for engine in fleet.reconcile()] == ["b"]
+    assert sites["b"].is_released
+
+
+def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release().success
+    assert fleet.resume(Selector(names=("a",))).success
+    assert fleet.release(Selector(names=("a", "b")), tags=["kv_cache"]).success
+    for site in sites.values():
+        site.http.post("/resume_memory_occupation").raise_for_status()
+    fleet.reconcile()
+    assert [sites[name].engine.resident() for name in "abc"] == [{"weights"}, set(), set()]
+
+
+def test_an_engine_with_an_operation_of_its_own_is_left_alone(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release().success
+    sites["b"].engine.memory.hold("resume")
+    sites["b"].http.post("/resume_memory_occupation", json={"async": True}).raise_for_status()
+    assert not fleet.reconcile()
+
+
+def test_it_reconciles_when_members_change(sites: Sites, tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    members = listed(path, sites, "a")
+
+    async def run() -> None:
+        async with AsyncFleet(members, record=MemoryRecord(), silence_s=SILENCE_S) as fleet:
+            assert (await fleet.release()).success
+            keeping = asyncio.create_task(fleet.keep(interval_s=60))
+            listed(path, sites, "ac")
+            while not sites["c"].is_released:
+                assert not keeping.done()
+                await asyncio.sleep(0.02)
+            keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_watching(fleet: Fleet, sites: Sites) -> None:
+    events = fleet.watch(interval_s=0.05)
+    seen: list[FleetEvent] = []
+
+    def see(event: str, engine: str = "") -> FleetEvent:
+        while not seen or (seen[-1].event, seen[-1].engine) != (event, engine):
+            seen.append(next(events))
+        return seen[-1]
+
+    for name in "abc":
+        see("joined", name)
+    sites["a"].engine.memory.hold("release")
+    sites["a"].http.post("/release_memory_occupation", json={"async": True}).raise_for_status()
+    assert see("progress", "a").data["operation"] == "release"
+    sites["a"].engine.memory.heal()
+    wait_until(lambda: sites["a"].is_released)
+    see("state", "a")
+    assert fleet.release().success
+    stages = [event.data["stage"] for event in seen if event.event == "operation"]
+    assert see("result").data["success"]
+    stages = [event.data["stage"] for event in seen if event.event == "operation"]
+    assert stages == ["preparing", "committing"]
+    sites["b"].wire.cut()
+    assert "no answer" in see("dead", "b").data["error"]
+    sites["b"].wire.heal()
+    assert see("back", "b").data["state"] == "released"
+    events.close()
+
+
+def test_watching_tells_who_leaves(sites: Sites, tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    with Fleet(listed(path, sites, "ab")) as fleet:
+        events = fleet.watch(interval_s=0.05)
+        assert {next(events).engine for _ in range(4)} == {"a", "b"}
+        listed(path, sites, "a")
+        assert [(event.event, event.engine) for event in [next(events)]] == [("left", "b")]
+        path.write_text("[")
+        assert "cannot be read" in next(events).data["error"]
+        events.close()
+
+
+def test_a_fleet_of_nothing(coordinate: Callable[..., Fleet]) -> None:
+    with Fleet(StaticMembership([])) as fleet:
+        assert fleet.status().state == ""
+        assert fleet.reconcile() == []
