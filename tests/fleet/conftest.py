@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 # Before memsaver is loaded: these tests are about fleets, and run on the host driver everywhere.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
+os.environ.setdefault("MEMSAVER_HOST_CAPACITY", str(64 << 20))  # so that tests can fill the device
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from .wire import Loop, Wire
 
 NAMES = ("a", "b", "c")
 #: Short, so that what waits for them does not make the tests slow.
-SILENCE_S, LEASE_S = 0.5, 2.0
+SILENCE_S, LEASE_S = 0.5, 1.5
 
 
 class Site:

@@ -5,6 +5,9 @@ All memory of a process belongs to one core. Each engine sees its own tags of it
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +19,7 @@ import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status
+from memsaver_server import attach
 from memsaver_server.engine import LOCAL_MEMORY
 from memsaver_server.gate import Gate
 
@@ -132,3 +136,17 @@ class LightMemory:
 
     def _short(self, tag: str) -> str:
         return tag.removeprefix(self._prefix)
+
+
+def serve() -> None:
+    """Serve engines until standard input ends: NAME COUNT. Prints the members; each line of input is a call of the
+    first engine that is to fail."""
+    name, count = sys.argv[1], int(sys.argv[2])
+    engines = [LightEngine(f"{name}-{number}") for number in range(count)]
+    served = [attach(engine) for engine in engines]
+    pairs = zip(engines, served, strict=True)
+    print(json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs]), flush=True)
+    for line in sys.stdin:
+        engines[0].memory.fail(line.strip(), MemsaverError("told to fail"))
+        print("failing", flush=True)
+    os._exit(0)

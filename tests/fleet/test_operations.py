@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +148,48 @@ def test_cancelling_leaves_all_as_before(fleet: Fleet, sites: Sites) -> None:
     assert all(site.is_serving for site in sites.values())
     with pytest.raises(FleetError):
         fleet.cancel("x1")
+
+
+def test_what_waits_for_its_turn_can_be_cancelled(fleet: Fleet, sites: Sites) -> None:
+    results: list[FleetResult] = []
+    sites["b"].engine.memory.hold("release")
+    first = threading.Thread(target=lambda: results.append(fleet.release(operation_id="first")))
+    first.start()
+    wait_until(lambda: fleet.progress and fleet.progress.stage == "committing")
+    with pytest.raises(FleetError, match="moves memory already"):
+        fleet.cancel("first")
+    second = threading.Thread(target=lambda: results.append(fleet.resume(operation_id="second")))
+    second.start()
+    third = threading.Thread(target=lambda: results.append(_cancelled(fleet, "second")))
+    third.start()
+    wait_until(lambda: len(fleet.operations()) == 2)
+    sites["b"].engine.memory.heal()
+    for thread in (first, second, third):
+        thread.join()
+    assert [result.operation_id for result in results if result.success] == ["first"]
+    assert sum("it was cancelled" in result.message for result in results) == 2
+    assert all(site.is_released for site in sites.values())
+
+
+def _cancelled(fleet: Fleet, operation_id: str) -> FleetResult:
+    wait_until(lambda: any(one.operation_id == operation_id for one in fleet.operations()))
+    return fleet.cancel(operation_id)
+
+
+def test_an_engine_that_leaves_meanwhile_is_not_left_half_done(sites: Sites, tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text("\n".join(f"- {{name: {name}, url: '{site.wire.url}'}}" for name, site in sites.items()))
+    results: list[FleetResult] = []
+    with Fleet(StaticMembership(path)) as fleet:
+        with sites["b"].engine.request():
+            releasing = threading.Thread(target=lambda: results.append(fleet.release()))
+            releasing.start()
+            wait_until(lambda: fleet.progress and fleet.progress.engines.get("c") == "prepared")
+            path.write_text(f"- {{name: a, url: '{sites['a'].wire.url}'}}")
+            assert [engine.name for engine in fleet.status().engines] == ["a"]
+        releasing.join()
+    assert results[0].success, results[0].message
+    assert all(site.is_released for site in sites.values())
 
 
 def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> None:

@@ -34,9 +34,9 @@ def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("module", ["memsaver_server", "memsaver_server.client", "memsaver_server.schemas"])
+@pytest.mark.parametrize("module", ["", ".client", ".fleet", ".schemas"])
 def test_the_client_loads_neither_torch_nor_fastapi(module: str) -> None:
-    ran = python(f"import {module}, sys; print([name for name in {NOT_LOADED} if name in sys.modules])")
+    ran = python(f"import memsaver_server{module}, sys; print([name for name in {NOT_LOADED} if name in sys.modules])")
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
 
 
@@ -48,6 +48,7 @@ def test_the_client_loads_neither_torch_nor_fastapi(module: str) -> None:
         (["status", "--uds", "/nowhere"], 3),
         (["release", "--uds", "/nowhere"], 3),
         (["watch", "--uds", "/nowhere"], 3),
+        (["fleet", "status", "--members", "/nowhere"], 2),
         (["top", "--uds", "/nowhere"], 3),
     ],
 )

@@ -23,9 +23,6 @@ from memsaver_server.schemas import (
 )
 from memsaver_server.two_phases import PreparedAnswer
 
-#: Interval at which an engine is probed while one of its answers is awaited, seconds.
-PROBE_S = 1.0
-
 _T = TypeVar("_T")
 
 
@@ -52,6 +49,7 @@ class Connection:
     def __init__(self, member: Member, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool) -> None:
         self.member = member
         self._silence_s = silence_s
+        self._closed = False
         self._client = _Client(
             member.url,
             api_key=member.api_key or api_key,
@@ -114,6 +112,7 @@ class Connection:
         return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
 
     async def close(self) -> None:
+        self._closed = True
         await self._client.close()
 
     async def _ask(self, call: Awaitable[_T]) -> _T:
@@ -129,8 +128,10 @@ class Connection:
             raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
-        except RuntimeError as error:  # the member has left while another call was on its way, and was closed
-            raise EngineFailure("left", f"{self.member.url} has left the fleet") from error
+        except RuntimeError as error:
+            if not self._closed:
+                raise
+            raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
         finally:
             _drop(answer)
 
@@ -161,7 +162,7 @@ class Connection:
 
     async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
-        probe_s = min(PROBE_S, self._silence_s / 2)
+        probe_s = self._silence_s / 2
         await asyncio.sleep(probe_s)
         operation_id = await self._ask(find())
         while (await self.operation(operation_id)).status in ("queued", "running"):

@@ -22,7 +22,8 @@ _LIFETIME_S = 5.0
 class DnsMembership:
     """Members are called by their addresses with the port; with SRV records, by their targets with the port.
 
-    A name without records has no members: a headless service has none while no pod is ready.
+    A name without records has no members. A headless Kubernetes service must have ``publishNotReadyAddresses: true``:
+    else engines that are released, which are not ready, leave the fleet.
 
     Args:
         name: what to ask for. The search domains of the system apply.

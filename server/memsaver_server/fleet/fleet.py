@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from memsaver_server.fleet.hub import Hub
 from memsaver_server.fleet.keeper import Keeper
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import Outcome
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
@@ -39,30 +39,6 @@ from memsaver_server.schemas import DrainMode
 
 #: Results of finished operations that are remembered.
 _HISTORY = 64
-_GONE = "the coordinator that had begun it is gone"
-
-
-class _Operation:
-    """An operation in progress."""
-
-    def __init__(self, request: FleetRequest) -> None:
-        self.request = request
-        self.stage: Stage = "asking"
-        self.parts: list[Part] = []
-        self.together: Together | None = None
-        self.began = time.monotonic()
-        self.task: asyncio.Task[FleetResult] | None = None
-
-    def progress(self) -> FleetProgress:
-        request = self.request
-        return FleetProgress(
-            operation=request.operation,
-            operation_id=request.operation_id,
-            mode=request.mode,
-            stage=self.stage,
-            seconds=time.monotonic() - self.began,
-            engines={part.member.name: part.stage for part in self.parts},
-        )
 
 
 class AsyncFleet:
@@ -94,10 +70,10 @@ class AsyncFleet:
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
-        self._roster = Roster(membership, api_key, silence_s, verify)
         self._locks = Locks()
+        self._roster = Roster(membership, self._locks, api_key, silence_s, verify)
         self._hub = Hub()
-        self._operations: dict[str, _Operation] = {}
+        self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
         self._recovering = asyncio.Lock()
         self._recovered = False
@@ -156,17 +132,17 @@ class AsyncFleet:
         return await self._run(FleetRequest.of("resume", selector, tags, mode, timeout_s, operation_id, options, {}))
 
     async def cancel(self, operation_id: str) -> FleetResult:
-        """Give up an operation that has not begun to commit; return its result. Idempotent.
+        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent.
 
         Raises:
-            FleetError: it is not known, has ended otherwise, or moves memory already.
+            FleetError: none of this id runs, or it moves memory already.
         """
         running = self._operations.get(operation_id)
-        if running is None or running.task is None or running.together is None:
+        if running is None or running.task is None:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
-        if running.stage not in ("asking", "preparing", "aborting"):
+        if not running.can_be_cancelled:
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
-        running.together.cancelled.set()
+        running.cancelled.set()
         return await asyncio.shield(running.task)
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
@@ -212,9 +188,7 @@ class AsyncFleet:
 
     async def keep(self, interval_s: float = 5.0) -> None:
         """Reconcile for ever: at each interval, and whenever the members change."""
-        while not self._recovered:
-            await self.recover()
-        await self._reconciler.keep(interval_s)
+        await self._reconciler.keep(self.reconcile, interval_s)
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
@@ -229,28 +203,30 @@ class AsyncFleet:
         await self.close()
 
     async def _run(self, request: FleetRequest) -> FleetResult:
-        await self.recover()  # what it ends may be an operation of this id
         ended = self._results.get(request.operation_id)
         if ended is not None:
             return ended
         operation = self._operations.get(request.operation_id)
         if operation is None:
-            operation = self._operations[request.operation_id] = _Operation(request)
+            operation = self._operations[request.operation_id] = FleetOperation(request)
             operation.task = asyncio.create_task(self._perform(operation))
         assert operation.task is not None
         return await asyncio.shield(operation.task)
 
-    async def _perform(self, operation: _Operation) -> FleetResult:
+    async def _perform(self, operation: FleetOperation) -> FleetResult:
         request = operation.request
         try:
+            await self.recover()
+            if request.operation_id in self._results:
+                return self._results[request.operation_id]
             parts = await self._roster.parts(request.selector)
             if not parts:
                 raise FleetError(f"no engine of the fleet matches {request.selector.model_dump(exclude_defaults=True)}")
             return await self._locked(operation, parts)
         finally:
-            del self._operations[request.operation_id]
+            self._operations.pop(request.operation_id, None)
 
-    async def _locked(self, operation: _Operation, parts: list[Part]) -> FleetResult:
+    async def _locked(self, operation: FleetOperation, parts: list[Part]) -> FleetResult:
         names = {part.member.name for part in parts} | {uuid for part in parts for uuid in part.member.gpus}
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
@@ -260,7 +236,7 @@ class AsyncFleet:
             operation.parts = parts
             return await self._execute(operation)
 
-    async def _execute(self, operation: _Operation) -> FleetResult:
+    async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.request, operation.parts
         if any(wish.operation_id == request.operation_id for wish in (await self._keeper.load()).wanted):
             for part in parts:
@@ -272,23 +248,19 @@ class AsyncFleet:
         for part in parts:
             if part.before is not None and "prepared" not in part.before.model_fields_set:
                 part.fail("asking", _cannot_prepare(part.member))
-        await self._together(operation).run()
-        return self._finish_together(operation)
+        together = self._together(operation)
+        await together.run()
+        why = "it was cancelled" if operation.cancelled.is_set() and together.outcome == "aborted" else ""
+        return self._finish(operation, Outcome(request, parts, together.outcome, self._lease_s, why))
 
-    def _together(self, operation: _Operation) -> Together:
-        operation.together = Together(
-            operation.request,
-            operation.parts,
-            self._keeper,
-            self._lease_s,
-            self._silence_s,
-            lambda stage: self._tell(operation, stage),
+    def _together(self, operation: FleetOperation) -> Together:
+        return Together(
+            operation, self._keeper, self._lease_s, self._silence_s, lambda stage: self._tell(operation, stage)
         )
-        return operation.together
 
     async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        operation = _Operation(FleetRequest.again(operation_id, left.wanted))
+        operation = FleetOperation(FleetRequest.again(operation_id, left.wanted))
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
             part = Part(member, self._roster.connection(member))
@@ -299,25 +271,20 @@ class AsyncFleet:
             together = self._together(operation)
             if left.stage == "preparing":
                 await together.abandon()
-                result = self._finish_together(operation, _GONE)
-                del self._results[operation_id]  # nothing was done: a repeat does it
-                return result
-            if left.stage == "committing":
+            elif left.stage == "committing":
                 await together.commit()
             else:
                 await together.undo()
-            return self._finish_together(operation, _GONE)
+            why = "the coordinator that had begun it is gone" if together.outcome == "aborted" else ""
+            outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
+            result = self._finish(operation, outcome)
+            if together.outcome == "aborted":
+                del self._results[operation_id]  # nothing was done: a repeat does it
+            return result
         finally:
-            del self._operations[operation_id]
+            self._operations.pop(operation_id, None)
 
-    def _finish_together(self, operation: _Operation, why: str = "") -> FleetResult:
-        assert operation.together is not None
-        together = operation.together
-        why = "" if together.outcome != "aborted" else "it was cancelled" if together.cancelled.is_set() else why
-        outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
-        return self._finish(operation, outcome)
-
-    def _finish(self, operation: _Operation, outcome: Outcome) -> FleetResult:
+    def _finish(self, operation: FleetOperation, outcome: Outcome) -> FleetResult:
         result = outcome.result(operation.began)
         self._results[result.operation_id] = result
         while len(self._results) > _HISTORY:
@@ -325,7 +292,7 @@ class AsyncFleet:
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, operation: _Operation, stage: Stage) -> None:
+    def _tell(self, operation: FleetOperation, stage: Stage) -> None:
         operation.stage = stage
         self._hub.publish("operation", **operation.progress().model_dump(mode="json"))
 

@@ -71,7 +71,7 @@ class StaticMembership:
         if self._path is not None:
             import_module("yaml")  # that it is missing is told here
         self._members = [] if isinstance(members, (str, PathLike)) else checked(members)
-        self._seen: object = None
+        self._seen: object = object()  # unlike any file
 
     async def members(self) -> list[Member]:
         if self._path is not None and self._stamp() != self._seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.hub import Hub
@@ -31,12 +32,12 @@ class Reconciler:
         self._hub = hub
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
 
-    async def keep(self, interval_s: float) -> None:
-        """Reconcile for ever."""
+    async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
+        """Call ``once`` for ever: at each interval, and when the members change."""
         trouble = ""
         while True:
             try:
-                await self.once()
+                await once()
                 trouble = ""
             except (MembershipError, RecordError) as error:
                 if str(error) != trouble:

@@ -92,6 +92,11 @@ class FleetRequest:
         deadline = {"timeout_s": self.timeout_s} if self.operation == "release" else {}
         return {**deadline, **self.options}
 
+    @property
+    def patience_s(self) -> float:
+        """How long an engine may take to prepare: for its drain, or until there is memory, seconds."""
+        return self.timeout_s + float(self.options.get("wait_for_memory_s", 0.0))
+
     def wish(self) -> Wanted:
         """Return what the record is to say once it is carried out."""
         return Wanted(

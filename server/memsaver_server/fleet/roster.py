@@ -9,23 +9,27 @@ from dataclasses import replace
 
 from memsaver_server.fleet.budget import uuids_of
 from memsaver_server.fleet.connection import Connection, EngineFailure
+from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.selectors import Selector
+
+_Key = tuple[str, str, str | None]
 
 
 class Roster:
     """Use it in one event loop. Its methods raise MembershipError."""
 
     def __init__(
-        self, membership: Membership, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool
+        self, membership: Membership, locks: Locks, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool
     ) -> None:
         self.membership = membership
+        self._locks = locks
         self._api_key = api_key
         self._silence_s = silence_s
         # One for all: making one takes longer than a call.
         self._verify = ssl.create_default_context() if verify is True else verify
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[_Key, Connection] = {}
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
     async def parts(self, selector: Selector) -> list[Part]:
@@ -46,10 +50,10 @@ class Roster:
 
     def connection(self, member: Member) -> Connection:
         """Return the connection to a member, which is kept."""
-        known = self._connections.get(member.name)
-        if known is None or (known.member.url, known.member.api_key) != (member.url, member.api_key):
-            known = self._connections[member.name] = Connection(member, self._api_key, self._silence_s, self._verify)
-        return known
+        key = (member.name, member.url, member.api_key)
+        if key not in self._connections:
+            self._connections[key] = Connection(member, self._api_key, self._silence_s, self._verify)
+        return self._connections[key]
 
     async def ask(self, part: Part) -> None:
         """Have a part know what its engine holds, or that it does not answer."""
@@ -73,7 +77,9 @@ class Roster:
         return part.failure is not None and selector.may_match(part.member)
 
     async def _drop_all_but(self, members: Sequence[Member]) -> None:
-        names = {member.name for member in members}
-        for name in self._connections.keys() - names:
-            self._known.pop(name, None)
-            await self._connections.pop(name).close()
+        """Close the connections that no member has, and no operation uses."""
+        keys = {(member.name, member.url, member.api_key) for member in members}
+        for key in [key for key in self._connections if key not in keys and not self._locks.any_held(key[:1])]:
+            await self._connections.pop(key).close()
+        for name in self._known.keys() - {member.name for member in members}:
+            del self._known[name]

@@ -95,6 +95,10 @@ class Fleet:
         """See ``AsyncFleet.progress``."""
         return self._call(self._progress())
 
+    def operations(self) -> list[FleetProgress | FleetResult]:
+        """See ``AsyncFleet.operations``."""
+        return self._call(self._operations())
+
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
         events = self._fleet.watch(interval_s)
@@ -128,6 +132,9 @@ class Fleet:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    async def _operations(self) -> list[FleetProgress | FleetResult]:
+        return self._fleet.operations()
 
     async def _progress(self) -> FleetProgress | None:
         return self._fleet.progress

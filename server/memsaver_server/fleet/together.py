@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
 from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.keeper import Keeper
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Prepared, RecordError, Running, Wanted
-from memsaver_server.fleet.request import STATES, FleetRequest, opposite
+from memsaver_server.fleet.request import STATES, opposite
 from memsaver_server.fleet.results import Stage
 from memsaver_server.fleet.selectors import Selector
 
@@ -30,26 +31,24 @@ class Together:
 
     Attributes:
         outcome: ``done``, ``aborted`` (nothing was moved) or ``undone`` (some was, and was moved back, or should be).
-        cancelled: set to give up; too late once the stage is ``committing``.
     """
 
     def __init__(
         self,
-        request: FleetRequest,
-        parts: Sequence[Part],
+        operation: FleetOperation,
         keeper: Keeper,
         lease_s: float,
         silence_s: float,
         tell: Callable[[Stage], None],
     ) -> None:
-        self._request = request
-        self._parts = parts
+        self._request = operation.request
+        self._parts = operation.parts
+        self._cancelled = operation.cancelled
         self._keeper = keeper
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._tell = tell
-        self._wish = request.wish()
-        self.cancelled = asyncio.Event()
+        self._wish = operation.request.wish()
         self.outcome: Literal["done", "aborted", "undone"] = "aborted"
 
     async def run(self) -> None:
@@ -58,7 +57,7 @@ class Together:
         Raises:
             RecordError: the record cannot be written. Nothing was moved.
         """
-        if _failed(self._parts):
+        if _failed(self._parts) or self._cancelled.is_set():
             for part in self._parts:
                 part.after = part.before
             return
@@ -117,7 +116,7 @@ class Together:
         lanes = [asyncio.ensure_future(self._prepare_in_turn(group)) for group in groups]
         ends: tuple[asyncio.Future[Any], ...] = (
             asyncio.gather(*lanes),
-            asyncio.ensure_future(self.cancelled.wait()),
+            asyncio.ensure_future(self._cancelled.wait()),
             asyncio.ensure_future(self._keep_leases()),
         )
         try:
@@ -126,13 +125,13 @@ class Together:
             for task in (*lanes, *ends):
                 task.cancel()
             await asyncio.gather(*lanes, *ends, return_exceptions=True)
-        return all(part.stage == "prepared" for part in self._parts) and not self.cancelled.is_set()
+        return all(part.stage == "prepared" for part in self._parts) and not self._cancelled.is_set()
 
     async def _prepare_in_turn(self, group: Iterable[Part]) -> None:
         for part in group:
             part.stage, part.asked = "preparing", True
             try:
-                await self._prepare_one(part, self._request.timeout_s + self._silence_s)
+                await self._prepare_one(part, self._request.patience_s + self._silence_s)
             except EngineFailure as failure:
                 part.fail("preparing", failure)
                 raise

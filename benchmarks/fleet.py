@@ -1,0 +1,234 @@
+"""A fleet of light engines on one machine: how long a coordinator takes to prepare, commit, abort and undo on all of
+them, and what it needs; with a model of larger fleets, fitted to what was measured.
+
+The engines are real services over the real core on the host driver, 2 MiB each, many to a process. The coordinator is
+this process. Engines and coordinator share the processors here, so that a time over all engines is mostly the engines'
+own work; the coordinator's processor time is given apart.
+
+    python benchmarks/fleet.py
+    python benchmarks/fleet.py --sizes 50,100 --rounds 3 --out /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _record import command
+
+from memsaver_server.fleet import AsyncFleet, FleetResult, Member, MemoryRecord, RecordContent, StaticMembership
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Engines in a process.
+PER_PROCESS = 50
+#: The fleet that the model speaks of.
+LARGE = 10_000
+
+
+class TimedRecord(MemoryRecord):
+    """Notes when an operation's stages begin and when it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[tuple[str, float]] = []
+
+    async def save(self, content: RecordContent) -> None:
+        stages = [running.stage for running in content.running.values()]
+        self.moments.append((stages[0] if stages else "ended", time.perf_counter()))
+        await super().save(content)
+
+    def durations(self) -> dict[str, float]:
+        """Return the seconds of each stage since the last call."""
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        found = {stage: after - at for (stage, at), (_, after) in pairs}
+        self.moments.clear()
+        return found
+
+
+class Engines:
+    """Processes of light engines."""
+
+    def __init__(self, count: int) -> None:
+        code = "from tests.fleet.light_engine import serve; serve()"
+        environment = {**os.environ, "MEMSAVER_DRIVER": "host", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        sizes = [min(PER_PROCESS, count - first) for first in range(0, count, PER_PROCESS)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, f"p{number}", str(size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for number, size in enumerate(sizes)
+        ]
+        self.members = [Member(**about) for each in self.processes for about in json.loads(self._line(each))]
+
+    def fail(self, call: str) -> None:
+        """Make the next ``call`` of the first engine fail."""
+        first = self.processes[0]
+        assert first.stdin is not None
+        print(call, file=first.stdin, flush=True)
+        self._line(first)
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(60)
+
+    def _line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "a process of engines has ended"
+        return line
+
+
+async def measure(engines: Engines, size: int, rounds: int) -> dict[str, Any]:
+    """Return the figures of a fleet of ``size`` engines; medians over the rounds, seconds."""
+    record = TimedRecord()
+    me = psutil.Process()
+    figures: dict[str, list[float]] = defaultdict(list)
+    before = me.memory_info().rss
+    async with AsyncFleet(StaticMembership(engines.members[:size]), record=record) as fleet:
+        assert (await fleet.release()).success  # connects
+        assert (await fleet.resume()).success
+        for _ in range(rounds):
+            for verb in (fleet.release, fleet.resume):
+                record.durations()
+                busy = me.cpu_times()
+                result: FleetResult = await verb()
+                assert result.success, result.message
+                name = result.operation
+                used = me.cpu_times()
+                stages = record.durations()
+                figures[f"{name}"].append(result.seconds)
+                figures[f"{name}: prepare"].append(stages["preparing"])
+                figures[f"{name}: commit"].append(stages["committing"])
+                figures[f"{name}: coordinator's processor time"].append(
+                    used.user + used.system - busy.user - busy.system
+                )
+            for call, stage in (("check_release", "preparing"), ("release", "rolling_back")):
+                engines.fail(call)
+                record.durations()
+                result = await fleet.release()
+                assert not result.success
+                assert all(engine.state == "resident" for engine in result.engines), result.message
+                name = "one cannot prepare" if stage == "preparing" else "one fails to commit"
+                figures[name].append(result.seconds)
+                figures[f"{name}: {'prepare and abort' if stage == 'preparing' else 'undo'}"].append(
+                    record.durations()[stage]
+                )
+        about = {
+            "memory_bytes": me.memory_info().rss - before,
+            "sockets": sum(connection.status == "ESTABLISHED" for connection in me.net_connections("tcp")),
+        }
+    return {"engines": size, "seconds": {name: statistics.median(each) for name, each in figures.items()}, **about}
+
+
+def line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return ``a`` and ``b`` of the least squares line y = a + b x."""
+    fitted = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
+    return fitted.intercept, fitted.slope
+
+
+def models(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the line of each figure, and what it gives for a large fleet: flat, and with coordinators of coordinators.
+
+    With ``m`` coordinators below one, each of ``n / m`` engines, a phase takes ``2 a + b (m + n / m)``, least for
+    ``m = sqrt(n)``.
+    """
+    found = {}
+    for name in results[0]["seconds"]:
+        a, b = line([(each["engines"], each["seconds"][name]) for each in results])
+        tree = 2 * max(a, 0) + 2 * b * LARGE**0.5
+        found[name] = {"a": a, "b": b, "flat": a + b * LARGE, "tree": tree}
+    return found
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
+    sizes = [f"{each['engines']} engines" for each in results]
+    heads = ["ms more for each engine", f"{LARGE:,} engines, one coordinator", f"{LARGE:,} engines, a tree"]
+    times = [
+        row(
+            name,
+            *(format(each["seconds"][name], ".3f") for each in results),
+            format(line["b"] * 1e3, ".2f"),
+            format(line["flat"], ".1f"),
+            format(line["tree"], ".2f"),
+        )
+        for name, line in fitted.items()
+    ]
+    memory = [format(each["memory_bytes"] / 2**20, ".1f") for each in results]
+    return "\n".join(
+        [
+            "# A fleet on one machine",
+            "",
+            f"{about['machine']}, Python {about['python']}, host driver. Engines of 2 MiB, {PER_PROCESS} to a process;",
+            f"medians of {about['rounds']} rounds, seconds. Engines and coordinator share the processors: a time over",
+            "all engines is mostly the engines' own work.",
+            "",
+            row("what", *sizes, *heads),
+            row("---", *["---:"] * (len(sizes) + len(heads))),
+            *times,
+            "",
+            row("the coordinator's", *sizes),
+            row("---", *["---:"] * len(sizes)),
+            row("memory beside that of the smaller fleets, MiB", *memory),
+            row("sockets", *(each["sockets"] for each in results)),
+            "",
+            "The last columns are a model, not measured: the line a + b n, fitted to the measured sizes, for one",
+            f"coordinator of {LARGE:,} engines; and 2 a + 2 b sqrt(n) for one coordinator of {LARGE**0.5:.0f} others,",
+            f"each of {LARGE**0.5:.0f} engines. They hold for engines that share processors as here; where engines",
+            "have machines of their own, the coordinator's processor time is what grows with their number.",
+            "",
+            f"Repeat: `{about['command']}`",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="50,100,250,500", help="numbers of engines")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results" / date.today().isoformat())
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.sizes.split(",")]
+    engines = Engines(max(sizes))
+    try:
+        results = [asyncio.run(measure(engines, size, options.rounds)) for size in sizes]
+    finally:
+        engines.close()
+    about = {
+        "machine": f"{os.cpu_count()} processors ({platform.machine()})",
+        "python": platform.python_version(),
+        "rounds": options.rounds,
+        "command": command("fleet.py"),
+    }
+    fitted = models(results)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "fleet.json").write_text(json.dumps({"about": about, "results": results, "model": fitted}, indent=1))
+    (options.out / "fleet.md").write_text(page(results, fitted, about))
+    print((options.out / "fleet.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Engines that share a GPU: no two resumes fight for the same bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import memsaver_core as ms
+from memsaver_server.fleet import Fleet, FleetResult
+from tests.waiting import wait_until
+
+from .conftest import Sites
+from .light_engine import MIB
+
+
+class Trainer:
+    """A co-tenant of the device."""
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+
+    def fill_up_to(self, left: int) -> None:
+        (device,) = ms.read_devices()
+        with ms.region("trainer"):
+            size = device.total_bytes - device.used_bytes - left
+            self._held = torch.empty(size // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=ms.torch_device())
+
+    def end(self) -> None:
+        self._held = None
+
+
+@pytest.fixture
+def trainer(sites: Sites) -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    trainer.end()
+
+
+def test_resumes_that_do_not_fit_together_are_refused(fleet: Fleet, sites: Sites, trainer: Trainer) -> None:
+    assert fleet.release().success
+    trainer.fill_up_to(4 * MIB)
+    result = fleet.resume()
+    assert {engine.kind for engine in result.failed} == {"out_of_device_memory"}
+    assert len(result.failed) == 3
+    assert f"{6 * MIB} bytes are needed (a {2 * MIB}, b {2 * MIB}, c {2 * MIB})" in result.message
+    assert not any('"prepare":true' in text and "resume" in text for site in sites.values() for text in site.wire.seen)
+    assert all(site.is_released for site in sites.values())
+
+
+def test_best_effort_resumes_in_turn_what_fits(fleet: Fleet, sites: Sites, trainer: Trainer) -> None:
+    assert fleet.release().success
+    trainer.fill_up_to(4 * MIB)
+    result = fleet.resume(mode="best_effort")
+    whole = [name for name, site in sites.items() if site.is_serving]
+    assert whole
+    assert [engine.name for engine in result.engines if engine.success] == whole
+    assert {engine.kind for engine in result.failed} == {"out_of_device_memory"}
+    assert all(sites[engine.name].is_released for engine in result.failed)
+    trainer.end()
+    assert [engine.name for engine in fleet.reconcile()] == [engine.name for engine in result.failed]
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_resumes_wait_for_memory(coordinate: Callable[..., Fleet], sites: Sites, trainer: Trainer) -> None:
+    fleet = coordinate()
+    assert fleet.release().success
+    trainer.fill_up_to(0)
+    results: list[FleetResult] = []
+    waiting = threading.Thread(target=lambda: results.append(fleet.resume(timeout_s=0, wait_for_memory_s=30)))
+    waiting.start()
+    polls = lambda: sum("GET /operations/" in text for site in sites.values() for text in site.wire.seen)  # noqa: E731
+    wait_until(lambda: polls() >= 4)  # longer than an engine may be silent
+    trainer.end()
+    waiting.join()
+    assert results[0].success, results[0].message

@@ -1,0 +1,107 @@
+"""``memsaver fleet``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from memsaver_core import MemsaverError
+from memsaver_server.cli.commands import app
+from tests.waiting import wait_until
+
+from .conftest import Sites
+
+
+@pytest.fixture
+def members(sites: Sites, tmp_path: Path) -> str:
+    path = tmp_path / "members.yaml"
+    path.write_text(json.dumps([{"name": name, "url": site.wire.url} for name, site in sites.items()]))
+    return str(path)
+
+
+def memsaver(*arguments: str) -> tuple[int, str]:
+    """The exit code and the output of a command."""
+    ran = CliRunner().invoke(app, ["fleet", *arguments])
+    return ran.exit_code, ran.output
+
+
+def test_release_status_and_resume(members: str, sites: Sites) -> None:
+    code, output = memsaver("release", "--members", members)
+    assert code == 0
+    assert "✓ released on 3 engines" in output
+    assert re.search(r"b +done +released +.* +2 MiB", output)
+    assert all(site.is_released for site in sites.values())
+    code, output = memsaver("status", "--members", members, "--name", "a", "--name", "c")
+    assert code == 0
+    assert "fleet released" in output
+    assert "2 of 2 engines answer" in output
+    code, output = memsaver("resume", "--members", members, "--json")
+    assert code == 0
+    assert [engine["state"] for engine in json.loads(output)["engines"]] == ["resident"] * 3
+
+
+def test_failures(members: str, sites: Sites, tmp_path: Path) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    code, output = memsaver("release", "--members", members)
+    assert code == 1
+    assert "✗ b failed while committing: no; what was released was undone" in output
+    sites["c"].wire.cut()
+    code, output = memsaver("release", "--members", members)
+    assert code == 3
+    code, output = memsaver("status", "--members", members)
+    assert code == 3
+    assert re.search(r"c +no answer", output)
+    for arguments in (
+        ["--members", str(tmp_path / "none.yaml")],
+        ["--members", "dns:x"],
+        ["--members", members, "--name", "z"],
+        ["--members", members, "--label", "z"],
+    ):
+        assert memsaver("release", *arguments)[0] == 2
+
+
+def test_what_is_wanted_is_kept(members: str, tmp_path: Path) -> None:
+    record = str(tmp_path / "record.json")
+    assert memsaver("release", "--members", members, "--record", record, "kv_cache")[0] == 0
+    code, output = memsaver("status", "--members", members, "--record", record, "--json")
+    assert code == 0
+    assert [(wish["state"], wish["tags"]) for wish in json.loads(output)["wanted"]] == [("released", ["kv_cache"])]
+
+
+def test_ctrl_c_gives_up_before_memory_is_moved(members: str, sites: Sites) -> None:
+    with sites["b"].engine.request():
+        command = [sys.executable, "-c", "from memsaver_server.cli import main; main()", "fleet", "release"]
+        running = subprocess.Popen([*command, "--members", members], stdout=subprocess.PIPE, text=True, env=os.environ)
+        wait_until(lambda: not sites["a"].is_open)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=60)
+    assert "nothing was released: it was cancelled. All engines are as before" in output
+    assert running.returncode == 1
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_watch(members: str, sites: Sites) -> None:
+    command = [sys.executable, "-c", "from memsaver_server.cli import main; main()", "fleet", "watch", "--json"]
+    running = subprocess.Popen(
+        [*command, "--members", members, "--interval", "0.1"], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert running.stdout is not None
+    seen = [json.loads(running.stdout.readline()) for _ in range(6)]
+    assert [(each["event"], each["engine"]) for each in seen if each["event"] == "joined"] == [
+        ("joined", name) for name in "abc"
+    ]
+    sites["b"].wire.cut()
+    while seen[-1]["event"] != "dead":
+        seen.append(json.loads(running.stdout.readline()))
+    assert seen[-1]["engine"] == "b"
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == 0

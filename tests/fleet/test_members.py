@@ -1,0 +1,149 @@
+"""Where the members of a fleet come from: lists, YAML files and DNS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from memsaver_server.fleet import Member, MembershipError, Selector, StaticMembership, membership_of
+from memsaver_server.fleet.dns_members import DnsMembership
+from memsaver_server.fleet.members import Membership
+
+from .dns_server import Zone
+
+
+def members(membership: Membership) -> list[Member]:
+    return asyncio.run(membership.members())
+
+
+@pytest.fixture
+def zone() -> Iterator[Zone]:
+    zone = Zone()
+    yield zone
+    zone.close()
+
+
+def test_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text(
+        """
+        - http://10.0.0.1:30000
+        - {name: b, url: "unix:///run/b", model: qwen, labels: {role: rollout, rank: 1}, gpus: GPU-1, api_key: k}
+        """
+    )
+    first, second = members(membership_of(str(path)))
+    assert first == Member("10.0.0.1:30000", "http://10.0.0.1:30000")
+    assert astuple(second) == ("b", "unix:///run/b", "qwen", {"role": "rollout", "rank": "1"}, "", ("GPU-1",), "k")
+    assert "'k'" not in repr(second)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[", "cannot be read"),
+        ("a: b", "is no list of members"),
+        ("- {name: a}", "entry 1 is no address"),
+        ("- {url: 'http://a:1', colour: red}", "entry 1 is no address"),
+        ("- 7", "entry 1 is no address"),
+        ("- http://a:1\n- http://a:1", "two members are called 'a:1'"),
+        ("- 'http://'", "is not the address of a service"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text(text)
+    with pytest.raises(MembershipError, match=why):
+        members(StaticMembership(path))
+
+
+def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text("- http://a:1")
+
+    async def run() -> None:
+        membership = StaticMembership(path)
+        assert len(await membership.members()) == 1
+        changed = asyncio.ensure_future(membership.changed())
+        path.write_text("- http://a:1\n- http://b:1")
+        await asyncio.wait_for(changed, 30)
+        assert len(await membership.members()) == 2
+        path.unlink()
+        with pytest.raises(MembershipError, match="cannot be read"):
+            await membership.members()
+
+    asyncio.run(run())
+
+
+def test_addresses_of_a_headless_service(zone: Zone) -> None:
+    zone.records = "engines.ns 60 A 10.0.0.2\nengines.ns 60 A 10.0.0.1\nengines.ns 60 AAAA fd00::1"
+    membership = DnsMembership("engines.ns", 30000, resolver=zone.resolver())
+    assert [(member.name, member.url, member.host) for member in members(membership)] == [
+        ("10.0.0.1:30000", "http://10.0.0.1:30000", "10.0.0.1"),
+        ("10.0.0.2:30000", "http://10.0.0.2:30000", "10.0.0.2"),
+        ("[fd00::1]:30000", "http://[fd00::1]:30000", "fd00::1"),
+    ]
+
+
+def test_services(zone: Zone) -> None:
+    zone.records = (
+        "_http._tcp.engines 60 SRV 0 10 30000 one.engines\n_http._tcp.engines 60 SRV 0 10 30001 two.engines\n"
+        "_http._tcp.engines 60 SRV 0 10 30001 away.engines\none.engines 60 A 10.0.0.1\ntwo.engines 60 AAAA fd00::2"
+    )
+    membership = DnsMembership("_http._tcp.engines", None, resolver=zone.resolver())
+    assert [(member.name, member.url) for member in members(membership)] == [
+        ("one.engines:30000", "http://10.0.0.1:30000"),
+        ("two.engines:30001", "http://[fd00::2]:30001"),
+    ]
+
+
+def test_records_count_for_their_time_to_live(zone: Zone) -> None:
+    zone.records = "engines 1 A 10.0.0.1\nengines 1 AAAA fd00::1"
+    membership = DnsMembership("engines", 1, resolver=zone.resolver())
+
+    async def run() -> None:
+        assert len(await membership.members()) == 2
+        zone.records = "other 1 A 10.0.0.1"
+        assert len(await membership.members()) == 2
+        await asyncio.wait_for(membership.changed(), 30)
+        assert await membership.members() == []  # no pod is ready
+
+    asyncio.run(run())
+
+
+def test_dns_that_fails_is_told(zone: Zone) -> None:
+    zone.broken = True
+    with pytest.raises(MembershipError, match="DNS does not tell the A"):
+        members(DnsMembership("engines", 1, resolver=zone.resolver()))
+
+
+@pytest.mark.parametrize("source", ["", "dns:engines", "dns::1", "dns:engines:0", "dns:engines:x", "srv:"])
+def test_sources_that_name_nothing(source: str) -> None:
+    with pytest.raises(ValueError, match="write"):
+        membership_of(source)
+
+
+def test_sources() -> None:
+    assert isinstance(membership_of("dns:engines.ns.svc:30000"), DnsMembership)
+    assert isinstance(membership_of("srv:_http._tcp.engines"), DnsMembership)
+
+
+def test_selectors() -> None:
+    member = Member("a", "http://a:1", "qwen", {"role": "rollout"}, "host-1", ("GPU-1", "GPU-2"))
+    every = Selector(names=("a",), models=("qwen",), labels={"role": "rollout"}, hosts=("host-1",), gpus=("GPU-2",))
+    assert every.matches(member)
+    assert Selector().matches(member)
+    for field, other in {
+        "names": ("b",),
+        "models": ("x",),
+        "labels": {"role": "x"},
+        "hosts": ("x",),
+        "gpus": ("x",),
+    }.items():
+        assert not every.model_copy(update={field: other}).matches(member)
+    unknown = Member("a", "http://a:1", labels={"role": "rollout"}, host="host-1")
+    assert not every.matches(unknown)
+    assert every.may_match(unknown)
