@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-fleet test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site \
+.PHONY: help demo test test-fleet test-ray test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site \
   wheel-check ready clean
 
 help:  ## list the targets
@@ -36,6 +36,11 @@ test-whole: TESTS := tests/e2e
 test-unit: TESTS := tests/unit tests/devices
 test-reliability test-service test-fleet test-whole test-unit: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
+
+test-ray: $(READY)  ## a fleet on a Ray cluster of simulated nodes, and its example; installs Ray first (minutes)
+	@$(PIP) install -c constraints.txt 'ray[serve]' pyarrow python-multipart
+	$(BIN)/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)
+	MEMSAVER_DRIVER=host $(BIN)/python examples/fleet_on_ray.py --rounds 12
 
 sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour and thread sanitizers (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python tests/reliability/sanitize.sh

@@ -1,4 +1,4 @@
-"""A Ray cluster of simulated nodes, with light engines in actors. Skipped if Ray is not installed (``make test-ray``)."""
+"""A Ray cluster of simulated nodes, with light engines in actors. Skipped without Ray (``make test-ray``)."""
 
 from __future__ import annotations
 

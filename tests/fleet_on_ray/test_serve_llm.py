@@ -13,10 +13,10 @@ import ray
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed", exc_type=ImportError)
 pytest.importorskip("pyarrow", reason="Ray Serve LLM imports pyarrow")
 
-from ray import serve  # noqa: E402
+from ray import serve
 
-from .actors import MODEL, Site  # noqa: E402
-from .standin import sitecustomize as standin  # noqa: E402
+from .actors import MODEL, Site
+from .standin import sitecustomize as standin
 
 
 def application(fleet: str) -> Any:

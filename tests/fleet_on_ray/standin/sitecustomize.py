@@ -1,4 +1,4 @@
-"""Stands in for vLLM's protocol modules, which Ray Serve LLM's ingress imports for its types. vLLM itself needs a GPU."""
+"""Stands in for vLLM's protocol modules, which Ray Serve LLM's ingress imports. vLLM itself needs a GPU."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -18,11 +18,17 @@ from memsaver_server.fleet.ray.cluster import NAMESPACE
 from memsaver_server.fleet.ray.membership import Death, RayMembership
 from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
-from memsaver_server.fleet.results import EngineResult, EngineStatus, FleetEvent, FleetProgress, FleetResult, FleetStatus
+from memsaver_server.fleet.results import (
+    EngineResult,
+    EngineStatus,
+    FleetEvent,
+    FleetProgress,
+    FleetResult,
+    FleetStatus,
+)
 from memsaver_server.fleet.selectors import Selector
 
 logger = logging.getLogger("memsaver")
-_T = TypeVar("_T")
 
 #: After ``keep`` failed, seconds.
 _AGAIN_S = 1.0
@@ -35,31 +41,27 @@ class Coordinator:
     come back are brought to what is wanted.
     """
 
-    async def __init__(self, fleet: str, options: Mapping[str, Any]) -> None:
+    # Ray awaits it: the tasks that it starts need the actor's loop.
+    async def __init__(self, fleet: str, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._membership = RayMembership(fleet)
         key = os.environ.get("MEMSAVER_API_KEY")
         self._fleet = AsyncFleet(self._membership, record=RayRecord(fleet), **{"api_key": key, **options})
         self._keeping = asyncio.create_task(self._keep())
 
-    @ray.method(max_task_retries=-1)
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
         return self._told(await self._fleet.release(selector, **options), selector)
 
-    @ray.method(max_task_retries=-1)
     async def resume(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
         return self._told(await self._fleet.resume(selector, **options), selector)
 
-    @ray.method(max_task_retries=-1)
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
         dead = [_dead(death) for death in self._membership.deaths(selector)]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
 
-    @ray.method(max_task_retries=-1)
     async def cancel(self, operation_id: str) -> FleetResult:
         return await self._fleet.cancel(operation_id)
 
-    @ray.method(max_task_retries=-1)
     async def reconcile(self) -> list[EngineResult]:
         return await self._fleet.reconcile()
 
@@ -125,6 +127,7 @@ def coordinator(fleet: str = "default", actor_options: Mapping[str, Any] | None 
         "lifetime": "detached",
         "get_if_exists": True,
         "max_restarts": -1,
+        "max_task_retries": -1,
         "num_cpus": 0,
         **(actor_options or {}),
     }
@@ -155,7 +158,8 @@ class RayFleet:
     ) -> FleetResult:
         """See ``Fleet.release``. If the coordinator dies meanwhile, the next one carries on and answers."""
         asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        return _get(self.actor.release.remote(selector, asked))
+        result: FleetResult = _get(self.actor.release.remote(selector, asked))
+        return result
 
     def resume(
         self,
@@ -167,24 +171,29 @@ class RayFleet:
     ) -> FleetResult:
         """See ``Fleet.resume``. If the coordinator dies meanwhile, the next one carries on and answers."""
         asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        return _get(self.actor.resume.remote(selector, asked))
+        result: FleetResult = _get(self.actor.resume.remote(selector, asked))
+        return result
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``Fleet.status``. Engines whose actors have died for good are listed for an hour."""
-        return _get(self.actor.status.remote(selector))
+        status: FleetStatus = _get(self.actor.status.remote(selector))
+        return status
 
     def cancel(self, operation_id: str) -> FleetResult:
         """See ``Fleet.cancel``."""
-        return _get(self.actor.cancel.remote(operation_id))
+        result: FleetResult = _get(self.actor.cancel.remote(operation_id))
+        return result
 
     def reconcile(self) -> list[EngineResult]:
         """See ``Fleet.reconcile``. The coordinator does it all the time."""
-        return _get(self.actor.reconcile.remote())
+        done: list[EngineResult] = _get(self.actor.reconcile.remote())
+        return done
 
     @property
     def progress(self) -> FleetProgress | None:
         """See ``Fleet.progress``."""
-        return _get(self.actor.progress.remote())
+        progress: FleetProgress | None = _get(self.actor.progress.remote())
+        return progress
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``Fleet.watch``. After a restart of the coordinator it begins again with ``joined``."""

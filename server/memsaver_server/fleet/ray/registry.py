@@ -166,7 +166,9 @@ def _ask(url: str, api_key: str | None) -> tuple[str, tuple[str, ...]]:
         with Client(url, api_key=api_key) as client:
             told = client.occupation()
     except ClientError as error:
-        raise FleetError(f"the engine cannot be registered: its service at {url} does not tell its state: {error}") from error
+        raise FleetError(
+            f"the engine cannot be registered: its service at {url} does not tell its state: {error}"
+        ) from error
     return told.model, tuple(device.uuid for device in told.devices)
 
 

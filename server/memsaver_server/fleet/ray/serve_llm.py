@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import JSONResponse
@@ -56,7 +56,7 @@ class AtomicSleepMixin:
     #: The name of the fleet in which the replicas are registered.
     fleet = "default"
 
-    ENDPOINTS: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
+    ENDPOINTS: ClassVar[dict[str, Callable[[FastAPI], Callable[..., Any]]]] = {
         "sleep": lambda app: app.post("/sleep", response_model=FleetResult),
         "wakeup": lambda app: app.post("/wakeup", response_model=FleetResult),
         "is_sleeping": lambda app: app.get("/is_sleeping"),
