@@ -4,11 +4,11 @@
     python examples/fleet_on_ray.py                50 rounds, a fault in every other one
     python examples/fleet_on_ray.py --rounds 8     fewer
 
-Eight engines run as Ray actors on four simulated nodes, two on the device of each node. The trainer needs all
-memory of the four devices, so it can run only if every engine has given everything back. Without a GPU the devices are
-host memory. A round releases the fleet, trains, resumes the fleet and compares the tokens of every engine. The faults: a
-commit fails, the coordinator is killed, an engine is stopped or killed. The exit code is 0 if no operation was half done,
-all tokens were equal and the trainer always had its memory.
+Eight engines run as Ray actors on four simulated nodes, two on the device of each node. The trainer needs all memory
+of the four devices, so it can run only if every engine has given everything back. Without a GPU the devices are host
+memory. A round releases the fleet, trains, resumes the fleet and compares the tokens of every engine. The faults: a
+commit fails, the coordinator is killed, an engine is stopped or killed. The exit code is 0 if no operation was half
+done, all tokens were equal and the trainer always had its memory.
 """
 
 from __future__ import annotations
