@@ -28,11 +28,11 @@ from typing import Any
 import psutil
 from _record import command
 
-from memsaver_server.fleet import AsyncFleet, FleetResult, Member, MemoryRecord, RecordContent, StaticMembership
+from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent, StaticMembership
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Engines in a process.
-PER_PROCESS = 50
+PER_PROCESS = 10
 #: The fleet that the model speaks of.
 LARGE = 10_000
 
@@ -62,38 +62,32 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         code = "from tests.fleet.light_engine import serve; serve()"
-        environment = {**os.environ, "MEMSAVER_DRIVER": "host", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        sizes = [min(PER_PROCESS, count - first) for first in range(0, count, PER_PROCESS)]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, f"p{number}", str(size)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for number, size in enumerate(sizes)
-        ]
-        self.members = [Member(**about) for each in self.processes for about in json.loads(self._line(each))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, str(count), str(PER_PROCESS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "MEMSAVER_DRIVER": "host", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        lines = [json.loads(self._line()) for _ in range(0, count, PER_PROCESS)]
+        self.members = [Member(**about) for each in lines for about in each]
+        self.members.sort(key=lambda member: int(member.name[1:]))
 
     def fail(self, call: str) -> None:
         """Make the next ``call`` of the first engine fail."""
-        first = self.processes[0]
-        assert first.stdin is not None
-        print(call, file=first.stdin, flush=True)
-        self._line(first)
+        assert self._process.stdin is not None
+        print(call, file=self._process.stdin, flush=True)
+        self._line()
 
     def close(self) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self.processes:
-            process.wait(60)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
 
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, "a process of engines has ended"
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the engines have ended"
         return line
 
 
@@ -103,14 +97,15 @@ async def measure(engines: Engines, size: int, rounds: int) -> dict[str, Any]:
     me = psutil.Process()
     figures: dict[str, list[float]] = defaultdict(list)
     before = me.memory_info().rss
-    async with AsyncFleet(StaticMembership(engines.members[:size]), record=record) as fleet:
-        assert (await fleet.release()).success  # connects
-        assert (await fleet.resume()).success
+    # Patient, as engines that share two processors answer late.
+    patience = {"silence_s": 120.0, "lease_s": 240.0}
+    async with AsyncFleet(StaticMembership(engines.members[:size]), record=record, **patience) as fleet:
+        await fleet.status()  # connects
         for _ in range(rounds):
             for verb in (fleet.release, fleet.resume):
                 record.durations()
                 busy = me.cpu_times()
-                result: FleetResult = await verb()
+                result = await verb()
                 assert result.success, result.message
                 name = result.operation
                 used = me.cpu_times()
@@ -208,13 +203,16 @@ def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], abo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="50,100,250,500", help="numbers of engines")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results" / date.today().isoformat())
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     engines = Engines(max(sizes))
     try:
-        results = [asyncio.run(measure(engines, size, options.rounds)) for size in sizes]
+        results = []
+        for size in sizes:
+            results.append(asyncio.run(measure(engines, size, options.rounds)))
+            print(json.dumps(results[-1]), file=sys.stderr)
     finally:
         engines.close()
     about = {

@@ -54,9 +54,11 @@ if TYPE_CHECKING:
     from memsaver_core.regions import adopt, region
     from memsaver_core.release_resume import (
         check_tags,
+        give_back_reserved,
         prepare_backup,
         release,
         release_with,
+        reserve_with,
         resume,
         resume_with,
         status,
@@ -69,9 +71,10 @@ __all__ = [
     "HostBackupStatus", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError", "OutOfHostMemoryError",
     "PhaseLog", "PhaseReport", "Progress", "RankStatus", "ReleaseOptions", "RestorePolicy", "ResumeOptions", "Status",
     "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
-    "communicators", "configure", "core_settings", "driver_name", "enabled", "graph", "graph_memory_bytes",
-    "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators", "read_devices",
-    "read_torch_memory", "region", "release", "release_with", "resume", "resume_with", "status", "torch_device",
+    "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
+    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators", "read_devices",
+    "read_torch_memory", "region", "release", "release_with", "reserve_with", "resume", "resume_with", "status",
+    "torch_device",
 ]  # fmt: skip
 
 #: Modules that import torch, and the public names in each; imported at the first use of one of the names.
@@ -82,7 +85,10 @@ _LAZY = {
     "phases": ("PhaseLog",),
     "process": ("configure", "core_settings", "driver_name", "enabled", "torch_device"),
     "regions": ("adopt", "region"),
-    "release_resume": ("check_tags", "prepare_backup", "release", "release_with", "resume", "resume_with", "status"),
+    "release_resume": (
+        *("check_tags", "give_back_reserved", "prepare_backup", "release", "release_with", "reserve_with"),
+        *("resume", "resume_with", "status"),
+    ),
     "storages": ("is_plain",),
 }
 

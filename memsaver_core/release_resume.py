@@ -171,6 +171,35 @@ def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> Opera
     return _report("resume", names, result, log)
 
 
+def reserve_with(options: ResumeOptions) -> None:
+    """Take the device memory that ``resume_with(options)`` needs, and hold it without an address until the next resume,
+    which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated.
+
+    Raises:
+        UnknownTagError: before anything was done.
+        OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
+        ContextLostError, MemsaverError: as ``resume``; nothing is held.
+    """
+    names = check_tags(options.tags)
+    hibernation.raise_if_lost()
+    if not process.enabled() or hibernation.is_hibernated():
+        return
+    saver = process.saver()
+    try:
+        saver.reserve(names)
+    except OutOfDeviceMemoryError:
+        if not process.backend().make_room():
+            raise
+        saver.reserve(names)
+
+
+def give_back_reserved() -> None:
+    """Give back the memory that ``reserve_with`` holds, if any. What the driver refuses is tried again later."""
+    saver = process.existing_saver()
+    if saver is not None:
+        saver.give_back_reserved()
+
+
 def prepare_backup(*, wait: bool = False) -> None:
     """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
 
@@ -225,6 +254,7 @@ def status() -> Status:
         ),
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
+        reserved_by_device=now["reserved_by_device"],
         communicators=communicators.statuses(),
     )
 

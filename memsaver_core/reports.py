@@ -170,4 +170,5 @@ class Status:
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
     communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    reserved_by_device: Mapping[int, int] = field(default_factory=dict)  # bytes held for a resume that is prepared
     ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one

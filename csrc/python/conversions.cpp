@@ -46,8 +46,9 @@ py::dict to_dict(const OperationResult& result) {
 
 py::dict to_dict(const SaverStatus& status) {
   return py::dict("state"_a = status.state, "failure"_a = status.failure, "tags"_a = to_list(status.tags),
-                  "backup_bytes"_a = status.backup_bytes, "file_bytes"_a = status.file_bytes,
-                  "pool_used_bytes"_a = status.pool.used_bytes, "pool_capacity_bytes"_a = status.pool.capacity_bytes,
+                  "reserved_by_device"_a = status.reserved_by_device, "backup_bytes"_a = status.backup_bytes,
+                  "file_bytes"_a = status.file_bytes, "pool_used_bytes"_a = status.pool.used_bytes,
+                  "pool_capacity_bytes"_a = status.pool.capacity_bytes,
                   "pool_target_bytes"_a = status.pool.target_bytes, "pool_limit_bytes"_a = status.pool.limit_bytes,
                   "prepared"_a = status.prepared, "operation"_a = status.operation, "done_bytes"_a = status.done_bytes,
                   "total_bytes"_a = status.total_bytes, "copied_bytes"_a = status.copied_bytes,

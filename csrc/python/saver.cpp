@@ -71,6 +71,8 @@ void bind_operations(SaverClass& saver) {
           "resume",
           [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
           "tags"_a)
+      .def("reserve", &Saver::reserve, "tags"_a, NoGil())
+      .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
       .def("status", [](Saver& self) { return dict_of([&] { return self.status(); }); })
       .def("prepare_backup", &Saver::prepare_backup, NoGil())
       .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())

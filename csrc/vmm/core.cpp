@@ -22,6 +22,7 @@ BackupStore::Options backup_options(const Settings& settings) {
 Core::Core(std::unique_ptr<Driver> its_driver, Settings settings)
     : driver(std::move(its_driver)),
       orphans(*driver),
+      reservation(*driver, map, orphans),
       physical(*driver, map, orphans, settings.peer_access),
       backups(*driver, backup_options(settings), progress,
               [this]() REQUIRES(backups.operation_mutex) { drop_backups({}); }) {}

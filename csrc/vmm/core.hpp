@@ -12,6 +12,7 @@
 #include "vmm/memory_map.hpp"
 #include "vmm/orphans.hpp"
 #include "vmm/physical_memory.hpp"
+#include "vmm/reservation.hpp"
 #include "vmm/settings.hpp"
 
 namespace memsaver {
@@ -41,6 +42,7 @@ struct Core {
   Progress progress;
   MemoryMap map;
   Orphans orphans;
+  Reservation reservation;
   PhysicalMemory physical;
   BackupStore backups;
   std::atomic<bool> closed{false};

@@ -90,9 +90,10 @@ class Operation {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Saver::release() and Saver::resume() have the contracts.
+// Saver::release(), Saver::resume() and Saver::reserve() have the contracts.
 OperationResult release(Core& core, const MemoryMap::Tags& tags, const std::vector<RangeSet::Range>& dead,
                         const std::map<std::string, Restore>& overrides);
 OperationResult resume(Core& core, const MemoryMap::Tags& tags);
+void reserve(Core& core, const MemoryMap::Tags& tags);
 
 }  // namespace memsaver

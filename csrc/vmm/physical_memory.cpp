@@ -77,10 +77,11 @@ void PhysicalMemory::reserve(Arena& arena, std::size_t bytes, const DeviceInfo& 
   arena.add_span(address, span);
 }
 
-Chunk PhysicalMemory::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction) {
+Chunk PhysicalMemory::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction,
+                              std::optional<Handle> reserved) {
   const int device = key.device;
   try {
-    const Handle handle = driver_.create(device, bytes);
+    const Handle handle = reserved ? *reserved : driver_.create(device, bytes);
     const auto mapped_at = std::make_shared<Address>(0);
     transaction.on_rollback([=] { orphans_.give_back(map_, {device, handle, bytes, *mapped_at}); });
     driver_.map(device, address, bytes, handle);

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 #include "driver/driver.hpp"
@@ -30,9 +31,9 @@ class PhysicalMemory {
   ~PhysicalMemory();
 
   // Creates, maps and makes readable one chunk; its undo goes on the transaction. Does not tell the arena. When this
-  // throws, the transaction holds what there is to undo.
-  [[nodiscard]] Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction)
-      EXCLUDES(map_.mutex);
+  // throws, the transaction holds what there is to undo. `reserved`: a handle of this size to use instead of a new one.
+  [[nodiscard]] Chunk acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction,
+                              std::optional<Handle> reserved = {}) EXCLUDES(map_.mutex);
   // Unmaps and releases a chunk; from then on its live ranges are owed what `restore` says. When this throws, the chunk
   // is as it was, or unmapped with its handle an orphan.
   void drop(Arena& arena, const Chunk& chunk, Restore restore) EXCLUDES(map_.mutex);

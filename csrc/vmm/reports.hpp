@@ -30,6 +30,7 @@ struct SaverStatus {
   std::string state;    // resident, released, releasing, resuming, failed
   std::string failure;  // why the device context is lost; else empty
   std::vector<TagSnapshot> tags;
+  std::map<int, std::size_t> reserved_by_device;  // for the next resume
   std::size_t backup_bytes = 0;
   std::size_t file_bytes = 0;
   HostPoolStatus pool{};

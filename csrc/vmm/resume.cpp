@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "support/error.hpp"
@@ -63,7 +65,10 @@ void Operation::bring_back(DeviceWork& device, bool map_first) {
   }
   const auto acquire = [&](std::size_t i) {
     const auto& [arena, chunk, owed] = chunks[i];
-    const Chunk acquired = core_.physical.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction);
+    const auto& key = arena->key();
+    const auto reserved =
+        kind_ == Progress::Operation::resume ? core_.reservation.take(key.device, chunk.bytes) : std::nullopt;
+    const Chunk acquired = core_.physical.acquire(key, chunk.address, chunk.bytes, device.transaction, reserved);
     device.acquired.push_back({arena, acquired, owed});
   };
   for (std::size_t i = 0; map_first && i < ranges.size(); ++i) acquire(i);
@@ -76,19 +81,20 @@ void Operation::bring_back(DeviceWork& device, bool map_first) {
 
 namespace {
 
-class Resume final : public Operation {
+class Resume : public Operation {
  public:
   explicit Resume(Core& core) : Operation(core, Progress::Operation::resume) {}
 
- private:
+ protected:
   void plan(Arena& arena) REQUIRES(core_.backups.operation_mutex, core_.map.mutex) override {
     plan_return(arena, arena.released_runs());
   }
 
   // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
   void check_room() {
+    auto reserved = core_.reservation.bytes_by_device();
     for (auto& [index, device] : devices_) {
-      const std::size_t needed = device.bytes();
+      const std::size_t needed = device.bytes() - std::min(device.bytes(), reserved[index]);
       const MemoryInfo memory = core_.driver->memory_info(index);
       if (needed <= memory.free_bytes) continue;
       throw Error(ErrorKind::out_of_device_memory, "the device has too little free memory to resume")
@@ -99,6 +105,7 @@ class Resume final : public Operation {
   }
 
   void run() REQUIRES(core_.backups.operation_mutex) override {
+    const ScopeExit unused([this] { core_.reservation.give_back(); });
     check_room();
     // Memory for transfers must not take what chunks need.
     bring_back(core_.driver->in_host_memory() && core_.backups.short_of_room(bytes()));
@@ -106,8 +113,40 @@ class Resume final : public Operation {
   }
 };
 
+class Reserve final : public Resume {
+ public:
+  using Resume::Resume;
+
+ private:
+  void run() REQUIRES(core_.backups.operation_mutex) override {
+    core_.reservation.give_back();
+    check_room();
+    try {
+      for (auto& [index, device] : devices_) add(device);
+    } catch (...) {
+      core_.reservation.give_back();
+      throw;
+    }
+  }
+
+  void add(const DeviceWork& device) {
+    for (const auto* const list : {&device.kept, &device.others}) {
+      for (const auto& planned : *list) {
+        try {
+          core_.reservation.add(device.device, planned.chunk.bytes);
+        } catch (Error& error) {
+          add_free_memory(error, *core_.driver, device.device, planned.chunk.bytes);
+          throw error.with_tag(planned.arena->key().tag).with_device(device.device).with_bytes(planned.chunk.bytes);
+        }
+      }
+    }
+  }
+};
+
 }  // namespace
 
 OperationResult resume(Core& core, const MemoryMap::Tags& tags) { return Resume(core).perform(tags); }
+
+void reserve(Core& core, const MemoryMap::Tags& tags) { (void)Reserve(core).perform(tags); }
 
 }  // namespace memsaver

@@ -122,6 +122,12 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
 
 OperationResult Saver::resume(const Tags& tags) { return memsaver::resume(*core_, tags); }
 
+void Saver::reserve(const Tags& tags) { memsaver::reserve(*core_, tags); }
+
+void Saver::give_back_reserved() noexcept {
+  if (!ended()) core_->reservation.give_back();
+}
+
 void Saver::prepare_backup() {
   Core& core = *core_;
   core.check_usable();
@@ -236,6 +242,7 @@ SaverStatus Saver::status() const {
     status.pool = core.backups.pool_status();
     status.prepared = status.pool.capacity_bytes - status.pool.used_bytes >= core.map.unprepared_bytes();
   }
+  status.reserved_by_device = core.reservation.bytes_by_device();
   status.file_bytes = core.backups.files().used_bytes();
   status.failure = core.driver->loss();
   if (!status.failure.empty()) status.state = "failed";

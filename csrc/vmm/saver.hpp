@@ -44,6 +44,11 @@ class Saver {
   // Brings back everything released under `tags`, with the content owed. All or nothing: if this throws
   // (ErrorKind::out_of_device_memory, ErrorKind::backup, a driver error), all of it stays released with its backups.
   OperationResult resume(const Tags& tags);
+  // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
+  // it, so that it cannot run out, and gives back what it did not use. Throws ErrorKind::out_of_device_memory or a
+  // driver error, and then nothing is reserved.
+  void reserve(const Tags& tags);
+  void give_back_reserved() noexcept;
 
   // Pins host memory for a release of everything in the background, and compiles the digest kernel (0.25 s, once).
   void prepare_backup();

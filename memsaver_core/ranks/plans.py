@@ -5,6 +5,8 @@ A check here refuses only what the operation itself would refuse. It finds it be
 
 from __future__ import annotations
 
+import os
+
 import memsaver_core as ms
 from memsaver_core import _native, communicators, hibernation, process
 from memsaver_core.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
@@ -19,9 +21,10 @@ def check_release(options: ReleaseOptions) -> None:
     plan_release(options)
 
 
-def check_resume(options: ResumeOptions) -> None:
-    """Raise as ``plan_resume``."""
+def reserve(options: ResumeOptions) -> None:
+    """As ``memsaver_core.reserve_with``; while the process is hibernated, only check that the memory is free."""
     plan_resume(options)
+    ms.reserve_with(options)
 
 
 def plan_release(options: ReleaseOptions) -> Plan:
@@ -29,17 +32,11 @@ def plan_release(options: ReleaseOptions) -> Plan:
 
     Raises:
         ContextLostError: as ``memsaver_core.release``.
-        OutOfHostMemoryError: the backups would not fit.
+        OutOfHostMemoryError: the backups would not fit, in host memory or on disk.
     """
     tags, status = _look(options.tags)
-    needed = sum(
-        max(0, tag.resident_bytes - tag.backed_up_bytes)
-        for tag in tags
-        if options.restore.get(tag.tag, tag.restore) in (RestorePolicy.HOST, "mixed")
-    )
     free = _free_host_bytes(status)
-    if needed > free:  # what torch holds free is not backed up; asking for it takes time
-        needed = max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))
+    needed = _to_fit(_backup_bytes(tags, options, RestorePolicy.HOST, "mixed"), free)
     if needed > free:
         raise OutOfHostMemoryError(
             f"the backups need {needed} bytes of host memory, and {free} may be used; release fewer tags, discard "
@@ -47,6 +44,7 @@ def plan_release(options: ReleaseOptions) -> Plan:
             needed,
             free,
         )
+    _check_disk(_backup_bytes(tags, options, RestorePolicy.FILE))
     away = status.hibernated
     return Plan(
         tag_bytes={tag.tag: tag.resident_bytes for tag in tags},
@@ -65,7 +63,7 @@ def plan_resume(options: ResumeOptions) -> Plan:
         OutOfDeviceMemoryError: a device has less free memory than the tags need.
     """
     tags, status = _look(options.tags)
-    needed: dict[int, int] = {}
+    needed = {index: -size for index, size in status.reserved_by_device.items()}
     for tag in tags:
         if tag.released_bytes:
             for index, size in tag.bytes_by_device.items():
@@ -95,6 +93,43 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
     status = ms.status()
     tags = [tag for tag in status.tags if tag.tag != COMMUNICATORS]
     return [tag for tag in tags if not names or tag.tag in names], status
+
+
+def _backup_bytes(tags: list[TagStatus], options: ReleaseOptions, *policies: str) -> int:
+    """Return the most that backups of these policies take more than they hold."""
+    return sum(
+        max(0, tag.resident_bytes - tag.backed_up_bytes)
+        for tag in tags
+        if options.restore.get(tag.tag, tag.restore) in policies
+    )
+
+
+def _to_fit(needed: int, free: int) -> int:
+    """Return ``needed``, if it exceeds ``free`` without what torch holds free: that is not backed up, and asking for it
+    takes time."""
+    if needed <= free:
+        return needed
+    return max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))
+
+
+def _check_disk(needed: int) -> None:
+    """Raise OutOfHostMemoryError if backup files need more than is free."""
+    if needed == 0:
+        return
+    folder = ms.core_settings().file_dir
+    try:
+        disk = os.statvfs(folder)
+    except OSError:  # which the release itself tells
+        return
+    free = disk.f_bavail * disk.f_frsize
+    needed = _to_fit(needed, free)
+    if needed > free:
+        raise OutOfHostMemoryError(
+            f"the backups need {needed} bytes on the file system of {folder}, and {free} are free; free disk space, or "
+            "set MEMSAVER_FILE_DIR to a larger file system",
+            needed,
+            free,
+        )
 
 
 def _free_host_bytes(status: Status) -> int:

@@ -18,7 +18,7 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import CommunicatorStatus, DeviceMemory, OperationReport, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 2
+VERSION = 3
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -57,6 +57,18 @@ class Resume:
     """Resume now, and do what the engine does at a wake-up. The rank is not hibernated."""
 
     options: ResumeOptions
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Take the device memory that a resume needs, which the next ``Resume`` uses. The rank is not hibernated."""
+
+    options: ResumeOptions
+
+
+@dataclass(frozen=True)
+class GiveBackReserved:
+    """Give back the memory that ``Reserve`` took and no ``Resume`` has used."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,8 @@ Request = (
     | PrepareResume
     | Release
     | Resume
+    | Reserve
+    | GiveBackReserved
     | SuspendCommunicators
     | ResumeCommunicators
     | HibernationStep

@@ -87,6 +87,14 @@ class Rank:
             case protocol.Resume(options):
                 tags = _here(options.tags)
                 return self.resume(ResumeOptions(tags)) if tags or not options.tags else _nothing("resume")
+            case protocol.Reserve(options):
+                tags = _here(options.tags)
+                if tags or not options.tags:
+                    ms.reserve_with(ResumeOptions(tags))
+                return _nothing("resume")
+            case protocol.GiveBackReserved():
+                ms.give_back_reserved()
+                return _nothing("resume")
             case protocol.SuspendCommunicators(names, timeout_s):
                 return self._communicate("release", names, timeout_s)
             case protocol.ResumeCommunicators(names, timeout_s):

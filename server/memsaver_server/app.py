@@ -19,6 +19,7 @@ from memsaver_server.http.errors import ErrorResponse, ForbiddenError, Unauthori
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.requests import service_of
 from memsaver_server.http.service import Service
+from memsaver_server.http.shutdown import ShutdownMiddleware
 from memsaver_server.routes import ROUTERS
 from memsaver_server.settings import Settings
 
@@ -48,14 +49,20 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     )
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
+    app.add_middleware(ShutdownMiddleware, closing=service.closing)
     for router, capability in ROUTERS:
         if isinstance(engine, capability):
             app.include_router(router)
+    add_error_answers(app)
+    return app
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Have ``app`` answer every error with the service's JSON."""
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(Exception, _answer_unexpected)
-    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

@@ -10,11 +10,13 @@ import socket
 import ssl
 import stat
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
 import uvicorn
+from fastapi import FastAPI
 
 import memsaver_core as ms
 from memsaver_core import communicators
@@ -110,8 +112,29 @@ def attach(
             be used.
     """
     settings = settings or Settings()
-    warn_of_misspelt_variables()
     communicators.warn_of_registered_graphs()
+    make_app = partial(create_app, engine, settings)
+    attachment = serve_app(make_app, settings, host, port, uds, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile)
+    if ms.core_settings().prepare_backup:
+        memory_of(engine).prepare_backup()  # so that the first release is fast
+    return attachment
+
+
+def serve_app(
+    make_app: Callable[[], FastAPI],
+    settings: Settings,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    uds: str | os.PathLike[str] | None = None,
+    *,
+    ssl_keyfile: _Path | None = None,
+    ssl_certfile: _Path | None = None,
+) -> Attachment:
+    """Serve the application of ``make_app``, whose ``state.memsaver`` has connections and ``close`` as a ``Service``.
+
+    The other arguments, and the errors, are those of ``attach``.
+    """
+    warn_of_misspelt_variables()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
     if uds is None:
@@ -120,7 +143,7 @@ def attach(
     else:
         bound = _bind_unix(os.fspath(uds))
     config = uvicorn.Config(
-        create_app(engine, settings),
+        make_app(),
         http=LimitedProtocol,
         ws="none",
         lifespan="on",
@@ -143,8 +166,6 @@ def attach(
     if server.failure is not None:
         bound.close()
         raise MemsaverError(f"the server did not start: {server.failure}") from server.failure
-    if ms.core_settings().prepare_backup:
-        memory_of(engine).prepare_backup()  # so that the first release is fast
     return Attachment(server, bound, thread)
 
 

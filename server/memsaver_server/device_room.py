@@ -27,13 +27,14 @@ def reserved(memory: Memory, options: ResumeOptions, operation: Operation, log: 
     if not operation.request.prepare:
         yield
         return
+    if operation.blocks_others:
+        with log.phase("reserve"):
+            memory.reserve(options)
     try:
-        if operation.blocks_others:
-            with log.phase("reserve"):
-                memory.reserve(options)
         yield
-    finally:
+    except BaseException:
         memory.give_back_reserved()
+        raise
 
 
 def wait_for_memory(memory: Memory, short: OutOfDeviceMemoryError, deadline: float, cancellation: Cancellation) -> None:

@@ -102,11 +102,11 @@ def plan_resume(lifecycle: Lifecycle, request: ResumeRequest, devices: Iterable[
     now = lifecycle.snapshot()
     asked = lifecycle.tags_to_resume(request.tags)
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
-    needed: Counter[int] = Counter()
+    needed = Counter({index: -size for index, size in now.status.reserved_by_device.items()})
     for tag in tags:
         needed.update(_missing_by_device(tag))
     free = {device.index: device.total_bytes - device.used_bytes for device in devices}
-    rooms = {index: Room(size, free.get(index, 0)) for index, size in sorted(needed.items())}
+    rooms = {index: Room(max(0, size), free.get(index, 0)) for index, size in sorted(needed.items())}
     blockers = list(_general_blockers(now.status, request, now.running))
     for index, room in rooms.items():
         if room.is_short:

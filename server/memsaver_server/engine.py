@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast, get_args, runtime_checkable
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
 from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.ranks.plans import check_release, check_resume
+from memsaver_core.ranks.plans import check_release, reserve
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.schemas import DrainMode as DrainMode
 
@@ -27,12 +27,12 @@ class DrainTimeoutError(MemsaverError):
     kind = "drain_timeout"
     status = 504
 
-    def __init__(self, seconds: float, pending: Sequence[str]) -> None:
+    def __init__(self, seconds: float, pending: Sequence[str], outcome: str = "nothing was released") -> None:
         self.seconds = seconds
         self.pending = tuple(pending)
         super().__init__(
             f"{len(self.pending)} request(s) still ran after {seconds:g} s: {', '.join(self.pending)}; "
-            "nothing was released. Repeat with a longer timeout_s, or abort them"
+            f"{outcome}. Repeat with a longer timeout_s, or abort them"
         )
 
     def details(self) -> dict[str, Any]:
@@ -108,10 +108,8 @@ class _LocalMemory:
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
     check_release = staticmethod(check_release)
-    reserve = staticmethod(check_resume)
-
-    def give_back_reserved(self) -> None: ...
-
+    reserve = staticmethod(reserve)
+    give_back_reserved = staticmethod(ms.give_back_reserved)
     status = staticmethod(ms.status)
     read_devices = staticmethod(ms.read_devices)
     hibernation_obstacles = staticmethod(ms.hibernation_obstacles)

@@ -8,7 +8,7 @@ from typing import Literal
 from memsaver_core.reports import DeviceMemory
 from memsaver_server.device_monitor import Sample
 
-Kind = Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
+Kind = Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Consumer:
 
     Attributes:
         kind: ``tag``: a region, including free ranges inside its chunks. ``torch``: tensors outside regions. ``cache``:
-            torch's cache outside regions. ``graphs``: captured CUDA graphs, besides their tensors. ``process``: the
-            rest of this process: context, modules, libraries. ``others``: other processes. ``unexplained``: the rest,
-            if the driver does not count per process.
+            torch's cache outside regions. ``graphs``: captured CUDA graphs, besides their tensors. ``reserved``: held
+            for a resume that is prepared. ``process``: the rest of this process: context, modules, libraries.
+            ``others``: other processes. ``unexplained``: the rest, if the driver does not count per process.
         name: the tag, or a description of the kind.
     """
 
@@ -55,7 +55,9 @@ def break_down(device: DeviceMemory, sample: Sample) -> list[Consumer]:
 def _regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
     tags = sample.status.tags if sample.status is not None else ()
     hibernated = sample.status is not None and sample.status.hibernated
-    return [Consumer("tag", tag.tag, 0 if hibernated else tag.mapped_by_device.get(device.index, 0)) for tag in tags]
+    found = [Consumer("tag", tag.tag, 0 if hibernated else tag.mapped_by_device.get(device.index, 0)) for tag in tags]
+    reserved = sample.status.reserved_by_device.get(device.index, 0) if sample.status is not None else 0
+    return [*found, Consumer("reserved", "reserved for a resume", reserved)] if reserved else found
 
 
 def _outside_regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:

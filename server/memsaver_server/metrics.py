@@ -48,7 +48,7 @@ class _Histogram:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class _Registry(CollectorRegistry):
+class Registry(CollectorRegistry):
     """Holds what a function yields at each scrape."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
@@ -70,9 +70,9 @@ class Metrics:
         self._phases: dict[tuple[str, str], _Histogram] = {}
         self._copied: Counter[tuple[str, str]] = Counter()
         self._moved: Counter[str] = Counter({"release": 0, "resume": 0})
-        self._counters = _Registry(self._collect_counters)
-        self._gauges = _Registry(self._collect_gauges)
-        self._callers = _Registry(self._collect_callers)
+        self._counters = Registry(self._collect_counters)
+        self._gauges = Registry(self._collect_gauges)
+        self._callers = Registry(self._collect_callers)
         # Cached until an operation changes them: rendering takes milliseconds, which would delay other requests.
         self._counters_text: bytes | None = None
 
@@ -111,7 +111,7 @@ class Metrics:
         operations = CounterMetricFamily(
             "memsaver_operations", "Calls of release and resume, by how they ended.", labels=["operation", "outcome"]
         )
-        yield _filled(operations, dict(sorted(self._operations.items())))
+        yield filled(operations, dict(sorted(self._operations.items())))
         phases = HistogramMetricFamily(
             "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
         )
@@ -120,7 +120,7 @@ class Metrics:
         yield phases
         help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
         copies = CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"])
-        yield _filled(copies, dict(sorted(self._copied.items())))
+        yield filled(copies, dict(sorted(self._copied.items())))
         for name, text in (("release", "released to"), ("resume", "resumed from")):
             help_text = f"Device memory {text} the driver so far."
             yield CounterMetricFamily(f"memsaver_{name}d_bytes", help_text, value=self._moved[name])
@@ -135,49 +135,58 @@ class Metrics:
             for tag in now.status.tags
             for state in ("resident", "released", "retained")
         }
-        yield _gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
+        yield gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
         lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
         help_text = "1 while the content of a tag that a release discarded is not written again."
-        yield _gauges("memsaver_content_lost", help_text, ["tag"], lost)
+        yield gauges("memsaver_content_lost", help_text, ["tag"], lost)
         stays = {(f"{each.rank}", each.name): each.persistent_bytes for each in now.status.communicators}
         help_text = "Device memory of an NCCL communicator that stays when it is suspended; the rest is its tag's."
-        yield _gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
+        yield gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "Backups in host memory and in files, pinned memory allocated for them, and its limit."
-        yield _gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
+        yield gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
-            yield _gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
+            yield gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
         alive = {(str(rank.rank),): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
-        yield _gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
+        yield gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
         states = {(name,): float(name == now.state) for name in STATES}
-        yield _gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
+        yield gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
         help_text = "1 while the engine accepts requests."
         yield GaugeMetricFamily("memsaver_admission_open", help_text, value=float(not now.closed_reason))
         stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
+        lease = now.running.lease if now.running is not None and now.running.status == "prepared" else None
+        leases = {(now.running.request.operation,): lease.seconds_left()} if now.running and lease else {}
+        help_text = "How long an operation still waits for its commit; only while one is prepared."
+        yield _gauges("memsaver_lease_seconds", help_text, ["operation"], leases)
         help_text = "How long the operation in progress has made no progress; only while it is stalled."
-        yield _gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
+        yield gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
 
     def _collect_callers(self) -> Iterator[Metric]:
-        help_text = "Requests that were refused because of their caller, by reason."
-        refused = CounterMetricFamily("memsaver_refused_requests", help_text, labels=["reason"])
-        yield _filled(refused, {(reason,): count for reason, count in sorted(self.refused.items())})
-        help_text = "Connections that the service's own server ended, by reason."
-        ended = CounterMetricFamily("memsaver_ended_connections", help_text, labels=["reason"])
-        yield _filled(ended, {(reason,): count for reason, count in sorted(self._connections.ended.items())})
-        connections = {(state,): count for state, count in self._connections.open.items()}
-        yield _gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], connections)
-        help_text = "Lines of logs and audit that could not be written in time, by output."
-        lost = CounterMetricFamily("memsaver_log_lines_dropped", help_text, labels=["output"])
-        yield _filled(lost, {(output,): count for output, count in sorted(dropped.items())})
+        return caller_metrics(self.refused, self._connections)
 
 
-def _gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
-    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+def caller_metrics(refused: Counter[str], connections: ConnectionFigures) -> Iterator[Metric]:
+    """Yield what a server counts of its callers, and of the lines that it could not log."""
+    help_text = "Requests that were refused because of their caller, by reason."
+    family = CounterMetricFamily("memsaver_refused_requests", help_text, labels=["reason"])
+    yield filled(family, {(reason,): count for reason, count in sorted(refused.items())})
+    help_text = "Connections that the service's own server ended, by reason."
+    ended = CounterMetricFamily("memsaver_ended_connections", help_text, labels=["reason"])
+    yield filled(ended, {(reason,): count for reason, count in sorted(connections.ended.items())})
+    now = {(state,): count for state, count in connections.open.items()}
+    yield gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], now)
+    help_text = "Lines of logs and audit that could not be written in time, by output."
+    lost = CounterMetricFamily("memsaver_log_lines_dropped", help_text, labels=["output"])
+    yield filled(lost, {(output,): count for output, count in sorted(dropped.items())})
 
 
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
+def gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    return filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+
+
+def filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
     for labels, value in values.items():
         family.add_metric(list(labels), value)
     return family

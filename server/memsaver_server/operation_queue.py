@@ -100,10 +100,10 @@ class LeaseEndedError(MemsaverError):
         name = f"{operation.request.operation} {operation.id}"
         if operation.lease is None:
             why = "it was not prepared, and needs no commit"
-        elif operation.error is not None:
-            why = str(operation.error)
+        elif operation.lease.cancelled_by is not None:
+            why = f"it was cancelled by {operation.lease.cancelled_by}; memory and admission are as before"
         else:
-            why = "it is not prepared yet" if operation.lease.cancelled_by is None else "it is being cancelled"
+            why = str(operation.error) if operation.error is not None else "it is not prepared yet"
         super().__init__(f"{name} cannot be committed: {why}. Prepare again if needed")
 
     def details(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
@@ -21,10 +21,12 @@ Verify = Annotated[
 Async = Annotated[bool, Field(alias="async", description="Answer 202 with the operation's address at once.")]
 
 
-class Fields(BaseModel):
-    """Base of requests: a field that is null counts as absent."""
+class Model(BaseModel, defer_build=True):
+    """Base of all models. Each is built at its first use: a command imports all of them and uses few."""
 
-    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+class Fields(Model, extra="ignore", populate_by_name=True):
+    """Base of requests: a field that is null counts as absent."""
 
 
 class NoFields(Fields):
@@ -94,7 +96,7 @@ class ReleaseArguments(TypedDict, total=False):
 Ignored = Annotated[list[str], Field(description="Unknown fields of the request; absent if there are none.")]
 
 
-class DeviceAnswer(BaseModel):
+class DeviceAnswer(Model):
     """A device before and after a phase or an operation."""
 
     index: int
@@ -110,14 +112,14 @@ class MeteredDeviceAnswer(DeviceAnswer):
     process_bytes: int | None
 
 
-class PhaseAnswer(BaseModel):
+class PhaseAnswer(Model):
     name: str
     seconds: float
     devices: list[DeviceAnswer]
     details: dict[str, float]
 
 
-class TagAnswer(BaseModel):
+class TagAnswer(Model):
     """What an operation did to a tag."""
 
     tag: str
@@ -133,7 +135,7 @@ class TagAnswer(BaseModel):
     already: bool
 
 
-class OperationAnswer(BaseModel):
+class OperationAnswer(Model):
     """What a release or a resume did."""
 
     success: bool
@@ -151,7 +153,7 @@ class OperationAnswer(BaseModel):
     ignored: Ignored = []
 
 
-class RoomAnswer(BaseModel):
+class RoomAnswer(Model):
     needed_bytes: int
     free_bytes: int
 
@@ -160,7 +162,7 @@ class PlannedDeviceAnswer(RoomAnswer):
     index: int
 
 
-class PlannedTagAnswer(BaseModel):
+class PlannedTagAnswer(Model):
     """A tag in a dry run: ``bytes`` of device memory, and the most ``backup_bytes`` that its backup would take more."""
 
     tag: str
@@ -170,7 +172,7 @@ class PlannedTagAnswer(BaseModel):
     loses_content: bool = Field(description="Its content would have to be written before it is used again.")
 
 
-class PlanAnswer(BaseModel):
+class PlanAnswer(Model):
     """What a release or a resume would do. With ``blockers`` it would fail, for these reasons."""
 
     success: Literal[True]
@@ -185,7 +187,7 @@ class PlanAnswer(BaseModel):
     ignored: Ignored = []
 
 
-class AcceptedAnswer(BaseModel):
+class AcceptedAnswer(Model):
     """An operation that continues in the background; its status is at ``location``."""
 
     success: bool
@@ -197,25 +199,21 @@ class AcceptedAnswer(BaseModel):
     ignored: Ignored = []
 
 
-class ErrorDetails(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class ErrorDetails(Model, extra="allow"):
     type: str
     message: str
     phase: str | None = Field(default=None, description="The phase of an operation that failed or stalls.")
 
 
-class ErrorAnswer(BaseModel):
+class ErrorAnswer(Model, extra="allow"):
     """What failed, on what, and what to do."""
-
-    model_config = ConfigDict(extra="allow")
 
     success: Literal[False]
     message: str
     error: ErrorDetails
 
 
-class ProgressAnswer(BaseModel):
+class ProgressAnswer(Model):
     """The progress of an operation's copies. ``seconds_left`` is null while it cannot be estimated."""
 
     done_bytes: int
@@ -225,14 +223,14 @@ class ProgressAnswer(BaseModel):
     seconds_left: float | None
 
 
-class StallAnswer(BaseModel):
+class StallAnswer(Model):
     """A phase without progress for longer than MEMSAVER_PHASE_TIMEOUT_S. The operation continues."""
 
     phase: str
     seconds: float
 
 
-class OperationStatusAnswer(BaseModel):
+class OperationStatusAnswer(Model):
     """An operation in any status. ``answer`` is its caller's answer once it has ended."""
 
     operation_id: str
@@ -252,19 +250,19 @@ class OperationStatusAnswer(BaseModel):
     answer: OperationAnswer | ErrorAnswer | None
 
 
-class OperationsAnswer(BaseModel):
+class OperationsAnswer(Model):
     operations: list[OperationStatusAnswer]
 
 
-class SourceAnswer(BaseModel):
+class SourceAnswer(Model):
     """One consumer of device memory. ``kind`` tells tags, which may have any name, from other consumers."""
 
-    kind: Literal["tag", "torch", "cache", "graphs", "process", "others", "unexplained"]
+    kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
     name: str
     bytes: int
 
 
-class OccupiedDeviceAnswer(BaseModel):
+class OccupiedDeviceAnswer(Model):
     """A device now. ``sources`` are the consumers of its memory; their sum is ``used_bytes``."""
 
     index: int
@@ -277,7 +275,7 @@ class OccupiedDeviceAnswer(BaseModel):
     sources: list[SourceAnswer]
 
 
-class TagStatusAnswer(BaseModel):
+class TagStatusAnswer(Model):
     """What a tag holds now."""
 
     tag: str
@@ -295,7 +293,7 @@ class TagStatusAnswer(BaseModel):
     chunks: int
 
 
-class HostBackupAnswer(BaseModel):
+class HostBackupAnswer(Model):
     bytes: int
     capacity_bytes: int
     limit_bytes: int
@@ -303,14 +301,14 @@ class HostBackupAnswer(BaseModel):
     prepared: bool
 
 
-class AdmissionAnswer(BaseModel):
+class AdmissionAnswer(Model):
     """Whether requests are accepted now, and if not why."""
 
     open: bool
     reason: str
 
 
-class PreparedState(BaseModel):
+class PreparedState(Model):
     """The operation that waits for its commit, for ``lease_s`` more seconds."""
 
     operation_id: str
@@ -318,7 +316,7 @@ class PreparedState(BaseModel):
     lease_s: float
 
 
-class OccupationAnswer(BaseModel):
+class OccupationAnswer(Model):
     """What the process holds on its devices now."""
 
     enabled: bool
@@ -337,14 +335,14 @@ class OccupationAnswer(BaseModel):
     ranks: list[dict[str, int | str | bool | None]] = []  # fields of memsaver_core.RankStatus
 
 
-class MessageAnswer(BaseModel):
+class MessageAnswer(Model):
     success: Literal[True]
     message: str
     status: Literal["ok"]
     ignored: Ignored = []
 
 
-class HealthAnswer(BaseModel):
+class HealthAnswer(Model):
     status: str
     state: str
     reason: str

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
+from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -16,7 +19,10 @@ from memsaver_server.api_key import parse_api_key
 logger = logging.getLogger("memsaver")
 
 #: Variables that are no setting: of the command line, the integrations and the preload library.
-OTHER_VARIABLES = ("MEMSAVER_URL", "MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT")
+OTHER_VARIABLES = (
+    *("MEMSAVER_URL", "MEMSAVER_ENGINE_API_KEY"),
+    *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_PRELOAD_INHERIT"),
+)
 
 #: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
 _LIKENESS = 0.8
@@ -35,8 +41,8 @@ class Settings(EnvironmentSettings):
     )
     hosts: str = Field(
         default="",
-        description="Host names, separated by commas, under which callers without a key may call, beside "
-        "localhost and loopback addresses.",
+        description="Host names, separated by commas and each written out, under which callers without a key may call, "
+        "beside localhost and loopback addresses.",
     )
     audit_file: str = Field(
         default="", description="File that each operation's audit line is appended to; opened anew once it was moved."
@@ -72,6 +78,19 @@ class Settings(EnvironmentSettings):
         text = parse_api_key(key.get_secret_value()) if key is not None else ""
         return SecretStr(text) if text else None
 
+    @field_validator("hosts")
+    @classmethod
+    def _validate_hosts(cls, hosts: str) -> str:
+        """Refuse what matches no request."""
+        for name in filter(None, map(str.strip, hosts.split(","))):
+            if not _is_host(name):
+                raise ValueError(
+                    f"{name!r} is not a host name. Write each name out, without scheme and port. There is no pattern "
+                    "for all names: it would let the page of any site call this server. With MEMSAVER_API_KEY every "
+                    "name is accepted"
+                )
+        return hosts
+
     @model_validator(mode="after")
     def _validate_read_key(self) -> Settings:
         if self.read_key is not None and (self.api_key is None or self.read_key == self.api_key):
@@ -79,6 +98,14 @@ class Settings(EnvironmentSettings):
                 "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY, for the callers that may do more"
             )
         return self
+
+
+def _is_host(name: str) -> bool:
+    if re.fullmatch(r"[a-z0-9._-]+", name, re.IGNORECASE | re.ASCII):
+        return True
+    with suppress(ValueError):
+        return bool(ip_address(name))
+    return False
 
 
 def misspelt_variables() -> dict[str, str]:

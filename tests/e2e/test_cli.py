@@ -9,11 +9,14 @@ import signal
 import subprocess
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import typer
 
 from memsaver_server import attach
-from memsaver_server.client import Client
+from memsaver_server.cli.progress import until_ended
+from memsaver_server.client import AcceptedAnswer, Client
 from memsaver_server.gate import Gate
 from tests.waiting import wait_until
 
@@ -68,7 +71,16 @@ def test_an_address_needs_no_scheme(server: Server, url: str) -> None:
     assert answered.returncode == 0, answered.stderr
 
 
-@pytest.mark.parametrize("url", ["ftp://localhost", "/run/memsaver.sock", "http://", "localhost:port", ""])
+@pytest.mark.parametrize("slashes", ["/", "///"])
+def test_the_address_of_a_unix_socket(tmp_path: Path, slashes: str) -> None:
+    with attach(Gate(), uds=tmp_path / "engine.sock"):
+        answered = memsaver("status", "--url", f"unix:{slashes}{str(tmp_path)[1:]}/engine.sock")
+    assert answered.returncode == 0, answered.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://localhost", "/run/memsaver.sock", "http://", "localhost:port", "unix:engine.sock", "unix://", ""]
+)
 def test_what_is_no_address_is_2(url: str) -> None:
     refused = memsaver("status", "--url", url)
     assert refused.returncode == 2
@@ -98,6 +110,33 @@ def test_too_much_asked_is_told_in_the_unit_that_was_asked_in(server: Server, cl
 )
 def test_a_wrong_argument_is_2(arguments: tuple[str, ...]) -> None:
     assert memsaver(*arguments).returncode == 2
+
+
+ON_OUTPUT = [("--help",), ("status",), ("status", "--json"), ("top",), ("release", "--async"), ("doctor",)]
+
+
+@pytest.mark.parametrize("arguments", ON_OUTPUT, ids=" ".join)
+def test_output_that_cannot_be_written_is_one_sentence(server: Server, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        ran = run_into(full.fileno(), arguments, server)
+    assert (ran.returncode, ran.stderr) == (1, "memsaver: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", ON_OUTPUT, ids=" ".join)
+def test_a_reader_that_has_enough_is_told_nothing(server: Server, arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = run_into(writer, arguments, server)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def run_into(output: int, arguments: tuple[str, ...], server: Server) -> subprocess.CompletedProcess[str]:
+    """Run a command with the file ``output`` as its standard output."""
+    address = environment({"MEMSAVER_URL": server.url})
+    return subprocess.run(
+        [*MEMSAVER, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=address, timeout=300, check=False
+    )
 
 
 def test_nothing_there_is_3_with_a_hint() -> None:
@@ -194,6 +233,22 @@ def test_ctrl_c_cancels(on_terminal: bool) -> None:
         assert "was cancelled by" in terminal.shown
         assert [one.status for one in client.operations()] == ["cancelled"]
         assert client.ready()
+
+
+def test_ctrl_c_cancels_what_has_just_been_accepted() -> None:
+    """The answer that names the operation is still on its way."""
+    gate = Gate()
+    with attach(gate) as attachment, Client(attachment.url) as client, gate.request():
+
+        def start() -> AcceptedAnswer:
+            accepted = client.start_release()
+            signal.raise_signal(signal.SIGINT)
+            return accepted
+
+        with pytest.raises(typer.Exit) as ended:
+            until_ended(client, start)
+        assert ended.value.exit_code == 130
+        assert [one.status for one in client.operations()] == ["cancelled"]
 
 
 @pytest.mark.guards("nobody could cancel an operation that waited")

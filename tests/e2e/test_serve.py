@@ -50,13 +50,17 @@ def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
         assert server.end() == 0
 
 
-@pytest.mark.parametrize(("number", "released"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+@pytest.mark.parametrize(
+    ("number", "state"), [(signal.SIGTERM, "released"), (signal.SIGINT, "resident"), (signal.SIGTERM, "prepared")]
+)
 @pytest.mark.guards("the process aborted at exit")
-def test_a_signal_ends_it_with_code_0_released_or_not(number: signal.Signals, released: bool) -> None:
+def test_a_signal_ends_it_with_code_0_in_any_state(number: signal.Signals, state: str) -> None:
     with serving() as server:
-        if released:
-            with Client(server.url) as client:
+        with Client(server.url) as client:
+            if state == "released":
                 client.release()
+            elif state == "prepared":
+                client.release(prepare=True, lease_s=3600)
         assert server.end(number) == 0
         assert "Traceback" not in server.log
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,7 @@ class LightMemory:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self.names: tuple[str, ...] = TAGS
         self._failing: dict[str, MemsaverError] = {}
         self._holding: dict[str, threading.Event] = {}
         self.reached: dict[str, int] = {}
@@ -122,7 +124,7 @@ class LightMemory:
             raise self._failing.pop(call)
 
     def _own(self, options: Any) -> Any:
-        tags = self._long(options.tags or TAGS)
+        tags = self._long(options.tags or self.names)
         if isinstance(options, ReleaseOptions):
             restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
             return replace(options, tags=tags, restore=restore)
@@ -139,14 +141,29 @@ class LightMemory:
 
 
 def serve() -> None:
-    """Serve engines until standard input ends: NAME COUNT. Prints the members; each line of input is a call of the
-    first engine that is to fail."""
-    name, count = sys.argv[1], int(sys.argv[2])
-    engines = [LightEngine(f"{name}-{number}") for number in range(count)]
+    """Serve COUNT engines, PER_PROCESS to a process, until standard input ends. Each process prints its members as a
+    line of JSON; each line of input is a call of the first engine that is to fail."""
+    count, per_process = int(sys.argv[1]), int(sys.argv[2])
+    children = []
+    for first in range(0, count, per_process):  # forked, as torch takes seconds to import
+        child = os.fork()
+        if child == 0:
+            _serve(range(first, min(first + per_process, count)))
+            os._exit(0)
+        children.append(child)
+    os.waitpid(children[0], 0)
+    for child in children[1:]:
+        os.kill(child, signal.SIGKILL)
+
+
+def _serve(numbers: range) -> None:
+    engines = [LightEngine(f"e{number}") for number in numbers]
     served = [attach(engine) for engine in engines]
     pairs = zip(engines, served, strict=True)
-    print(json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs]), flush=True)
-    for line in sys.stdin:
-        engines[0].memory.fail(line.strip(), MemsaverError("told to fail"))
-        print("failing", flush=True)
-    os._exit(0)
+    line = json.dumps([{"name": engine.name, "url": attachment.url} for engine, attachment in pairs])
+    os.write(1, f"{line}\n".encode())
+    if numbers[0]:
+        signal.pause()
+    for call in sys.stdin:
+        engines[0].memory.fail(call.strip(), MemsaverError("told to fail"))
+        os.write(1, b"failing\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver_server.fleet import Member, MembershipError, Selector, StaticMembership, membership_of
+from memsaver_server.fleet import Fleet, Member, MembershipError, Selector, StaticMembership, membership_of
 from memsaver_server.fleet.dns_members import DnsMembership
 from memsaver_server.fleet.members import Membership
 
@@ -129,6 +129,16 @@ def test_sources_that_name_nothing(source: str) -> None:
 def test_sources() -> None:
     assert isinstance(membership_of("dns:engines.ns.svc:30000"), DnsMembership)
     assert isinstance(membership_of("srv:_http._tcp.engines"), DnsMembership)
+
+
+def test_messages_of_large_fleets_are_bounded() -> None:
+    members = [Member(f"e{number}", f"http://127.0.0.1:{number + 1}") for number in range(100)]
+    with Fleet(StaticMembership(members)) as fleet:
+        result = fleet.release()
+    assert len(result.failed) == 100
+    assert "e7 failed while asking: no answer" in result.message
+    assert "e8" not in result.message
+    assert "and 92 more" in result.message
 
 
 def test_selectors() -> None:

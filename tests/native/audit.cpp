@@ -128,6 +128,7 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
   for (const int device : core.map.devices()) device_bytes[device] = 0;
   const auto orphans = core.orphans.list();
   for (const auto& orphan : orphans) device_bytes[orphan.device] += orphan.bytes;
+  for (const auto& [device, bytes] : core.reservation.bytes_by_device()) device_bytes[device] += bytes;
   {
     const Lock lock(core.map.mutex);
     for (const Arena* const arena : core.map.select({})) {

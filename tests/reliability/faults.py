@@ -55,6 +55,10 @@ RESUMING = {
     **ALLOCATING,
     **MOVING,
 }
+RESERVING = {
+    "create": ("invalid_value", "out_of_memory"),
+    **dict.fromkeys(("release", "memory_info"), ("invalid_value",)),
+}
 DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "fallocate": (errno.EIO,)}
 
 

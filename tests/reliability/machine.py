@@ -33,6 +33,7 @@ from tests.reliability.faults import (
     MEMORY,
     RELEASING,
     RELEASING_IN_PART,
+    RESERVING,
     RESUMING,
     UNDO,
     Fault,
@@ -246,6 +247,28 @@ class Machine(RuleBasedStateMachine):
             self._release(tags, {}, [])
         self._resume(tags, faults)
 
+    @rule(tags=tags_of_a_call, give_back=st.booleans(), faults=st.just([]) | faults_of(RESERVING))
+    @step
+    def reserve(self, tags: list[str], give_back: bool, faults: list[Fault]) -> None:
+        """All that a resume needs, or nothing. What is not given back is left to the next resume."""
+        with self._failing(faults):
+            self._reserve(tags)
+        if give_back:
+            ms.give_back_reserved()
+            assert ms.status().reserved_by_device == {}
+
+    @rule(tags=st.just([]) | tags_of_a_call)
+    @step
+    def resume_what_is_reserved(self, tags: list[str]) -> None:
+        """It cannot run out of memory, whatever the co-tenant takes."""
+        if not self._reserve(tags):
+            return
+        held = self.tenant.bytes
+        self.tenant.hold(held + self._free_bytes()[0])
+        with self._resuming(tags, self._needed(tags)):
+            ms.resume(tags)
+        self.tenant.hold(held)
+
     @rule(pages=st.just(0) | st.integers(0, CAPACITY // PAGE))
     @step
     def tenant_takes(self, pages: int) -> None:
@@ -377,6 +400,22 @@ class Machine(RuleBasedStateMachine):
         free = self._free_bytes()
         with self._failing(faults), self._resuming(tags, free):
             ms.resume(tags)
+
+    def _reserve(self, tags: list[str]) -> bool:
+        """Whether memory for a resume of these tags could be reserved."""
+        needed, free = self._needed(tags), self._free_bytes()
+        for device, size in ms.status().reserved_by_device.items():
+            free[device] += size
+        try:
+            ms.reserve_with(ms.ResumeOptions(tuple(tags)))
+        except ms.MemsaverError as error:
+            assert ms.status().reserved_by_device == {}
+            short = any(needed[device] > free[device] for device in DEVICES)
+            if isinstance(error, ms.OutOfDeviceMemoryError) and short:
+                return False
+            raise
+        assert ms.status().reserved_by_device == {device: size for device, size in needed.items() if size}
+        return True
 
     def _pick(self, several: list[Any], which: int) -> Any:
         return several[which % len(several)] if several else None
@@ -599,6 +638,7 @@ class Machine(RuleBasedStateMachine):
             memory.tensor.set_()  # the failure's traceback may hold the tensor
         self.memories.clear()
         gc.collect()
+        ms.give_back_reserved()
         ms.release()
         status = ms.status()
         assert sum(tag.bytes for tag in status.tags) == 0, status

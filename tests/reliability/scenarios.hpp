@@ -138,6 +138,24 @@ inline std::vector<Scenario> scenarios() {
   };
   list.push_back(release_of("release, two devices", on_two, two_devices));
   list.push_back(resume_of("resume, two devices", on_two, two_devices));
+  const auto released_on_two = [on_two](World& world) {
+    on_two(world);
+    world.release();
+  };
+  list.push_back({"reserve, two devices", two_devices, released_on_two,
+                  [](World& world) {
+                    world.reserve();
+                    world.reserve();  // in place of the first
+                    world.saver->give_back_reserved();
+                    world.reserve();
+                  },
+                  [](World& world) { world.resume(); }});
+  list.push_back({"resume, reserved, two devices", two_devices,
+                  [released_on_two](World& world) {
+                    released_on_two(world);
+                    world.reserve();
+                  },
+                  [](World& world) { world.resume(); }, [](World& world) { world.release(); }});
   list.push_back({"release of one tag after another",
                   {},
                   every_policy,

@@ -119,6 +119,27 @@ def test_a_device_that_is_full_is_found_before_any_rank_resumes(start: Start) ->
     assert released(group) == [set()] * RANKS
 
 
+@pytest.mark.guards("one rank or device failed while the others went on")
+def test_memory_is_reserved_on_all_ranks_or_on_none(start: Start) -> None:
+    group, memory = start()
+    before = content(group, *KEPT)
+    needed = memory.release(ReleaseOptions()).released_bytes - RANKS * (8 << 20)  # communicators take theirs back
+    group.tell("FailCall", rank=2, call="create", nth=2)
+    with pytest.raises(DriverError, match=r"^rank 2: .*create"):
+        memory.reserve(ResumeOptions())
+    assert memory.status().reserved_by_device == {}
+    memory.reserve(ResumeOptions())
+    assert memory.status().reserved_by_device == dict.fromkeys(range(RANKS), needed // RANKS)
+    memory.resume(ResumeOptions())
+    assert content(group, *KEPT) == before
+    memory.release(ReleaseOptions())
+    memory.reserve(ResumeOptions(("kv_cache",)))
+    memory.give_back_reserved()
+    assert memory.status().reserved_by_device == {}
+    assert sum(device.used_bytes for device in memory.read_devices()) == 0
+    memory.resume(ResumeOptions())
+
+
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Start) -> None:
     group, memory = start(host_backup_limit=1 << 16)

@@ -136,12 +136,23 @@ class World {
       if (!selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) not_undone_.erase(memory.address + page * kPage);
     }
+    if (!saver->status().reserved_by_device.empty()) problems.push_back("memory is reserved after a resume");
     const auto here = mapped_pages(true);
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
         if (here.count(memory.address + page * kPage) == 0) report("resumed memory is not mapped", memory, page);
       }
+    }
+  }
+
+  void reserve(const Saver::Tags& tags = {}) {
+    note_concerned(tags, mapped_pages(true), false);
+    try {
+      saver->reserve(tags);
+    } catch (...) {
+      if (!saver->status().reserved_by_device.empty()) problems.push_back("a failed reservation holds memory");
+      throw;
     }
   }
 
@@ -276,6 +287,7 @@ class World {
     imported.reset();
     shared.reset();
     if (!context_lost) {
+      saver->give_back_reserved();
       for (std::size_t number = 0; number < memories_.size(); ++number) free(number);
       saver->release({}, {}, {});  // what a failed free left, and what a failed release did
       check();

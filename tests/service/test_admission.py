@@ -99,6 +99,17 @@ def test_a_pause_that_is_overtaken_by_continue_ends_without_effect(
     assert generate(http).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "query"), [("/pause_generation", ""), ("/sleep", "?level=0")])
+def test_a_pause_that_fails_speaks_of_the_pause(
+    http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response], path: str, query: str
+) -> None:
+    late = post(http, path + query, mode="wait", timeout_s=0)
+    assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
+    assert "; generation was not paused. Repeat" in late.json()["message"]
+    assert "release" not in late.json()["message"]
+    engine.unblock()
+
+
 @pytest.mark.parametrize("second_succeeds", [True, False])
 def test_a_pause_that_fails_undoes_itself_alone(
     http: httpx.Client, engine: TensorEngine, in_flight: Future[httpx.Response], second_succeeds: bool

@@ -79,6 +79,29 @@ def test_a_caller_hears_that_the_server_ends(
         httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()
 
 
+@pytest.mark.parametrize("path", ["/generate", "/pause_generation"])
+def test_what_the_end_of_the_server_cuts_off_is_answered(
+    engine: TensorEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """In JSON, as every error."""
+    monkeypatch.setattr("memsaver_server.attachment.GRACE_S", 0)
+    engine.block()
+    request = {"input_ids": [1], "mode": "wait"}
+    with ThreadPoolExecutor(3) as pool, attach(engine) as server:
+        generating = pool.submit(httpx.post, f"{server.url}/generate", json=request, timeout=60)
+        engine.wait_until(lambda engine: engine.in_flight())
+        pausing = pool.submit(httpx.post, f"{server.url}/pause_generation", json=request, timeout=60)
+        engine.wait_until(lambda engine: engine.is_closed)
+        closing = pool.submit(server.close)
+        answer = (generating if path == "/generate" else pausing).result()
+        engine.unblock()
+        closing.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "server_ends"
+    assert f"POST {path}" in answer.json()["message"]
+    assert not [record for record in caplog.records if record.exc_info or record.exc_text]
+
+
 def test_a_unix_socket_is_for_its_user_alone(engine: TensorEngine, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock"
     with attach(engine, uds=path) as attachment:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+import memsaver_core as ms
+from memsaver_core._native import Saver as Driver
+from memsaver_core.ranks import plans
+from memsaver_server import attach
+from memsaver_server.client import Client, ConflictError
 from memsaver_server.two_phases import PreparedAnswer
 from tests.waiting import wait_until
 
-from .tensor_engine import ALL_TAGS, TensorEngine
-from .test_operations import post
+from .tensor_engine import ALL_TAGS, MIB, TensorEngine
+from .test_operations import PROMPT, drain_held_up, post, stopped
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -32,6 +39,11 @@ def prepared(http: httpx.Client) -> dict[str, Any] | None:
 def operation(http: httpx.Client, operation_id: str) -> dict[str, Any]:
     status: dict[str, Any] = http.get(f"/operations/{operation_id}").json()
     return status
+
+
+def operations(http: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = http.get("/operations").json()["operations"]
+    return found
 
 
 def check_refused(answer: httpx.Response, kind: str, *texts: str) -> None:
@@ -124,3 +136,146 @@ def test_a_commit_names_its_own_kind(http: httpx.Client) -> None:
     operation_id = prepare(http)["operation_id"]
     assert post(http, RESUME, commit=operation_id).status_code == 400
     assert post(http, f"/operations/{operation_id}/commit").json()["state"] == "released"
+
+
+def test_a_resume_is_prepared_with_its_memory(http: httpx.Client, driver: Driver) -> None:
+    """Nobody else can take it until the commit or the abort, so that the commit cannot run out of memory."""
+    bytes_released = post(http, RELEASE).json()["released_bytes"]
+
+    def free() -> int:
+        size: int = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+        return size
+
+    before = free()
+    answer = prepare(http, RESUME)
+    assert sum(row["bytes"] for row in answer["tags"]) == bytes_released
+    assert free() == before - bytes_released
+    [reserved] = [
+        source
+        for source in http.get("/memory_occupation").json()["devices"][0]["sources"]
+        if source["kind"] == "reserved"
+    ]
+    assert reserved["bytes"] == bytes_released
+    post(http, f"/operations/{answer['operation_id']}/abort").raise_for_status()
+    assert free() == before
+    answer = prepare(http, RESUME)
+    tenant = driver.allocate(0, "tenant", "discard", free() // (2 * MIB) * 2 * MIB)
+    try:
+        assert post(http, RESUME, commit=answer["operation_id"]).json()["resumed_bytes"] == bytes_released
+    finally:
+        driver.free(tenant)
+    assert http.get("/readyz").status_code == 200
+
+
+def test_a_resume_without_room_is_not_prepared(http: httpx.Client, driver: Driver) -> None:
+    post(http, RELEASE)
+    size = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+    tenant = driver.allocate(0, "tenant", "discard", (size - 4 * MIB) // (2 * MIB) * 2 * MIB)
+    try:
+        short = post(http, RESUME, prepare=True)
+        assert (short.status_code, short.json()["error"]["type"]) == (503, "out_of_device_memory")
+        assert http.get("/memory_occupation").json()["state"] == "released"
+    finally:
+        driver.free(tenant)
+    assert post(http, RESUME, commit=prepare(http, RESUME)["operation_id"]).json()["state"] == "resident"
+
+
+def test_requests_that_arrive_meanwhile(serve: Callable[..., httpx.Client], engine: TensorEngine) -> None:
+    """They are queued as during a release, and served after an abort."""
+    http = serve(while_released="queue")
+    expected = post(http, "/generate", **PROMPT).json()["output_ids"]
+    operation_id = prepare(http)["operation_id"]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(post, http, "/generate", **PROMPT) for _ in range(4)]
+        engine.wait_until(lambda engine: engine.held == len(calls))
+        post(http, f"/operations/{operation_id}/abort").raise_for_status()
+        assert [call.result().json()["output_ids"] for call in calls] == [expected] * len(calls)
+
+
+def test_requests_that_arrive_meanwhile_are_refused_by_default(http: httpx.Client) -> None:
+    operation_id = prepare(http)["operation_id"]
+    refused = post(http, "/generate", **PROMPT)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "admission_closed")
+    post(http, f"/operations/{operation_id}/abort").raise_for_status()
+    assert post(http, "/generate", **PROMPT).status_code == 200
+
+
+def test_a_caller_that_dies_in_the_drain_leaves_nothing_behind(http: httpx.Client, engine: TensorEngine) -> None:
+    with drain_held_up(http, engine), httpx.Client(base_url=http.base_url, timeout=0.1) as dying:
+        with pytest.raises(httpx.ReadTimeout):
+            post(dying, RELEASE, prepare=True, lease_s=0.05)
+        engine.wait_until(lambda engine: engine.is_closed)
+    wait_until(lambda: operations(http)[0]["status"] == "cancelled")
+    assert operations(http)[0]["answer"]["error"]["cancelled_by"] == "the end of its lease"
+    assert not engine.is_closed
+
+
+def test_what_cannot_be_is_not_prepared(http: httpx.Client, engine: TensorEngine) -> None:
+    """The errors are those of the operation itself, and all is as before."""
+    with drain_held_up(http, engine):
+        late = post(http, RELEASE, prepare=True, timeout_s=0.05)
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "drain_timeout")
+    assert post(http, RELEASE, prepare=True, tags=["none"]).status_code == 400
+    assert post(http, RELEASE, prepare=True, at_least_bytes=1 << 50).status_code == 400
+    assert prepared(http) is None
+    assert not engine.is_closed
+
+
+def test_host_memory_that_is_short_is_found_before(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_free_host_bytes", lambda _status: 0)
+    short = post(http, RELEASE, prepare=True, restore={"workspace": "host"})
+    assert (short.status_code, short.json()["error"]["type"]) == (507, "out_of_host_memory")
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+
+
+def test_a_call_that_waits_runs_afterwards(http: httpx.Client) -> None:
+    """However the preparation ends; a hold is no stall."""
+    operation_id = prepare(http)["operation_id"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, http, RELEASE, tags=["kv_cache"], wait=True)
+        wait_until(lambda: len(operations(http)) == 2)
+        assert operation(http, operation_id)["stalled"] is None
+        post(http, f"/operations/{operation_id}/abort").raise_for_status()
+        assert waiting.result().json()["released_bytes"] > 0
+    assert post(http, RESUME).json()["state"] == "resident"
+
+
+def test_a_plain_call_joins_what_is_committed(http: httpx.Client, driver: Driver) -> None:
+    operation_id = prepare(http)["operation_id"]
+    with stopped(driver, "unmap") as wait, ThreadPoolExecutor(2) as pool:
+        commit = pool.submit(post, http, RELEASE, commit=operation_id)
+        wait()
+        plain = pool.submit(post, http, RELEASE)
+        wait_until(lambda: operation(http, operation_id)["callers"] == 2)
+        check_refused(post(http, f"/operations/{operation_id}/abort"), "too_late")
+        driver.heal()
+        assert commit.result().json() == plain.result().json()
+
+
+def test_the_end_of_the_service_is_an_abort(engine: TensorEngine) -> None:
+    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=60) as http:
+        prepare(http, lease_s=3600)
+        assert engine.is_closed
+    wait_until(lambda: not engine.is_closed)
+    assert ms.status().state == "resident"
+
+
+def test_the_idempotency_key_of_a_prepare(http: httpx.Client) -> None:
+    """The same answer while it is prepared; then the operation's own."""
+    key = {"Idempotency-Key": "a key"}
+    first = http.post(RELEASE, json={"prepare": True}, headers=key).json()
+    assert http.post(RELEASE, json={"prepare": True}, headers=key).json()["operation_id"] == first["operation_id"]
+    done = post(http, RELEASE, commit=first["operation_id"]).json()
+    assert http.post(RELEASE, json={"prepare": True}, headers=key).json() == done
+
+
+def test_the_clients(http: httpx.Client) -> None:
+    with Client(str(http.base_url)) as client:
+        answer = client.release(prepare=True, lease_s=60)
+        assert client.abort(answer.operation_id).status == "cancelled"
+        with pytest.raises(ConflictError) as refused:
+            client.commit(answer.operation_id)
+        assert refused.value.kind == "lease_ended"
+        done = client.commit(client.release(prepare=True).operation_id)
+        assert done.released_bytes > 0
+        assert client.commit(client.resume(prepare=True).operation_id).resumed_bytes == done.released_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,6 +87,28 @@ def ask(http: httpx.Client, method: str, path: str, headers: Headers, *, ends: b
         except ConnectionError:  # it refused without reading the rest, and so its answer was lost
             return 400
     return int(answer[9:12]) if answer else 0
+
+
+LENGTHS = [b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"transfer-encoding: chunked\r\ncontent-length: 0"]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("path", ["/release_memory_occupation", "/livez", "/no_such_path"])
+def test_a_request_with_two_lengths_is_refused(http: httpx.Client, lengths: bytes, path: str) -> None:
+    """Also by the connection: what one reader takes for the rest of the body, another takes for the next request."""
+    hidden = b"POST /release_memory_occupation HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as one:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+        one.sendall(head + lengths + b"\r\n\r\n0\r\n\r\n" + hidden)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while more := one.recv(65536):
+                answer += more
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "bad_request"
+    assert http.get("/memory_occupation").json()["state"] == "resident"
 
 
 def is_alive(http: httpx.Client) -> bool:

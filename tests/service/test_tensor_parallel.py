@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -43,6 +46,26 @@ SHAPE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+
+#: Makes an engine whose rank 1 is stopped while it loads.
+FROZEN_LOAD = """
+import os, signal, sys
+from memsaver_server.reference import rank_group
+from memsaver_server.reference.engine import TransformersEngine
+
+rank_group.LOAD_S, rank_group._END_S = 5.0, 2.0
+join = rank_group.RankGroup.join
+
+def join_frozen(group, device):
+    if sys.argv[1] == "while it loads":
+        join(group, device)
+    os.kill(group._processes[0].pid, signal.SIGSTOP)
+    if sys.argv[1] == "before it joins":
+        join(group, device)
+
+rank_group.RankGroup.join = join_frozen
+TransformersEngine(tensor_parallel=2, kv_cache_bytes=16 << 20, max_len=256, batch_sizes=(1, 2))
+"""
 
 
 class Served:
@@ -223,6 +246,32 @@ def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) ->
         assert answer.status_code == 500
         assert f"rank 1 (process {pid}) does not answer: the {what} did not end in 2 s" in answer.text
         is_dead(served, f"rank 1 (process {pid}) does not answer")
+
+
+def test_a_frozen_rank_is_not_ready() -> None:
+    """Before anything waits for it. It is alive: it computes again once it is continued."""
+    with closing(Served(2)) as served:
+        pid = served.pids()[1]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: served.http.get("/readyz").status_code == 503)
+            for path in ("/readyz", "/health_generate"):
+                assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in served.http.get(path).text
+            assert served.http.get("/livez").status_code == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: served.http.get("/readyz").status_code == 200)
+        assert served.tokens() == served.expected
+
+
+@pytest.mark.parametrize("when", ["before it joins", "while it loads"])
+def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
+    """The process that waits for it ends."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FROZEN_LOAD, when], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 1
+    assert re.search(r"rank 1 \(process \d+\) does not answer: the load did not end in 5 s; restart", ran.stderr)
 
 
 def test_a_frozen_rank_does_not_keep_the_service() -> None:

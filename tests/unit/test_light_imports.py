@@ -40,6 +40,38 @@ def test_the_client_loads_neither_torch_nor_fastapi(module: str) -> None:
     assert (ran.stdout, ran.stderr) == ("[]\n", "")
 
 
+def test_the_client_builds_no_model_before_it_is_used() -> None:
+    """Building all takes as long as the rest of the import."""
+    ran = python(
+        "import memsaver_server.client.sync, pydantic\n"
+        "models = pydantic.BaseModel.__subclasses__()\n"
+        "for model in models: models += model.__subclasses__()\n"
+        "ours = {model for model in models if model.__module__.startswith('memsaver_server')}\n"
+        "print(len(ours) > 20, [model.__name__ for model in ours if model.__pydantic_complete__])"
+    )
+    assert (ran.stdout, ran.stderr) == ("True []\n", "")
+
+
+@pytest.mark.parametrize(("url", "loads"), [("http://localhost", False), ("https://localhost", True)])
+def test_the_authorities_of_certificates_are_loaded_for_https_alone(url: str, loads: bool) -> None:
+    ran = python(
+        "import ssl, sys\n"
+        "ssl.SSLContext.load_verify_locations = lambda *a, **k: print('loads')\n"
+        "from memsaver_server import Client\n"
+        "Client(sys.argv[1])",
+        url,
+    )
+    assert (ran.stdout, ran.stderr) == ("loads\n" if loads else "", "")
+
+
+def test_a_command_loads_what_it_needs() -> None:
+    """Nothing of the commands that examine or serve the engine."""
+    heavy = ("memsaver_server.doctor", "memsaver_server.attachment", "memsaver_server.reference", "uvicorn", "asyncio")
+    ran = python(COMMAND.replace(repr(NOT_LOADED), repr(heavy)), "status", "--uds", "/nowhere")
+    assert ran.returncode == 3, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -102,3 +102,15 @@ def test_what_is_read_and_what_others_set_is_not_misspelt(monkeypatch: pytest.Mo
 def test_the_reference_lists_the_other_variables() -> None:
     table = REFERENCE.read_text().partition("Other variables:")[2].partition("\n\n")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"^\| `(MEMSAVER_\w+)`", table, re.MULTILINE)) == sorted(OTHER_VARIABLES)
+
+
+@pytest.mark.parametrize("hosts", ["*", "engine, *.example", "http://engine", "engine:30000", "[::1]", "a/b"])
+def test_what_is_no_host_name_is_refused(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
+    """It would match no request. A pattern for all names would let the page of any site call the service."""
+    monkeypatch.setenv("MEMSAVER_HOSTS", hosts)
+    with pytest.raises(ms.ConfigurationError, match=r"is not a host name.*MEMSAVER_API_KEY"):
+        Settings()
+
+
+def test_host_names_and_addresses_are_accepted() -> None:
+    assert Settings(hosts="Engine, gpu-1.example,10.0.0.7, fd00::1,").hosts.startswith("Engine")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+
+#: Of a write to a pipe that nobody reads, or to a disk that is full or broken.
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -15,7 +20,19 @@ def main() -> None:
         from memsaver_server.missing_package import missing_package
 
         sys.exit(f"memsaver: {missing_package(error, 'cli')}")
-    app(prog_name="memsaver")
+    try:
+        try:
+            app(prog_name="memsaver")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        if sys.stdout is not None:  # what is left in its buffer is written when the interpreter ends: nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A reader that has enough, such as head, is told nothing.
+        sys.exit(1 if error.errno == errno.EPIPE else f"memsaver: cannot write the output: {error.strerror}")
 
 
 __all__ = ["main"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -13,14 +13,11 @@ from rich.text import Text
 
 from memsaver_server.cli.options import ExitCode
 from memsaver_server.cli.tables import make_console
-from memsaver_server.doctor import Finding, Level, examine
 
-_MARKS = {
-    Level.OK: ("✓", "green"),
-    Level.NOTE: ("·", "dim"),
-    Level.WARNING: ("!", "yellow"),
-    Level.BLOCKED: ("✗", "bold red"),
-}
+if TYPE_CHECKING:
+    from memsaver_server.doctor import Finding
+
+_MARKS = {"ok": ("✓", "green"), "note": ("·", "dim"), "warning": ("!", "yellow"), "blocked": ("✗", "bold red")}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -28,6 +25,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
 
     Exits with 1 if something prevents memsaver from working.
     """
+    from memsaver_server.doctor import Level, examine
+
     findings = examine()
     blocked = [finding for finding in findings if finding.level is Level.BLOCKED]
     if as_json:

@@ -69,7 +69,7 @@ def top(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, interva
 
 
 def _new_operations(client: Client) -> Iterator[str]:
-    seen = {one.operation_id for one in client.operations() if one.status not in ("queued", "running")}
+    seen = {one.operation_id for one in client.operations() if one.status not in ("queued", "running", "prepared")}
     while True:
         new = [one.operation_id for one in reversed(client.operations()) if one.operation_id not in seen]
         seen.update(new)
@@ -127,7 +127,7 @@ def _overview(client: Client) -> RenderableType:
         share = f"{format_bytes(device.used_bytes)} of {format_bytes(device.total_bytes)}"
         parts.append(_line(f"device {device.index}", bar, share))
     parts.append(status_view(occupation))
-    running = next((one for one in operations if one.status == "running"), None)
+    running = next((one for one in operations if one.status in ("running", "prepared")), None)
     if running is not None:
         parts.append(_running_line(running))
     if operations:

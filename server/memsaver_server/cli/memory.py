@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,8 +89,8 @@ def release(
         "wait": wait,
     }
     with connected(url, uds, api_key, as_json=as_json) as client, sizes_as_asked(at_least):
-        accepted = client.start_release(tags, **options)
-        _show(accepted if background else until_ended(client, accepted), as_json)
+        start = partial(client.start_release, tags, **options)
+        _show(start() if background else until_ended(client, start), as_json)
 
 
 def resume(
@@ -115,8 +116,8 @@ def resume(
     Ctrl-C cancels before memory is mapped.
     """
     with connected(url, uds, api_key, as_json=as_json) as client:
-        accepted = client.start_resume(tags, wait_for_memory_s=wait_for_memory, wait=wait)
-        _show(accepted if background else until_ended(client, accepted), as_json)
+        start = partial(client.start_resume, tags, wait_for_memory_s=wait_for_memory, wait=wait)
+        _show(start() if background else until_ended(client, start), as_json)
 
 
 def status(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, as_json: Json = False) -> None:

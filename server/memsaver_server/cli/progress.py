@@ -1,9 +1,11 @@
-"""Follows a release or resume that was started: a progress bar on stderr, on a terminal only. Ctrl-C cancels it."""
+"""Starts and follows a release or resume: a progress bar on stderr, on a terminal only. Ctrl-C cancels it."""
 
 from __future__ import annotations
 
+import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,19 +24,45 @@ _DELAY_S = 0.4
 _FIRST_S, _LONGEST_S = 0.01, 0.15
 
 
-def until_ended(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
-    """Return the answer of the operation.
+def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> OperationAnswer:
+    """Start an operation by ``start`` and return its answer.
 
     Raises:
         AnswerError: it failed or stalls, as the synchronous call would.
         typer.Exit: Ctrl-C was pressed; stderr says what became of the operation.
     """
+    accepted = None
     try:
+        with _interrupt_held():
+            accepted = start()
         with ExitStack() as drawn:
             return _poll(client, accepted, drawn)
     except KeyboardInterrupt:
-        typer.echo(f"memsaver: {_cancel(client, accepted.operation_id)}", err=True)
+        if accepted is not None:
+            typer.echo(f"memsaver: {_cancel(client, accepted.operation_id)}", err=True)
         raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Raise the first KeyboardInterrupt at the end of the block, since the service may have begun what it asks for.
+
+    The second is raised at once.
+    """
+    pressed = False
+
+    def hold(_number: int, _frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and before is signal.default_int_handler:  # else it was ignored
+        raise KeyboardInterrupt
 
 
 def _poll(client: Client, accepted: AcceptedAnswer, drawn: ExitStack) -> OperationAnswer:

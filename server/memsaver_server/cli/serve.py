@@ -99,12 +99,12 @@ def serve(
     sys.stderr = stream = LogStream("stderr", 2)
     atexit.register(stream.settle, END_S)
     console = make_console(stderr=True)
-    _end_on_signals()
+    end_on_signals()
     sizes = _numbers(batch_sizes)
     cache = size_of(kv_cache_bytes)
     began = time.monotonic()
     try:
-        settings = _settings(while_released=while_released, verify_tokens=verify_tokens)
+        settings = settings_of(while_released=while_released, verify_tokens=verify_tokens)
         from memsaver_server import audit
         from memsaver_server.attachment import GRACE_S, attach, check_place
         from memsaver_server.reference.engine import TransformersEngine
@@ -134,7 +134,7 @@ def serve(
         reason = missing_package(error, "engine") if isinstance(error, ImportError) else str(error)
         print_error(f"cannot start: {reason}")
         raise typer.Exit(int(ExitCode.FAILED)) from error
-    except _Ended:
+    except Ended:
         raise typer.Exit from None
     audit.to_stderr()
     # torch and transformers load about 350,000 objects: a full garbage collection would block all requests for 0.2 s.
@@ -149,7 +149,7 @@ def serve(
         console.print(Text.assemble(ready, plain(about), style="dim"))
         while True:
             signal.pause()
-    except _Ended:
+    except Ended:
         notify("STOPPING=1")
         console.print("ending", style="dim")
     finally:
@@ -162,7 +162,7 @@ def serve(
         late.cancel()
 
 
-def _settings(**given: str | bool | None) -> Settings:
+def settings_of(**given: str | bool | None) -> Settings:
     """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
 
     Raises:
@@ -177,16 +177,16 @@ def _settings(**given: str | bool | None) -> Settings:
     return Settings(**values)
 
 
-class _Ended(BaseException):
+class Ended(BaseException):
     """SIGTERM or SIGINT was received."""
 
 
-def _end_on_signals() -> None:
+def end_on_signals() -> None:
     def end(number: int, _frame: FrameType | None) -> None:
         # A second signal ends the process at once.
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, signal.SIG_DFL)
-        raise _Ended
+        raise Ended
 
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, end)

@@ -8,17 +8,20 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 
 def parse_address(url: str) -> str:
-    """Return ``url`` with its scheme: ``localhost:30000`` is ``http://localhost:30000``.
+    """Return ``url`` in full: ``localhost:30000`` is ``http://localhost:30000``, ``unix:/run`` is ``unix:///run``.
 
     Raises:
         ValueError: it is not the address of a service.
     """
     address = url.strip()
+    if address.startswith("unix:/") and not address.startswith("unix://"):
+        address = address.replace("unix:", "unix://", 1)
     if address and "://" not in address and not address.startswith("/"):
         address = f"http://{address}"
     try:
         parts = urlsplit(address)
-        known = parts.scheme == "unix" or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+        is_host = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        known = is_host or (parts.scheme == "unix" and address != "unix://")
     except ValueError:  # a port that is no number, or brackets without an address
         known = False
     if not known:

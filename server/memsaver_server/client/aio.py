@@ -73,7 +73,7 @@ class AsyncClient:
         self._http = httpx.AsyncClient(
             base_url=self._target.base_url,
             headers=self._target.headers,
-            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds, verify=verify),
+            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds, verify=self._target.verifies(verify)),
         )
 
     @property

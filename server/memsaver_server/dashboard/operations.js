@@ -44,8 +44,7 @@ function outcome({ status, phase, answer }) {
   if (status === "failed") return el("span", { class: "outcome bad" }, answer?.error?.type?.replaceAll("_", " ") ?? "failed");
   if (status === "running") return el("span", { class: "outcome busy" }, phase || "running");
   if (status === "cancelled") return el("span", { class: "outcome" }, "cancelled");
-  if (status === "queued") return el("span", { class: "outcome busy" }, "queued");
-  if (status === "cancelled") return el("span", { class: "outcome quiet" }, "cancelled");
+  if (status === "queued" || status === "prepared") return el("span", { class: "outcome busy" }, status);
   return el("span", { class: "outcome good" }, "done");
 }
 
@@ -79,7 +78,7 @@ function details(operation, cancel) {
       "td",
       { colspan: COLUMNS },
       el("p", {}, operation.answer?.message ?? operation.status),
-      operation.status === "queued"
+      operation.status === "queued" || operation.status === "prepared"
         ? el("button", { type: "button", class: "small", onclick: () => cancel(operation.operation_id) }, "Cancel")
         : null,
       rows.length

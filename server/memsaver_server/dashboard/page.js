@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { deviceView } from "./devices.js";
+import { engineRows } from "./engines.js";
 import { Refused, call, follow, key } from "./feed.js";
 import { duration, el, size, tagList } from "./format.js";
 import { operationRows } from "./operations.js";
@@ -89,6 +90,7 @@ follow("dashboard/feed", {
     drawState();
     drawDevices();
     drawTags();
+    drawEngines();
     drawRanks();
     drawProgress();
     drawOperations();
@@ -167,6 +169,19 @@ function drawTags() {
   $("backup").textContent =
     `Backups: ${size(bytes - inFiles)} in host memory (${size(ready)} pinned, at most ${size(limit)})` +
     (inFiles ? `, ${size(inFiles)} in files.` : ".");
+}
+
+/** The engines, if this is a fleet. */
+function drawEngines() {
+  const engines = occupation.engines ?? [];
+  const busy = !connected || Boolean(running());
+  $("engines-panel").hidden = !engines.length;
+  $("by-operation").hidden = Boolean(engines.length); // the phases are those of each engine's own operation
+  redraw($("engines"), [engines, busy], () =>
+    engineRows(engines, busy, (engine, resume) =>
+      resume ? send("resume", { selector: { names: [engine] } }) : confirmRelease(null, { engine }),
+    ),
+  );
 }
 
 /** The processes of an engine, if it has several. */
@@ -253,19 +268,20 @@ const actions = {
 };
 for (const [id, act] of Object.entries(actions)) $(id).addEventListener("click", () => may($(id)) && act());
 
-function confirmRelease(tags, { hibernate = false } = {}) {
+function confirmRelease(tags, { hibernate = false, engine = null } = {}) {
   const dialog = $("confirm");
-  const what = tags ? tagList(tags) : "all memory";
+  const what = tags ? tagList(tags) : engine ? `all memory of ${engine}` : "all memory";
   $("confirm-title").textContent = hibernate ? "Release all memory and hibernate?" : `Release ${what}?`;
   $("confirm-text").textContent =
-    `${occupation.engine} accepts no requests until it is resumed. ` +
+    `${engine ?? occupation.engine} accepts no requests until it is resumed. ` +
     "Content that its tags keep is backed up first; the process stays alive." +
     (hibernate ? " Its device context is released last; calls to the device then block until it is resumed." : "");
   $("confirmed").textContent = hibernate ? "Hibernate" : "Release";
   dialog.returnValue = "cancel";
   dialog.onclose = () => {
     if (dialog.returnValue === "release") {
-      send("release", { mode: $("mode").value, ...(tags ? { tags } : {}), ...(hibernate ? { hibernate } : {}) });
+      const selector = engine ? { selector: { names: [engine] } } : {};
+      send("release", { mode: $("mode").value, ...(tags ? { tags } : {}), ...(hibernate ? { hibernate } : {}), ...selector });
     }
   };
   dialog.showModal();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -43,11 +43,20 @@ class EngineFailure(Exception):
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``arguments`` are fields of a release or a resume beside its tags.
+    ``arguments`` are fields of a release or a resume beside its tags. ``turns`` bounds how many short calls are in
+    flight at once, over all connections.
     """
 
-    def __init__(self, member: Member, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool) -> None:
+    def __init__(
+        self,
+        member: Member,
+        api_key: str | None,
+        silence_s: float,
+        verify: ssl.SSLContext | bool,
+        turns: asyncio.Semaphore,
+    ) -> None:
         self.member = member
+        self._turns = turns
         self._silence_s = silence_s
         self._closed = False
         self._client = _Client(
@@ -61,15 +70,15 @@ class Connection:
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds."""
-        return await self._ask(self._client.occupation())
+        return await self._ask(self._client.occupation)
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         """Return the status of one of its operations."""
-        return await self._ask(self._client.operation(operation_id))
+        return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
         """Return what an operation would need."""
-        return await self._ask(self._client.call(PlanAnswer, _operation(verb, tags, {"dry_run": True})))
+        return await self._ask(partial(self._client.call, PlanAnswer, _operation(verb, tags, {"dry_run": True})))
 
     async def prepare(
         self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float, limit_s: float
@@ -82,7 +91,8 @@ class Connection:
         self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float
     ) -> str:
         """Return the id of an operation whose prepare was not answered: a repeat joins it."""
-        return await self._ask(self._find(_operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})))
+        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
+        return await self._ask(partial(self._find, call))
 
     async def commit(self, operation_id: str) -> OperationAnswer:
         """Carry out a prepared operation; takes as long as that takes."""
@@ -94,7 +104,7 @@ class Connection:
 
     async def abort(self, operation_id: str) -> None:
         """Undo a preparation. Idempotent."""
-        await self._ask(self._client.abort(operation_id))
+        await self._ask(partial(self._client.abort, operation_id))
 
     async def perform(
         self,
@@ -115,14 +125,22 @@ class Connection:
         self._closed = True
         await self._client.close()
 
-    async def _ask(self, call: Awaitable[_T]) -> _T:
+    async def _ask(self, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Return the answer of a call that the engine answers at once."""
-        answer = asyncio.ensure_future(call)
+        async with self._turns:  # the time that a call waits for the coordinator itself does not count
+            answer = asyncio.create_task(send())
+            try:
+                # Not wait_for, which before Python 3.12 may lose a cancellation.
+                await asyncio.wait({answer}, timeout=self._silence_s)
+                if not answer.done():
+                    raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
+                return self._result(answer)
+            finally:
+                _drop(answer)
+
+    def _result(self, answer: asyncio.Future[_T]) -> _T:
+        """Return the answer of a call that has ended."""
         try:
-            # Not wait_for, which before Python 3.12 may lose a cancellation.
-            await asyncio.wait({answer}, timeout=self._silence_s)
-            if not answer.done():
-                raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
             return answer.result()
         except AnswerError as error:
             raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
@@ -132,8 +150,6 @@ class Connection:
             if not self._closed:
                 raise
             raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
-        finally:
-            _drop(answer)
 
     async def _attend(
         self,
@@ -155,7 +171,7 @@ class Connection:
             if not answer.done():
                 await worked
                 await asyncio.wait({answer}, timeout=self._silence_s)
-            return await self._ask(answer if answer.done() else send())  # the answer may be lost
+            return self._result(answer) if answer.done() else await self._ask(send)  # the answer may be lost
         finally:
             _drop(answer)
             _drop(worked)
@@ -164,7 +180,7 @@ class Connection:
         """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
         probe_s = self._silence_s / 2
         await asyncio.sleep(probe_s)
-        operation_id = await self._ask(find())
+        operation_id = await self._ask(find)
         while (await self.operation(operation_id)).status in ("queued", "running"):
             await asyncio.sleep(probe_s)
 

@@ -64,6 +64,8 @@ class StaticMembership:
 
         - http://10.0.0.1:30000
         - {name: b, url: "http://10.0.0.2:30000", model: qwen, labels: {role: rollout}}
+
+    It may be a mapping with this list under ``members``, and under ``models`` how models take turns.
     """
 
     def __init__(self, members: Iterable[Member] | str | PathLike[str]) -> None:
@@ -121,6 +123,8 @@ def _read(path: Path) -> list[Member]:
         entries = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise MembershipError(f"the list of members {path} cannot be read: {error}") from None
+    if isinstance(entries, dict):
+        entries = entries.get("members")
     if not isinstance(entries, list):
         raise MembershipError(f"{path} is no list of members; write a line like '- http://host:30000' for each")
     return checked(_member(entry, f"{path}, entry {number}") for number, entry in enumerate(entries, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,8 @@ from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.request import FleetRequest
 from memsaver_server.fleet.results import FleetResult
 
+#: Engines of one kind that a message lists; the answer has all.
+_LISTED = 8
 #: How an operation ended: ``each`` in mode ``best_effort``; in mode ``all`` as ``Together.outcome`` says.
 How = Literal["done", "aborted", "undone", "each"]
 
@@ -55,7 +57,7 @@ class Outcome:
     def _message(self) -> str:
         done = f"{self.request.operation}d"
         failed = [part for part in self.parts if part.failure is not None]
-        reasons = "; ".join(filter(None, [self.why, *map(_reason, failed)]))
+        reasons = "; ".join(filter(None, [self.why, _listed(map(_reason, failed))]))
         if not self._given_up:
             good, all_of = len(self.parts) - len(failed), f"{len(self.parts)} engine{'s'[: len(self.parts) != 1]}"
             return f"{done} on {good} of {all_of}; {reasons}" if failed else f"{done} on {all_of}"
@@ -63,17 +65,24 @@ class Outcome:
             return f"nothing was {done}: {reasons}. {self._after_abort()}"
         if not self._strays:
             return f"{reasons}; what was {done} was undone: all engines are as before{self._losses()}"
-        return f"{reasons}; undone, but not on {'; '.join(map(_stray, self._strays))}{self._losses()}"
+        return f"{reasons}; undone, but not on {_listed(map(_stray, self._strays))}{self._losses()}"
 
     def _after_abort(self) -> str:
         if not self._strays:
             return "All engines are as before"
-        names = "; ".join(map(_stray, self._strays))
+        names = _listed(map(_stray, self._strays))
         return f"As before are all but {names}. What is prepared there ends with its lease, within {self.lease_s:g} s"
 
     def _losses(self) -> str:
         losses = [f"{' and '.join(part.lost())} of {part.member.name}" for part in self.parts if part.lost()]
-        return f". Content to be written again: {', '.join(losses)}" if losses else ""
+        return f". Content to be written again: {_listed(losses)}" if losses else ""
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """Return the first texts, and how many more there are."""
+    every = list(texts)
+    more = [f"and {len(every) - _LISTED} more"] if len(every) > _LISTED else []
+    return "; ".join(every[:_LISTED] + more)
 
 
 def _reason(part: Part) -> str:

@@ -14,6 +14,9 @@ from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.selectors import Selector
 
+#: Calls of those that engines answer at once that are in flight at a time.
+SHORT_CALLS = 64
+
 _Key = tuple[str, str, str | None]
 
 
@@ -29,6 +32,7 @@ class Roster:
         self._silence_s = silence_s
         # One for all: making one takes longer than a call.
         self._verify = ssl.create_default_context() if verify is True else verify
+        self._turns = asyncio.Semaphore(SHORT_CALLS)
         self._connections: dict[_Key, Connection] = {}
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
@@ -52,7 +56,7 @@ class Roster:
         """Return the connection to a member, which is kept."""
         key = (member.name, member.url, member.api_key)
         if key not in self._connections:
-            self._connections[key] = Connection(member, self._api_key, self._silence_s, self._verify)
+            self._connections[key] = Connection(member, self._api_key, self._silence_s, self._verify, self._turns)
         return self._connections[key]
 
     async def ask(self, part: Part) -> None:

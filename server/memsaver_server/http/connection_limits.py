@@ -97,7 +97,7 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         if self.conn.their_state is h11.IDLE:
-            self.app = self._answer_probes if self._counted.is_crowded() else self.config.loaded_app
+            self.app = self._answer_probes if self._counted.is_crowded() else self._answer
         super().data_received(data)
         self._note()
         if self.conn.their_state is h11.IDLE:
@@ -137,14 +137,23 @@ class LimitedProtocol(H11Protocol):
             is_answering = self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
             self._counted.note(self, waits=self.flow.write_paused or not is_answering)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application. A request with two lengths is refused: a proxy in front of this server may have read the
+        other one, and taken the rest for another caller's request (RFC 9112, section 6.3)."""
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            await _refusal(ErrorResponse(400, "bad_request", message))(scope, receive, send)
+        else:
+            await self.config.loaded_app(scope, receive, send)
+
     async def _answer_probes(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application while nearly all connections have a request in progress."""
         if scope["path"] in PROBES:
-            await self.config.loaded_app(scope, receive, send)
+            await self._answer(scope, receive, send)
         else:
-            response = ErrorResponse(503, "too_many_connections", "too many requests are in progress; repeat later")
-            headers = {"Connection": "close", "Retry-After": "1"}
-            await JSONResponse(response.body(), response.status, headers)(scope, receive, send)
+            message = "too many requests are in progress; repeat later"
+            response = ErrorResponse(503, "too_many_connections", message, headers={"Retry-After": "1"})
+            await _refusal(response)(scope, receive, send)
 
     def _expect_body(self) -> None:
         self._expect("rest" if self.conn.our_state is h11.DONE else "body")
@@ -194,6 +203,11 @@ class LimitedProtocol(H11Protocol):
         )
         self.transport.write(head.encode() + content)
         self.transport.close()
+
+
+def _refusal(response: ErrorResponse) -> JSONResponse:
+    """Return the response after which the connection is closed."""
+    return JSONResponse(response.body(), response.status, {"Connection": "close", **response.headers})
 
 
 def max_connections() -> int:

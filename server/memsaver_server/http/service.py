@@ -16,13 +16,14 @@ from memsaver_server import tracing
 from memsaver_server.audit import AuditLog
 from memsaver_server.device_monitor import DeviceMonitor
 from memsaver_server.dry_run import expected_s, plan_release, plan_resume
-from memsaver_server.engine import DrainMode, Engine, memory_of
+from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, memory_of
 from memsaver_server.http.auth import caller
 from memsaver_server.http.connection_limits import Connections
 from memsaver_server.http.errors import BadRequestError, NotFoundError, error_response
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
 from memsaver_server.http.serializers import accepted_answer, operation_answer, plan_answer, prepared_answer
+from memsaver_server.http.shutdown import ServerEndsError
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import Metrics
@@ -51,19 +52,6 @@ class PhaseTimeoutError(MemsaverError):
 
     def details(self) -> dict[str, Any]:
         return {"phase": self.phase, "operation_id": self.operation.id}
-
-
-class ServerEndsError(MemsaverError):
-    """The server shuts down before the operation has ended. The operation continues while the process lives."""
-
-    kind = "server_ends"
-    status = 503
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__(
-            f"the server is shutting down while {operation.request.operation} {operation.id} is in phase "
-            f"'{operation.phase}'; the operation continues while the process lives"
-        )
 
 
 class Service:
@@ -133,8 +121,11 @@ class Service:
         verb = operation.request.operation
         if kind and kind != verb:
             raise BadRequestError(f"operation {operation_id} is a {verb}; commit it by POST /{verb}_memory_occupation")
-        self.lifecycle.operations.commit(operation)
-        await self.finished(operation)
+        try:
+            self.lifecycle.operations.commit(operation)
+        finally:
+            if operation.lease is not None and (operation.lease.committed or operation.lease.requested):
+                await self.finished(operation)  # a caller that is refused finds all as before
         return answer(operation)
 
     def find(self, operation_id: str) -> Operation:
@@ -165,7 +156,10 @@ class Service:
 
     async def pause(self, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False) -> None:
         """See Lifecycle.pause."""
-        await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+        try:
+            await in_thread(self.lifecycle.pause, mode, self._drain_timeout_s(timeout_s), asleep=asleep)
+        except DrainTimeoutError as late:
+            raise DrainTimeoutError(late.seconds, late.pending, "generation was not paused") from None
 
     def _release_request(self, fields: ReleaseFields) -> ReleaseRequest:
         options = ReleaseOptions.of(**fields.core_options())
@@ -219,7 +213,10 @@ class Service:
                 await asyncio.wait({ended}, timeout=self._stall_check_s)
             except asyncio.CancelledError:
                 if self.closing.is_set():
-                    raise ServerEndsError(operation) from None
+                    raise ServerEndsError(
+                        f"the server is shutting down while {operation.request.operation} {operation.id} is in phase "
+                        f"'{operation.phase}'; the operation continues while the process lives"
+                    ) from None
                 raise
             if not ended.done():
                 self.lifecycle.raise_if_rank_lost()

@@ -22,12 +22,14 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
 from memsaver_core.ranks.protocol import (
     Answer,
+    GiveBackReserved,
     HibernationStep,
     Plan,
     PrepareRelease,
     PrepareResume,
     Release,
     Request,
+    Reserve,
     Resume,
     ResumeCommunicators,
     SuspendCommunicators,
@@ -127,7 +129,7 @@ class RankMemory:
             return self._merged_report("release", (), log)
         with self._operating("release", log) as steps:
             plans = steps.prepare(PrepareRelease(options))
-            if any(status is not None and status.hibernated for status in self._group.statuses):
+            if self._hibernated:
                 steps.take("release", "pause", partial(self.ask, Release(_awake(options, options.tags))), list)
             else:
                 self._release(steps, options, self._to_suspend(options, plans))
@@ -146,7 +148,7 @@ class RankMemory:
             return self._merged_report("resume", (), log)
         with self._operating("resume", log) as steps:
             plans = steps.prepare(PrepareResume(options))
-            if any(status is not None and status.hibernated for status in self._group.statuses):
+            if self._hibernated:
                 self._take_hibernation(steps, "restore", "wake", "checkpoint")
                 self._take_hibernation(steps, "unlock", "unlock", "lock")
             if names := agreement.suspended(plans):
@@ -159,14 +161,30 @@ class RankMemory:
         return self._merged_report("resume", steps.reports, log)
 
     def check_release(self, options: ReleaseOptions) -> None:
+        """Raise what ``release`` would raise now because it is impossible; changes nothing."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(options, steps.prepare(PrepareRelease(options)))
 
     def reserve(self, options: ResumeOptions) -> None:
+        """Take the device memory that a resume needs, on every rank or on none.
+
+        Raises:
+            As ``resume``.
+        """
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
             steps.prepare(PrepareResume(options))
+            if not self._hibernated:
+                steps.take("reservation", "reserve", partial(self.ask, Reserve(options)), self._give_back)
 
-    def give_back_reserved(self) -> None: ...
+    def give_back_reserved(self) -> None:
+        self._group.check(self._give_back())
+
+    def _give_back(self) -> list[Answer]:
+        return self.ask(GiveBackReserved())
+
+    @property
+    def _hibernated(self) -> bool:
+        return any(status is not None and status.hibernated for status in self._group.statuses)
 
     def ask(self, request: Request) -> list[Answer]:
         """Have every rank release or resume.

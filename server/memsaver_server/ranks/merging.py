@@ -71,6 +71,7 @@ class RankDevices:
             tags=merged_tags(tags),
             host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
             progress=Progress("", 0, 0, 0, 0.0),
+            reserved_by_device=self._reserved(told),
             hibernated=any(status.hibernated for _, status in told),
             communicators=tuple(each for _, status in told for each in status.communicators),
         )
@@ -91,6 +92,14 @@ class RankDevices:
             seconds = max(phase.seconds for phase in phases)
             merged.append(PhaseReport(phases[0].name, seconds, tuple(devices.values()), details))
         return merged
+
+    def _reserved(self, told: Iterable[tuple[int, Status]]) -> dict[int, int]:
+        sums: dict[int, int] = {}
+        for rank, status in told:
+            for index, size in status.reserved_by_device.items():
+                number = self.number(rank, index)
+                sums[number] = sums.get(number, 0) + size
+        return sums
 
     def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:
         def by_number(by_index: Mapping[int, int]) -> dict[int, int]:

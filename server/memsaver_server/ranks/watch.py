@@ -8,6 +8,7 @@ import selectors
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 logger = logging.getLogger("memsaver")
 
@@ -46,6 +47,14 @@ class ProcessWatch:
         self.pids = frozenset(watched)
         for pid in ended:
             on_end(pid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process; see proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _watch(selector: selectors.BaseSelector, stop: int, on_end: weakref.WeakMethod[Callable[[int], None]]) -> None:

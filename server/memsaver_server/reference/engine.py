@@ -129,9 +129,12 @@ class TransformersEngine:
             group.join(self.device)
             return self._options.make_runner(Place(0, ranks), functools.partial(LeadingRunner, group))
 
-        try:
+        def load() -> None:
             self._scheduler = Scheduler(make_runner)
             group.await_ready()
+
+        try:
+            group.load(load)
             if ms.core_settings().prepare_backup:
                 ms.prepare_backup()  # as the other ranks do
             #: The memory of all ranks.

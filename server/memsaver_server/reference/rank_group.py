@@ -22,6 +22,7 @@ from memsaver_core.errors import MemsaverError
 from memsaver_core.ranks.connection import Listener, SocketChannel, started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
+from memsaver_server.ranks.watch import is_stopped
 from memsaver_server.reference import tensor_parallel
 from memsaver_server.reference.options import EngineOptions
 from memsaver_server.reference.requests import Row
@@ -34,6 +35,8 @@ log = logging.getLogger("memsaver.engine")
 #: How long a rank's process may take to start, and to end by itself, seconds.
 _START_S = 300.0
 _END_S = 10.0
+#: How long the ranks may take to load a model, seconds; a large one takes minutes.
+LOAD_S = 1800.0
 #: How long a step that failed may wait for the end of the process that explains it, seconds.
 _EXPLAIN_S = 0.5
 #: How long a step may take, seconds; it takes milliseconds.
@@ -111,6 +114,21 @@ class RankGroup:
             raise self.failure or RanksFailedError(str(connected.exception()))
         setup = {"options": asdict(options), "ranks": ranks, "meeting": str(self._meeting)}
         self._ready = self.channel.start({"engine": "setup", **setup})
+
+    def load(self, load: Callable[[], None]) -> None:
+        """Run ``load``, which does not end before every rank has done its part.
+
+        Raises:
+            RanksFailedError: one has ended, or does not answer.
+        """
+        loaded = started(load)
+        waited: set[Future[Any]] = {loaded, self._failed}
+        with self.bounded("load", LOAD_S):
+            wait_for(waited, return_when=FIRST_COMPLETED)
+        wait_for({loaded}, _END_S)  # a failure ends it, unless it waits for another rank to join the group
+        if not loaded.done():
+            self.check()
+        loaded.result()
 
     def join(self, device: torch.device) -> None:
         """Make the group in which the ranks compute, at the same time as the others."""
@@ -214,7 +232,7 @@ class RankGroup:
     def _silent(self) -> str:
         """Return what messages call the ranks that may be the one that does not answer: if any is stopped, those."""
         ranks = list(enumerate(self._processes, 1))
-        stopped = [(rank, process) for rank, process in ranks if _is_stopped(process.pid)]
+        stopped = [(rank, process) for rank, process in ranks if is_stopped(process.pid)]
         return " or ".join(f"rank {rank} (process {process.pid})" for rank, process in stopped or ranks)
 
     def _result(self, answers: Future[list[Plain]]) -> list[Plain]:
@@ -223,14 +241,6 @@ class RankGroup:
         except (OSError, ValueError) as error:
             self.fail(f"a rank cannot be reached: {error}")
             raise self.failure or error from error
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process; see proc_pid_stat(5)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
 
 
 def _start(rank: int, path: str) -> subprocess.Popen[bytes]:

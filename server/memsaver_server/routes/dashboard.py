@@ -24,7 +24,7 @@ from memsaver_server.http.service import Service, event_stream
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)
 
-_SCRIPTS = ("chart", "devices", "feed", "format", "operations", "page", "ranks", "tags", "timeline")
+_SCRIPTS = ("chart", "devices", "engines", "feed", "format", "operations", "page", "ranks", "tags", "timeline")
 #: The page's files and their media types.
 FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -84,7 +84,7 @@ async def _feed(service: Service) -> AsyncIterator[str]:
         now: dict[str, tuple[str, str, int]] = {each.id: (each.status, each.phase, len(each.phases)) for each in recent}
         for operation in reversed(recent):
             # The progress of a running one always changes.
-            if operation.status == "running" or sent.get(operation.id) != now[operation.id]:
+            if operation.is_running or sent.get(operation.id) != now[operation.id]:
                 yield event("operation", {**operation_status(operation), "phase_starts": list(operation.phase_starts)})
         if now != sent or time.monotonic() >= due:
             sent = now

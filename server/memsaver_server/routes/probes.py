@@ -16,6 +16,7 @@ from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
 from memsaver_server.lifecycle import Snapshot
+from memsaver_server.ranks.watch import is_stopped
 from memsaver_server.schemas import HealthAnswer
 
 
@@ -53,14 +54,14 @@ async def alive(service: ServiceOf) -> JSONResponse:
 async def ready(service: ServiceOf) -> JSONResponse:
     """Whether the engine accepts requests now."""
     now = service.lifecycle.snapshot()
-    return _health(now, _failed_reason(service, now) or now.closed_reason)
+    return _health(now, _unready_reason(service, now))
 
 
 @router.get("/health_generate", response_model=HealthAnswer, responses={**_UNWELL, 403: ERROR_RESPONSES[403]})
 async def generates(service: ServiceOf, _key: None = Depends(guard)) -> JSONResponse:
     """Whether the engine generates a token now."""
     now = service.lifecycle.snapshot()
-    reason = _failed_reason(service, now) or now.closed_reason
+    reason = _unready_reason(service, now)
     if not reason and isinstance(service.engine, GeneratingEngine):
         one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
@@ -100,6 +101,18 @@ def _failed_reason(service: Service, now: Snapshot) -> str:
     if now.state != "failed" and service.engine.is_alive():
         return ""
     return now.closed_reason or f"engine {service.engine.name!r} is dead"
+
+
+def _unready_reason(service: Service, now: Snapshot) -> str:
+    """Return why the engine accepts no requests now, or an empty string."""
+    return _failed_reason(service, now) or now.closed_reason or _stopped_reason(now)
+
+
+def _stopped_reason(now: Snapshot) -> str:
+    """Return which ranks are stopped, or an empty string. One that is continued computes as before."""
+    ranks = [rank for rank in now.status.ranks if rank.pid is not None and rank.alive and is_stopped(rank.pid)]
+    stopped = " and ".join(f"rank {rank.rank} (process {rank.pid})" for rank in ranks)
+    return stopped and f"stopped by a signal or a debugger: {stopped}; continue with kill -CONT"
 
 
 def _health(now: Snapshot, reason: str) -> JSONResponse:

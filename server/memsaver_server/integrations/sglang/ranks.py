@@ -81,6 +81,18 @@ class SchedulerMemory(RankMemory):
     def resume(self, options: ResumeOptions, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().resume, options, log=log))
 
+    def check_release(self, options: ReleaseOptions) -> None:
+        with self._asking:
+            super().check_release(options)
+
+    def reserve(self, options: ResumeOptions) -> None:
+        with self._asking:
+            super().reserve(options)
+
+    def give_back_reserved(self) -> None:
+        with self._asking:
+            super().give_back_reserved()
+
     def run(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command.
 

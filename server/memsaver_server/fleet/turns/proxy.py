@@ -1,0 +1,108 @@
+"""Forwards a request to the engine whose model it names, once that is ready."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response
+
+from memsaver_core import MemsaverError
+from memsaver_server.engine import AdmissionClosedError
+from memsaver_server.fleet.turns.errors import NoTurnError
+from memsaver_server.fleet.turns.relay import ClientGoneError, Relayed, while_connected
+from memsaver_server.fleet.turns.seat import Seat
+from memsaver_server.fleet.turns.turns import Mover, Turns
+from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
+
+#: How often one request is sent to engines that turn out to be not ready.
+ATTEMPTS = 8
+#: The answer of a client that is gone, as some proxies log it.
+CLIENT_CLOSED = 499
+
+
+class BadGatewayError(MemsaverError):
+    """The engine broke off before it answered."""
+
+    kind = "bad_gateway"
+    status = 502
+
+
+class Proxy:
+    """Sends requests to engines; ``keys`` has their keys, by name."""
+
+    def __init__(self, turns: Turns, mover: Mover, upstreams: Upstreams, keys: Mapping[str, str | None]) -> None:
+        self._turns = turns
+        self._mover = mover
+        self._upstreams = upstreams
+        self._keys = keys
+
+    async def forward(self, request: Request, model: str, body: bytes) -> Response:
+        """Return the answer of an engine of ``model``.
+
+        Raises:
+            UnknownModelError, NoTurnError: as Turns.enter.
+            BadGatewayError: the engine does not answer. It may have begun to.
+        """
+        try:
+            return await while_connected(request, self._forward(request, model, body))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def _forward(self, request: Request, model: str, body: bytes) -> Response:
+        for _ in range(ATTEMPTS):
+            seat = await self._turns.enter(model)
+            leave = partial(self._turns.leave, seat)
+            answer = await self._send(request, seat, body, leave)
+            headers = answer_headers(answer.headers, seat.name)
+            if answer.status_code != AdmissionClosedError.status:
+                return Relayed(answer, headers, leave)
+            try:
+                content = b"".join([chunk async for chunk in answer.aiter_raw()])
+                refuses = _is_refusal(content)
+                if refuses:
+                    self._turns.failed(seat, "closed", "it refuses requests")
+            finally:
+                await answer.aclose()
+                leave()
+            if not refuses:
+                return _whole(answer.status_code, headers, content)
+            # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
+            await self._mover.look([seat.name])
+        raise NoTurnError(f"{seat.name} says that it is ready, but refuses requests")
+
+    async def _send(self, request: Request, seat: Seat, body: bytes, leave: Callable[[], None]) -> httpx.Response:
+        upstream = self._upstreams.to(seat.url, self._keys.get(seat.name))
+        try:
+            return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
+        except httpx.TransportError as error:
+            reason = str(error) or type(error).__name__
+            self._turns.failed(seat, "dead", f"it gave no answer: {reason}")
+            leave()
+            raise BadGatewayError(f"engine {seat.name} at {seat.url} gave no answer: {reason}") from error
+        except BaseException:
+            leave()
+            raise
+
+
+def _path(request: Request) -> bytes:
+    raw: bytes = request.scope["raw_path"].split(b"?")[0]
+    query: bytes = request.scope["query_string"]
+    return raw + b"?" + query if query else raw
+
+
+def _whole(status: int, headers: Headers, content: bytes) -> Response:
+    response = Response(content, status)
+    response.raw_headers = headers
+    return response
+
+
+def _is_refusal(content: bytes) -> bool:
+    """Return whether the engine's service says that admission is closed."""
+    try:
+        return bool(json.loads(content)["error"]["type"] == AdmissionClosedError.kind)
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,109 @@
+"""One engine as the turns see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.results import EngineStatus
+from memsaver_server.fleet.status import wishes_for
+
+#: Operations whose id begins with it released an engine only until the next request.
+TURN_PREFIX = "turn-"
+
+#: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
+#: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
+SeatState = Literal["awake", "asleep", "kept", "closed", "dead"]
+
+
+class Seat:
+    """An engine, its state as last seen, and the requests that the proxy has sent to it.
+
+    Attributes:
+        free: free bytes of each GPU, by UUID.
+        moving: how many operations move its memory, or are about to; it takes no request meanwhile.
+        yielding: it makes room: it takes no new request, and is released when those in flight have ended.
+        extra: how many engines more than its size demands must make room for it, as it could not be resumed.
+        not_before: when to try again after a failure, on the monotonic clock.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.url = ""
+        self.model = ""
+        self.gpus: tuple[str, ...] = ()
+        self.state: SeatState = "dead"
+        self.reason = "it has not been asked yet"
+        self.resident_bytes = 0
+        self.released_bytes = 0
+        self.free: dict[str, int] = {}
+        self.in_flight = 0
+        self.moving = 0
+        self.yielding = False
+        self.extra = 0
+        self.not_before = 0.0
+        self.awake_since = self.last_used = time.monotonic()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request may be sent to it now."""
+        return self.state == "awake" and not self.moving and not self.yielding
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it could make room."""
+        return self.state == "awake" and not self.moving
+
+    def woken(self) -> None:
+        """Note that it was resumed."""
+        self.state, self.extra, self.not_before = "awake", 0, 0.0
+        self.awake_since = self.last_used = time.monotonic()
+
+    def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
+        """Take note of what the engine said."""
+        self.url, self.model, self.gpus = status.url, status.model, status.gpus
+        now = status.occupation
+        self.free = {}
+        if now is not None:
+            self.resident_bytes = sum(tag.resident_bytes for tag in now.tags)
+            self.released_bytes = sum(tag.released_bytes for tag in now.tags)
+            self.free = {device.uuid: device.free_bytes for device in now.devices}
+        was = self.state
+        self.state, self.reason = _state_of(status, wanted)
+        if self.state == "awake" != was:
+            self.awake_since = self.last_used = time.monotonic()
+
+    def share_of(self, size: int) -> int:
+        """Return the part of ``size`` bytes of its memory that is on one of its GPUs: ranks hold equal parts."""
+        return size // max(1, len(self.gpus))
+
+
+def member_of(status: EngineStatus) -> Member:
+    """Return the member, with what its engine said of itself."""
+    return Member(status.name, status.url, status.model, status.labels, status.host, status.gpus)
+
+
+def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SeatState, str]:
+    now = status.occupation
+    if now is None:
+        return "dead", status.error or "it does not answer"
+    if now.state == "failed":
+        return "dead", now.admission.reason or "it has failed"
+    if now.operation_id is not None:
+        return "closed", f"operation {now.operation_id} is in progress"
+    if now.admission.open:
+        return "awake", ""
+    if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
+        return "closed", now.admission.reason
+    if _is_kept(status, wanted):
+        return "kept", "a caller has released it, and has to resume it"
+    return "asleep", now.admission.reason
+
+
+def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
+    """Return whether a caller wants it released, not only until the next request."""
+    wishes = wishes_for(member_of(status), wanted).values()
+    return any(wish.state == "released" and not wish.operation_id.startswith(TURN_PREFIX) for wish in wishes)

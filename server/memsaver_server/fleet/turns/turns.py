@@ -1,0 +1,345 @@
+"""Whose turn it is: each request gets an engine of its model that is ready; models are served as they were asked for.
+
+A model with waiting requests claims the GPUs of one of its engines; the claim whose oldest request came first is served
+first, and a later one gets none of the GPUs that it claims. Engines that have to make room take no new requests from
+then on: those are behind the claim. So no model waits longer than the requests in flight, the minimum time awake and
+the moves of the claims before it take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
+from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
+from memsaver_server.fleet.turns.line import Line
+from memsaver_server.fleet.turns.options import TurnOptions
+from memsaver_server.fleet.turns.room import victims
+from memsaver_server.fleet.turns.seat import Seat, SeatState
+
+logger = logging.getLogger("memsaver")
+
+#: How long a claim waits for engines of its model that do not answer, seconds.
+LOOK_S = 1.0
+#: For how long an engine must not fit before its requests are refused, seconds; engines read their devices each second.
+SHORT_S = 2.0
+#: Time after which a release or a resume that failed is tried again, seconds.
+RETRY_S = 1.0
+
+
+class Mover(Protocol):
+    """Moves the memory of engines, and looks what became of it."""
+
+    async def release(self, names: Sequence[str]) -> FleetResult: ...
+
+    async def resume(self, names: Sequence[str]) -> FleetResult: ...
+
+    async def look(self, names: Sequence[str]) -> None:
+        """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
+
+
+class Turns:
+    """The turns of all models of a fleet. Use it in one event loop.
+
+    Attributes:
+        wakes: how many engines were woken for a request so far, by model.
+    """
+
+    def __init__(self, options: TurnOptions, mover: Mover) -> None:
+        self.options = options
+        self._mover = mover
+        self._seats: dict[str, Seat] = {}
+        self._lines: dict[str, Line] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_move_s = 1.0
+        self._closed = False
+        self.wakes: dict[str, int] = {}
+
+    @property
+    def models(self) -> dict[str, list[Seat]]:
+        """The models and their engines."""
+        found: dict[str, list[Seat]] = {}
+        for seat in self._seats.values():
+            found.setdefault(seat.model, []).append(seat)
+        return found
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many requests wait, by model."""
+        return {model: len(line) for model, line in self._lines.items()}
+
+    def in_flight(self) -> dict[str, int]:
+        """Return how many requests each engine serves, by its name."""
+        return {seat.name: seat.in_flight for seat in self._seats.values()}
+
+    async def enter(self, model: str) -> Seat:
+        """Wait for an engine of ``model`` that is ready; ``leave`` gives it back.
+
+        Raises:
+            UnknownModelError: no engine serves the model.
+            QueueFullError: too many requests wait for it.
+            NoTurnError: it cannot be had now, or not within ``wait_s``.
+        """
+        seats = self._engines_of(model)
+        options, line = self.options.of(model), self._lines.setdefault(model, Line())
+        if len(line) >= options.queue_limit:
+            retry = self._retry_after_s(seats)
+            raise QueueFullError(f"{len(line)} requests wait for {model!r} already; repeat in {retry} s", retry)
+        is_first = not line
+        turn = line.join()
+        self._schedule()
+        if is_first and not turn.done():
+            self._keep(self._look(line, seats))
+        try:
+            await asyncio.wait({turn}, timeout=options.wait_s)
+        except asyncio.CancelledError:
+            if turn.done() and not turn.exception():
+                self.leave(turn.result())
+            self._give_up(turn)
+            raise
+        if turn.done():
+            return turn.result()
+        self._give_up(turn)
+        states = "; ".join(f"{seat.name} is {seat.state}{seat.reason and f' ({seat.reason})'}" for seat in seats)
+        raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(seats))
+
+    async def _look(self, line: Line, seats: Sequence[Seat], after_s: float = 0.0) -> None:
+        """Look at the engines of a line, so that whom to wake, and who makes room, is not decided on old figures."""
+        await asyncio.sleep(after_s)
+        look = asyncio.ensure_future(self._mover.look([seat.name for seat in seats]))
+        await asyncio.wait({look}, timeout=LOOK_S)
+        line.looked = True
+        self._schedule()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _give_up(self, turn: asyncio.Future[Seat]) -> None:
+        turn.cancel()
+        asyncio.get_running_loop().call_soon(self._schedule)  # once it has left the line
+
+    def leave(self, seat: Seat) -> None:
+        """Take note that a request has ended."""
+        seat.in_flight -= 1
+        seat.last_used = time.monotonic()
+        self._schedule()
+
+    def failed(self, seat: Seat, state: SeatState, reason: str) -> None:
+        """Take note that ``seat`` turned out not to be ready; the next ``update`` tells its state."""
+        seat.state, seat.reason = state, reason
+
+    @asynccontextmanager
+    async def set_aside(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Send no request to these engines: a caller's operation moves them."""
+        seats = [seat for name in names if (seat := self._seats.get(name))]
+        for seat in seats:
+            seat.moving += 1
+        try:
+            yield
+        finally:
+            for seat in seats:
+                seat.moving -= 1
+            self._schedule()
+
+    def update(self, status: FleetStatus) -> None:
+        """Take note of what the engines are."""
+        for engine in status.engines:
+            self._seats.setdefault(engine.name, Seat(engine.name)).update(engine, status.wanted)
+        for name in self._seats.keys() - {engine.name for engine in status.engines}:
+            del self._seats[name]
+        self._schedule()
+
+    def close(self) -> None:
+        """Refuse those who wait. Moves in progress are the coordinator's."""
+        self._closed = True
+        for line in self._lines.values():
+            line.fail(NoTurnError("the coordinator shuts down; repeat the request"))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- whose turn it is ----------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Give turns to those who can have one, and begin the moves that others need."""
+        if self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for seat in self._seats.values():
+            seat.yielding = False
+        claimed = {gpu for seat in self._seats.values() if seat.moving for gpu in seat.gpus}
+        waiting = [(line.since, model) for model, line in self._lines.items() if line]
+        for _, model in sorted(waiting):
+            self._serve_or_claim(model, claimed)
+        self._release_idle(claimed)
+
+    def _serve_or_claim(self, model: str, claimed: set[str]) -> None:
+        line, seats = self._lines[model], self.models.get(model, [])
+        ready = [seat for seat in seats if seat.is_ready]
+        if ready:
+            line.serve(min(ready, key=lambda seat: seat.in_flight))
+            return
+        asleep = [seat for seat in seats if seat.state == "asleep" and not seat.moving]
+        if not asleep:
+            if all(seat.state in ("dead", "kept") and not seat.moving for seat in seats):
+                line.fail(NoTurnError(_why_not(model, seats), self._retry_after_s(seats)))
+            return
+        if not line.looked:
+            claimed.update(gpu for seat in asleep for gpu in seat.gpus)
+            return
+        room = {seat: victims(seat, list(self._seats.values())) for seat in asleep if not claimed & set(seat.gpus)}
+        fits = {seat: chosen for seat, chosen in room.items() if chosen is not None}
+        if not fits:
+            if len(room) == len(asleep):
+                self._no_room(line, asleep)
+            for seat in asleep:
+                claimed.update(seat.gpus)
+            return
+        line.short_since = None
+        seat = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
+        claimed.update(seat.gpus)
+        self._claim(seat, fits[seat])
+
+    def _no_room(self, line: Line, asleep: list[Seat]) -> None:
+        """Refuse the line if no engine has fitted for a while: an engine may tell what was free a moment ago."""
+        now = time.monotonic()
+        if any(self._may_change(seat) for seat in asleep):
+            line.short_since = None
+        elif line.short_since is None or now < line.short_since + SHORT_S:
+            line.short_since = line.short_since or now
+            line.looked = False
+            self._keep(self._look(line, asleep, after_s=SHORT_S / 4))
+        else:
+            line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(asleep)))
+            for seat in asleep:
+                seat.extra = 0
+
+    def _claim(self, seat: Seat, making_room: list[Seat]) -> None:
+        """Wake ``seat`` once the others may make room and have no requests in flight."""
+        now = time.monotonic()
+        due = max([seat.not_before, *(each.awake_since + self._awake_s(each) for each in making_room)])
+        if due > now:
+            self._again_in(due - now)
+            return
+        for each in making_room:
+            each.yielding = True
+        if not any(each.in_flight for each in making_room):
+            self._start(seat, making_room)
+
+    def _release_idle(self, claimed: set[str]) -> None:
+        now = time.monotonic()
+        for seat in self._seats.values():
+            idle_s = self.options.of(seat.model).idle_release_s
+            if idle_s is None or not seat.is_ready or seat.in_flight or claimed & set(seat.gpus):
+                continue
+            due = max(seat.last_used + idle_s, seat.awake_since + self._awake_s(seat), seat.not_before)
+            if due <= now:
+                self._start(None, [seat])
+            else:
+                self._again_in(due - now)
+
+    def _again_in(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._timer.when() > loop.time() + seconds:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_later(seconds, self._schedule)
+
+    # -- moving memory -------------------------------------------------------------------------------------------------
+
+    def _start(self, seat: Seat | None, making_room: list[Seat]) -> None:
+        seats = [*making_room, *([seat] if seat else [])]
+        for each in seats:
+            each.moving += 1
+        self._keep(self._move(seat, making_room, seats))
+
+    async def _move(self, seat: Seat | None, making_room: list[Seat], seats: list[Seat]) -> None:
+        """Release ``making_room``, then resume ``seat``."""
+        began = time.monotonic()
+        try:
+            if making_room:
+                await self._release(making_room)
+            if seat is not None:
+                await self._resume(seat)
+            self._last_move_s = time.monotonic() - began
+        except (NoTurnError, FleetError) as error:
+            logger.warning("%s", error)
+            for each in seats:
+                each.not_before = time.monotonic() + RETRY_S
+        except Exception as error:  # of the membership or the record
+            logger.exception("turns: memory could not be moved")
+            self._fail(seat, NoTurnError(f"memory could not be moved: {error}"))
+        finally:
+            await self._mover.look([each.name for each in seats])
+            for each in seats:
+                each.moving -= 1
+            self._schedule()
+
+    async def _release(self, making_room: list[Seat]) -> None:
+        result = await self._mover.release([each.name for each in making_room])
+        if not result.success:  # all are as before; tried again until those who wait give up
+            raise NoTurnError(f"no room was made: {result.message}")
+
+    async def _resume(self, seat: Seat) -> None:
+        result = await self._mover.resume([seat.name])
+        if result.success:
+            seat.woken()
+            self.wakes[seat.model] = self.wakes.get(seat.model, 0) + 1
+            return
+        if any(engine.kind == "out_of_device_memory" for engine in result.failed):
+            seat.extra += 1  # others hold more than was thought: one more makes room
+        else:
+            self._fail(seat, NoTurnError(f"{seat.name} was not woken: {result.message}"))
+        raise NoTurnError(f"{seat.name} was not woken: {result.message}")
+
+    def _fail(self, seat: Seat | None, error: NoTurnError) -> None:
+        if seat is not None and seat.model in self._lines:
+            self._lines[seat.model].fail(error)
+
+    # -- about engines -------------------------------------------------------------------------------------------------
+
+    def _engines_of(self, model: str) -> list[Seat]:
+        models = self.models
+        if not models:
+            raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
+        if model not in models:
+            raise UnknownModelError(model, models)
+        return models[model]
+
+    def _awake_s(self, seat: Seat) -> float:
+        return self.options.of(seat.model).awake_s
+
+    def _may_change(self, seat: Seat) -> bool:
+        """Return whether an engine on the same GPUs may make room later."""
+        others = [each for each in self._seats.values() if each is not seat and set(each.gpus) & set(seat.gpus)]
+        return any(each.moving or each.state == "closed" for each in others)
+
+    def _retry_after_s(self, seats: Iterable[Seat]) -> int:
+        """Return after how many seconds a repeat may find a turn: after those before it, and one move."""
+        gpus = {gpu for seat in seats for gpu in seat.gpus}
+        ends = [each.awake_since + self._awake_s(each) for each in self._seats.values() if gpus & set(each.gpus)]
+        left = max(ends, default=0.0) - time.monotonic()
+        return max(1, math.ceil(max(0.0, left) + self._last_move_s))
+
+
+def _why_not(model: str, seats: Sequence[Seat]) -> str:
+    states = "; ".join(f"{seat.name}: {seat.reason}" for seat in seats)
+    return f"no engine of {model!r} can serve now: {states}"
+
+
+def _no_room(seat: Seat) -> str:
+    need = seat.share_of(seat.released_bytes)
+    free = ", ".join(f"{size} on {gpu}" for gpu, size in seat.free.items())
+    return (
+        f"{seat.name} needs {need} bytes of each of its GPUs, and would not fit if all engines of the fleet there were "
+        f"released; free are {free}. Free memory that others hold there"
+    )

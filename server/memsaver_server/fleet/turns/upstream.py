@@ -1,0 +1,96 @@
+"""HTTP to the engines, as a proxy speaks it: bytes are passed on as they are."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+
+import httpx
+
+from memsaver_server.client.requests import Target
+
+#: Time limit of connecting to an engine, seconds. Generating has none.
+CONNECT_S = 10.0
+#: Headers that concern one connection only.
+_HOP = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+        *("te", "trailer", "transfer-encoding", "upgrade"),
+    )
+)
+#: Of a request: made anew for the engine, or about the page that sent it, which the coordinator has checked.
+_OWN = frozenset(["authorization", "content-length", "cookie", "expect", "host", "origin", "referer"])
+#: Of an answer: the coordinator's server adds its own.
+_SERVER = frozenset(("date", "server"))
+
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Upstream:
+    """One engine, for requests that are passed on."""
+
+    def __init__(self, url: str, api_key: str | None, verify: ssl.SSLContext | bool) -> None:
+        self._target = target = Target(url, None, api_key, CONNECT_S, None)
+        self._base = httpx.URL(target.base_url)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._transport = httpx.AsyncHTTPTransport(uds=target.uds, verify=verify, limits=limits)
+        self._timeout = httpx.Timeout(None, connect=CONNECT_S).as_dict()
+        self._key = [(name, value) for name, value in target.headers.items() if name == b"Authorization"]
+
+    async def send(self, method: str, path: bytes, headers: Headers, content: bytes) -> httpx.Response:
+        """Send a request; return the answer, whose body is not read yet and has to be closed.
+
+        Raises:
+            httpx.TransportError: there is no answer.
+        """
+        request = httpx.Request(
+            method,
+            self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path),
+            headers=[*self._key, *headers],
+            content=content,
+            extensions={"timeout": self._timeout},
+        )
+        return await self._transport.handle_async_request(request)
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+
+class Upstreams:
+    """The engines, by address and key; their connections are kept until ``close``."""
+
+    def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
+        self._verify = verify
+        self._known: dict[tuple[str, str | None], Upstream] = {}
+
+    def to(self, url: str, api_key: str | None) -> Upstream:
+        key = url, api_key
+        if key not in self._known:
+            self._known[key] = Upstream(url, api_key, self._verify)
+        return self._known[key]
+
+    async def close(self) -> None:
+        for upstream in self._known.values():
+            await upstream.close()
+
+
+def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers of a client's request that its engine gets."""
+    sent = [
+        (name, value)
+        for name, value in headers
+        if (key := name.decode("latin-1").lower()) not in _HOP | _OWN and not key.startswith("sec-")
+    ]
+    # httpx would add its own, and the engine would compress for it.
+    return (
+        sent
+        if any(name.lower() == b"accept-encoding" for name, _ in sent)
+        else [*sent, (b"accept-encoding", b"identity")]
+    )
+
+
+def answer_headers(headers: httpx.Headers, engine: str) -> Headers:
+    """Return the headers of an engine's answer that the client gets, and the engine's name."""
+    kept = [(name, value) for name, value in headers.raw if name.decode("latin-1").lower() not in _HOP | _SERVER]
+    return [*kept, (b"x-memsaver-engine", engine.encode("latin-1", "replace"))]

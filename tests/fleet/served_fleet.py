@@ -1,0 +1,35 @@
+"""A fleet that is served in this process, called through real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+
+from memsaver_server import Settings
+from memsaver_server.attachment import serve_app
+from memsaver_server.fleet import AsyncFleet, Member, StaticMembership
+from memsaver_server.fleet.serve.app import create_fleet_app
+from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
+
+Serve = Callable[..., httpx.Client]
+
+
+@contextmanager
+def served(
+    members: Iterable[Member],
+    models: dict[str, ModelOptions] | None = None,
+    key: str | None = None,
+    silence_s: float = 10.0,
+    **settings: Any,
+) -> Iterator[httpx.Client]:
+    """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
+    fleet = AsyncFleet(StaticMembership(members), api_key=key, silence_s=silence_s)
+    ours = Settings(**settings)
+    app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
+    headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}
+    with serve_app(app, ours) as attachment, httpx.Client(base_url=attachment.url, timeout=60, headers=headers) as http:
+        yield http

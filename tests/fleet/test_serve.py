@@ -1,0 +1,435 @@
+"""A fleet behind one address, called as its callers call one engine."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import schemathesis
+import torch
+from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+import memsaver_core as ms
+from memsaver_core import MemsaverError
+from memsaver_server import Settings, attach
+from memsaver_server.client import Client
+from memsaver_server.fleet import Member
+from tests.waiting import wait_until
+
+from .conftest import Sites
+from .light_engine import LightEngine
+from .served_fleet import served
+
+ALL = ("a", "b", "c")
+SELECTED = {"selector": {"names": ["a", "b"]}}
+
+
+class Trained(LightEngine):
+    """A light engine with a graph, which takes weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, model="m")
+        with ms.region(f"{name}/cuda_graph", restore="host"):
+            self.graph = torch.ones(1000, device=ms.torch_device())
+        self.memory.names = (*self.memory.names, "cuda_graph")
+
+    def update_weights_from_disk(self, model_path: str, **_options: bool) -> int:
+        raise ValueError(f"{model_path} has no weights")
+
+    def update_weights_from_tensor(self, payloads: list[str], **_options: object) -> int:
+        (bucket,) = payloads
+        self.weights.fill_(int(base64.b64decode(bucket)))
+        return 1
+
+
+@pytest.fixture
+def fleet(sites: Sites) -> Iterator[httpx.Client]:
+    with served([site.member for site in sites.values()]) as http:
+        yield http
+        for site in sites.values():
+            site.engine.memory.heal()
+
+
+def states(sites: Sites) -> list[str]:
+    return ["released" if site.is_released else "resident" if site.is_serving else "other" for site in sites.values()]
+
+
+def names(answer: httpx.Response) -> list[str]:
+    return [engine["name"] for engine in answer.json()["engines"]]
+
+
+# -- clients of the contract ------------------------------------------------------------------------------------------
+
+
+def post(fleet: httpx.Client, path: str, body: object = None) -> dict[str, object]:
+    """As slime: JSON, an error for any status but 2xx, a JSON answer; and every engine is in it."""
+    answer = fleet.post(path, json={} if body is None else body)
+    answer.raise_for_status()
+    assert sorted(names(answer)) == sorted(
+        engine["name"] for engine in fleet.get("/memory_occupation").json()["engines"]
+    )
+    return answer.json()
+
+
+def test_slime_miles_and_nemo_rl() -> None:
+    engines = [Trained(name) for name in ("slime-1", "slime-2")]
+    attachments = [attach(engine, settings=Settings()) for engine in engines]
+    with served([Member(engine.name, each.url) for engine, each in zip(engines, attachments, strict=True)]) as fleet:
+        assert fleet.get("/flush_cache").status_code == 200
+        post(fleet, "/release_memory_occupation")
+        assert not any(engine.resident() for engine in engines)
+        post(fleet, "/resume_memory_occupation", {"tags": ["weights"]})
+        assert [engine.resident() for engine in engines] == [{"weights"}] * 2
+        post(fleet, "/pause_generation")
+        bucket = base64.b64encode(b"42").decode()
+        post(fleet, "/update_weights_from_tensor", {"serialized_named_tensors": [bucket], "flush_cache": False})
+        assert all(bool((engine.weights == 42).all()) for engine in engines)
+        post(fleet, "/continue_generation")
+        post(fleet, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        assert all(each["alive"] for each in fleet.get("/memory_occupation").json()["engines"])
+        post(fleet, "/release_memory_occupation", {"tags": None})  # miles
+        post(fleet, "/resume_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]})
+        post(fleet, "/pause_generation", {"mode": "retract"})
+        post(fleet, "/continue_generation")
+        for tags in (["weights"], ["kv_cache", "cuda_graph"]):  # NeMo-RL
+            post(fleet, "/release_memory_occupation", {"tags": tags})
+        assert not any(engine.resident() for engine in engines)
+        for tags in (["weights"], ["kv_cache", "cuda_graph"]):
+            post(fleet, "/resume_memory_occupation", {"tags": tags})
+        assert all(bool((engine.weights == 42).all()) for engine in engines)
+    for attachment in attachments:
+        attachment.close()
+
+
+def test_verl_sends_again_after_a_timeout(fleet: httpx.Client, sites: Sites) -> None:
+    sites["b"].engine.memory.hold("release")
+    body = {"tags": ["kv_cache", "weights"], "reset_connector": True}
+    with pytest.raises(httpx.ReadTimeout):
+        fleet.post("/release_memory_occupation", json=body, timeout=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(fleet.post, "/release_memory_occupation", json=body)
+        wait_until(lambda: fleet.get("/operations").json()["operations"][0]["callers"] == 2)
+        sites["b"].engine.memory.heal()
+        assert again.result().status_code == 200
+    assert states(sites) == ["released"] * 3
+    assert fleet.get("/flush_cache?reset_connector=true").status_code == 200
+    assert fleet.post("/resume_memory_occupation", json={"tags": ["kv_cache", "weights"]}).status_code == 200
+    assert states(sites) == ["resident"] * 3
+
+
+def test_areal_skyrl_and_vllm(fleet: httpx.Client, sites: Sites) -> None:
+    assert fleet.get("/health").status_code == 200
+    for path in ("/pause_generation", "/continue_generation"):
+        assert fleet.post(path).is_success  # AReaL sends no body
+    for sleep, wake in (
+        (("/sleep", {}, {}), ("/wake_up", {}, {})),
+        (
+            ("/sleep", {}, {"level": 1, "tags": ["weights", "kv_cache"]}),
+            ("/wake_up", {}, {"tags": ["weights", "kv_cache"]}),
+        ),
+        (
+            ("/sleep", {"level": 1, "tags": ["weights", "kv_cache"]}, None),
+            ("/wake_up", {"tags": ["weights", "kv_cache"]}, None),
+        ),
+    ):
+        answer = fleet.post(sleep[0], params=sleep[1], json=sleep[2])
+        assert answer.is_success, answer.text
+        assert fleet.get("/is_sleeping").json()["is_sleeping"] is True
+        assert states(sites) == ["released"] * 3
+        assert fleet.post(wake[0], params=wake[1], json=wake[2]).is_success
+        assert fleet.get("/is_sleeping").json()["is_sleeping"] is False
+        assert states(sites) == ["resident"] * 3
+    assert fleet.post("/sleep", params={"level": 0}).is_success
+    assert fleet.get("/is_sleeping").json()["is_sleeping"] is True
+    assert all(site.engine.whole() for site in sites.values())
+    assert fleet.post("/wake_up", params={"tags": "scheduling"}).is_success
+    assert states(sites) == ["resident"] * 3
+    assert fleet.post("/release_kv_cache_memory").is_success
+    assert [site.engine.resident() for site in sites.values()] == [{"weights"}] * 3
+    assert fleet.post("/wake_up", params={"tags": "kv_cache"}).is_success
+
+
+def test_tensorrt_llm_tooling(fleet: httpx.Client, sites: Sites) -> None:
+    for body in (None, {}, {"tags": ["model"]}):
+        answer = fleet.post("/release_memory", json=body)
+        assert answer.json()["status"] == "success"
+        assert names(answer) == list(ALL)
+        status = fleet.get("/memory_status").json()
+        parked = ["weights"] if body else ["kv_cache", "weights"]
+        assert (status["state"], status["parked_tags"]) == ("parked", parked)
+        assert [engine["parked_tags"] for engine in status["engines"]] == [parked] * 3
+        assert fleet.post("/resume_memory", json=body).json()["status"] == "success"
+    assert fleet.get("/memory_status").json()["state"] == "running"
+    assert fleet.post("/release_memory", json={"tags": ["no-such"]}).status_code == 400
+
+
+def test_operators_with_curl(fleet: httpx.Client, sites: Sites) -> None:
+    """No body, no content type; also GET."""
+    address = urlsplit(str(fleet.base_url))
+    for method in ("POST", "GET"):
+        for path, state in (("/release_memory_occupation", "released"), ("/resume_memory_occupation", "resident")):
+            connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+            connection.request(method, path)
+            answer = connection.getresponse()
+            body = json.loads(answer.read())
+            assert (answer.status, body["success"], body["state"]) == (200, True, state)
+            assert states(sites) == [state] * 3
+            connection.close()
+
+
+def test_ray_serve_llm(fleet: httpx.Client, sites: Sites) -> None:
+    model = "model of b"
+    assert fleet.post("/sleep", json={"model": model, "options": {"level": 1}}).is_success
+    assert states(sites) == ["resident", "released", "resident"]
+    for asked in (
+        fleet.get("/is_sleeping", params={"model": model}),
+        fleet.post("/is_sleeping", json={"model": model}),
+    ):
+        assert asked.json()["is_sleeping"] is True
+        assert [engine["name"] for engine in asked.json()["engines"]] == ["b"]
+    assert fleet.get("/is_sleeping", params={"model": "model of a"}).json()["is_sleeping"] is False
+    assert fleet.post("/wakeup", json={"model": model, "options": {"tags": ["weights", "kv_cache"]}}).is_success
+    assert states(sites) == ["resident"] * 3
+    assert fleet.post("/reset_prefix_cache", json={"model": model}).is_success
+    assert fleet.post("/pause", json={"model": model, "options": {"mode": "wait", "clear_cache": True}}).is_success
+    assert fleet.get("/is_paused", params={"model": model}).json()["is_paused"] is True
+    assert fleet.get("/is_paused", params={"model": "model of a"}).json()["is_paused"] is False
+    assert fleet.post("/resume", json={"model": model}).is_success
+    assert fleet.post("/is_paused", json={"model": model}).json()["is_paused"] is False
+    assert fleet.post("/sleep", json={"model": model, "options": {"level": 9}}).status_code == 400
+    assert fleet.post("/sleep", json={"model": "no such", "options": {}}).status_code == 400
+    assert states(sites) == ["resident"] * 3
+
+
+def test_aibrix(fleet: httpx.Client, sites: Sites) -> None:
+    sleep = {"model_name": "model of a", "level": 1, "operation_id": "sleep-1"}
+    expected = {"status": "success", "model_name": "model of a", "operation_id": "sleep-1", "phase": "sleeping"}
+    for applied in (True, False):
+        answer = fleet.post("/v1/runtime/models/sleep", json=sleep).json()
+        assert [engine["name"] for engine in answer.pop("engines")] == ["a"]
+        assert answer == {**expected, "applied": applied}
+    assert states(sites) == ["released", "resident", "resident"]
+    wake = {"model_name": "model of a", "operation_id": "wake-1"}
+    assert fleet.post("/v1/runtime/models/wake", json=wake).json()["phase"] == "active"
+    assert states(sites) == ["resident"] * 3
+    reused = fleet.post("/v1/runtime/models/wake", json={"model_name": "model of b", "operation_id": "sleep-1"})
+    assert reused.status_code == 422
+
+
+def test_our_own_client(fleet: httpx.Client) -> None:
+    with Client(str(fleet.base_url)) as client:
+        released = client.release(["weights"])
+        assert (released.released_bytes, released.state) == (3 << 20, "released")
+        now = client.occupation()
+        assert {tag.tag: tag.released_bytes for tag in now.tags} == {"kv_cache": 0, "weights": 3 << 20}
+        assert client.operation(released.operation_id).status == "succeeded"
+        client.resume()
+        assert client.occupation().state == "resident"
+        started = client.start_release()
+        assert [event.name for event in client.events(started.operation_id)][-1] == "done"
+        client.resume(wait=True)
+        client.flush_cache()
+
+
+# -- all or none, and what the answers say -----------------------------------------------------------------------------
+
+
+def test_one_that_fails_leaves_all_as_before_and_is_named(fleet: httpx.Client, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("check_release", MemsaverError("no room for b"))
+    answer = fleet.post("/release_memory_occupation")
+    assert answer.status_code == 500
+    body = answer.json()
+    assert (body["success"], body["error"]["failed"][0]["name"]) == (False, "b")
+    assert "no room for b" in body["message"]
+    assert [engine["success"] for engine in body["engines"]] == [False] * 3
+    assert states(sites) == ["resident"] * 3
+    sites["c"].wire.cut()
+    answer = fleet.post("/release_memory_occupation")
+    assert answer.status_code == 502
+    assert names(answer) == list(ALL)
+    assert [sites["a"].is_serving, sites["b"].is_serving] == [True, True]
+    partly = fleet.post("/release_memory_occupation", json={"fleet_mode": "best_effort", **SELECTED})
+    assert partly.status_code == 200
+    assert names(partly) == ["a", "b"]
+    for path in ("/flush_cache", "/pause_generation", "/continue_generation"):
+        answer = fleet.post(path)
+        assert (answer.status_code, answer.json()["status"]) == (502, "failed")
+        assert [engine["success"] for engine in answer.json()["engines"]] == [True, True, False]
+    rows = fleet.get("/memory_occupation").json()["engines"]
+    assert [(row["name"], row["alive"]) for row in rows] == [("a", True), ("b", True), ("c", False)]
+    assert rows[2]["error"]
+
+
+def test_selected_engines(fleet: httpx.Client, sites: Sites) -> None:
+    fleet.post("/release_memory_occupation", json=SELECTED).raise_for_status()
+    assert states(sites) == ["released", "released", "resident"]
+    now = fleet.get("/memory_occupation").json()
+    assert (now["state"], now["engine"]) == ("mixed", "fleet of 3")
+    assert [row["wanted"] for row in now["engines"]] == ["released", "released", ""]
+    assert [device["uuid"] for device in now["devices"]] == sorted({row["gpus"][0] for row in now["engines"]})
+    assert fleet.post("/release_memory_occupation", json={"selector": {"nams": ["a"]}}).status_code == 400
+    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["z"]}}).status_code == 400
+    for refused in ({"prepare": True}, {"commit": "x"}, {"at_least_bytes": 5}):
+        answer = fleet.post("/resume_memory_occupation", json=refused)
+        assert answer.status_code == 400, refused
+    assert states(sites) == ["released", "released", "resident"]
+
+
+def test_a_dry_run_asks_every_engine_and_moves_nothing(fleet: httpx.Client, sites: Sites) -> None:
+    answer = fleet.post("/release_memory_occupation", json={"dry_run": True, "tags": ["weights"]}).json()
+    assert (answer["dry_run"], answer["blockers"]) == (True, [])
+    assert [engine["body"]["tags"][0]["bytes"] for engine in answer["engines"]] == [1 << 20] * 3
+    assert states(sites) == ["resident"] * 3
+
+
+def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites) -> None:
+    inside = sites["b"].engine.request()
+    inside.__enter__()
+    accepted = fleet.post("/release_memory_occupation", json={"async": True, "operation_id": "first"})
+    assert (accepted.status_code, accepted.headers["Location"]) == (202, "/operations/first")
+    wait_until(lambda: fleet.get("/operations/first").json()["phase"] == "preparing")
+    conflict = fleet.post("/resume_memory_occupation")
+    assert (conflict.status_code, conflict.json()["error"]["type"]) == (409, "conflict")
+    given_up = fleet.delete("/operations/first")
+    assert given_up.json()["status"] == "cancelled"
+    assert fleet.post("/operations/first/abort").json()["status"] == "cancelled"
+    assert fleet.post("/release_memory_occupation", json={"operation_id": "first"}).status_code == 409
+    inside.__exit__(None, None, None)
+    wait_until(lambda: states(sites) == ["resident"] * 3)
+    released = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
+    again = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
+    assert again == released
+    other = fleet.post("/release_memory_occupation", json={"tags": ["weights"]}, headers={"Idempotency-Key": "key 1"})
+    assert other.status_code == 422
+    assert fleet.delete(f"/operations/{released['operation_id']}").status_code == 409
+    assert fleet.get("/operations/no-such").status_code == 404
+    events = fleet.get(f"/operations/{released['operation_id']}/events").text
+    assert events.count("event: engine") == 3
+    assert events.strip().rpartition("event: ")[2].startswith("done")
+
+
+# -- who may call, and what can be seen -------------------------------------------------------------------------------
+
+
+def test_callers_need_the_key_of_the_fleet_and_engines_get_theirs(sites: Sites) -> None:
+    engine = LightEngine("keyed", model="m")
+    with (
+        attach(engine, settings=Settings(api_key="engine key")) as attachment,
+        served([Member("keyed", attachment.url)], key="engine key", api_key="fleet key", read_key="look") as http,
+    ):
+        plain = httpx.Client(base_url=http.base_url)
+        for path in (
+            "/memory_occupation",
+            "/operations",
+            "/v1/models",
+            "/dashboard/feed",
+            "/is_sleeping",
+            "/memory_status",
+        ):
+            assert plain.get(path).status_code == 401, path
+        for path in (
+            "/release_memory_occupation",
+            "/sleep",
+            "/v1/completions",
+            "/flush_cache",
+            "/v1/runtime/models/wake",
+        ):
+            assert plain.post(path).status_code == 401, path
+        reader = httpx.Client(base_url=http.base_url, headers={"Authorization": "Bearer look"})
+        assert reader.get("/memory_occupation").status_code == 200
+        assert reader.post("/release_memory_occupation").status_code == 403
+        assert plain.get("/livez").status_code == 200
+        assert http.post("/release_memory_occupation").json()["success"] is True
+        assert http.post("/flush_cache").json()["success"] is True
+        assert http.post("/resume_memory_occupation").json()["success"] is True
+        assert "fleet key" not in http.get("/memory_occupation").text
+        assert 'memsaver_refused_requests_total{reason="read_only"} 1.0' in http.get("/metrics").text
+
+
+def test_browsers_and_large_bodies_are_refused(fleet: httpx.Client, sites: Sites) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert fleet.post("/release_memory_occupation", headers=headers).status_code == 403, headers
+    assert fleet.post("/release_memory_occupation", content=b" " * (65 << 10)).status_code == 413
+    assert fleet.post("/release_memory_occupation", content=b"{").status_code == 400
+    assert fleet.post("/release_memory_occupation", json={"tgas": ["weights"]}).status_code == 400
+    assert states(sites) == ["resident"] * 3
+
+
+def test_probes_metrics_and_dashboard(fleet: httpx.Client, sites: Sites) -> None:
+    assert fleet.get("/readyz").json() == {"status": "ok", "state": "resident", "reason": ""}
+    fleet.post("/release_memory_occupation", json=SELECTED).raise_for_status()
+    metrics = fleet.get("/metrics").text
+    for line in (
+        'memsaver_fleet_engines{state="released"} 2.0',
+        'memsaver_fleet_engine_up{engine="a"} 1.0',
+        'memsaver_fleet_engine_bytes{engine="a",state="released"} 2.097152e+06',
+        'memsaver_fleet_operations_total{operation="release",outcome="success"} 1.0',
+    ):
+        assert line in metrics
+    assert "engines.js" in fleet.get("/dashboard/page.js").text
+    assert fleet.get("/").headers["content-security-policy"]
+    with fleet.stream("GET", "/dashboard/feed") as feed:
+        text = ""
+        for part in feed.iter_text():
+            text += part
+            if "event: occupation" in text and text.endswith("\n\n"):
+                break
+    events = dict(block.split("\ndata: ") for block in text.removeprefix("event: ").strip().split("\n\nevent: "))
+    occupation = json.loads(events["occupation"])
+    assert [row["state"] for row in occupation["engines"]] == ["released", "released", "resident"]
+    assert [device["name"] for device in occupation["devices"]] == ["1 device"]
+    assert json.loads(events["operation"])["answer"]["engines"][0]["name"] == "a"
+
+
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def test_every_answer_is_as_described(fleet: httpx.Client) -> None:
+    described = schemathesis.openapi.from_url(str(fleet.base_url.join("/openapi.json")))
+    answers: list[int] = []
+    for found in described.get_all_operations():
+
+        @given(case=found.ok().as_strategy())
+        @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        def answers_well(case: schemathesis.Case) -> None:
+            response = case.call(timeout=60)
+            assert response.status_code != 500, response.text
+            answers.append(response.status_code)
+            case.validate_response(response, checks=CHECKS)
+
+        answers_well()
+    assert answers.count(200) > 10
+
+
+def test_the_command(sites: Sites, tmp_path: Path) -> None:
+    """``memsaver fleet serve`` says where it serves, keeps a record, and ends with exit code 0."""
+    members = tmp_path / "members.yaml"
+    rows = [{"name": name, "url": site.member.url} for name, site in sites.items()]
+    members.write_text(json.dumps({"members": rows, "models": {"*": {"idle_release_s": 3600}}}))
+    command = [sys.executable, "-m", "memsaver_server.cli", "fleet", "serve", "--members", str(members), "--port", "0"]
+    record = ["--record", str(tmp_path / "record.json")]
+    with subprocess.Popen([*command, *record], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith(f"serving the fleet of {members} on http://127.0.0.1:")
+        answer = httpx.post(f"{said.split()[-1]}/release_memory_occupation", timeout=60)
+        assert names(answer) == list(ALL)
+        assert states(sites) == ["released"] * 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert json.loads((tmp_path / "record.json").read_text())["wanted"][0]["state"] == "released"

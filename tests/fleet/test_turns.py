@@ -1,0 +1,351 @@
+"""Two engines that do not fit on their device together take turns, request by request."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+os.environ.setdefault("MEMSAVER_DRIVER", "host")
+
+import httpx
+import pytest
+
+from memsaver_server.fleet import Member
+from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
+from memsaver_server.fleet.turns.room import victims
+from memsaver_server.fleet.turns.seat import Seat
+from tests.fleet.served_fleet import served
+from tests.programs import Child
+from tests.waiting import wait_until
+
+MIB = 1 << 20
+#: Of the device; each engine takes 40 MiB.
+CAPACITY = 64 * MIB
+PROMPT = [3, 5, 8]
+
+
+class Engine(Child):
+    """One engine in a process of its own."""
+
+    def __init__(self, model: str, device: dict[str, str]) -> None:
+        super().__init__("-m", "tests.fleet.turns_engine", model, "40", **device)
+        self.model = model
+        self.device = device
+
+    def load(self) -> None:
+        self.http = httpx.Client(base_url=self.ask("load"), timeout=60)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.model, str(self.http.base_url))
+
+    def seen(self, what: str) -> int:
+        return self.http.get("/v1/seen").json().get(what, 0)
+
+    def state(self) -> str:
+        return self.http.get("/memory_occupation").json()["state"]
+
+    def is_free(self) -> bool:
+        """Whether no request is in it."""
+        return self.seen("begun") == self.seen("ended") + self.seen("cancelled")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[tuple[Engine, Engine]]:
+    device = {
+        "MEMSAVER_DRIVER": "host",
+        "MEMSAVER_HOST_DEVICE": f"turns-{uuid.uuid4().hex[:8]}",
+        "MEMSAVER_HOST_CAPACITY": str(CAPACITY),
+    }
+    with Engine("alpha", device) as alpha, Engine("beta", device) as beta:
+        for engine in (alpha, beta):
+            assert engine.read_line() == "ready"
+        alpha.load()
+        alpha.http.post("/release_memory_occupation").raise_for_status()
+        beta.load()
+        yield alpha, beta
+
+
+@pytest.fixture
+def engines(loaded: tuple[Engine, Engine]) -> tuple[Engine, Engine]:
+    """``alpha`` asleep, ``beta`` awake."""
+    alpha, beta = loaded
+    alpha.http.post("/release_memory_occupation").raise_for_status()
+    beta.http.post("/resume_memory_occupation").raise_for_status()
+    for engine in loaded:
+        engine.ask("hold")
+    return alpha, beta
+
+
+def turns(engines: tuple[Engine, Engine], **options: object) -> object:
+    given = {"awake_s": 0.0, **options}
+    return served([engine.member for engine in engines], {"*": ModelOptions.model_validate(given)})
+
+
+def asked(model: str, **more: object) -> dict[str, object]:
+    return {"model": model, "prompt": PROMPT, **more}
+
+
+def tokens(http: httpx.Client, model: str, **more: object) -> list[int]:
+    answer = http.post("/v1/completions", json=asked(model, **more))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return answer.json()["tokens"]
+
+
+def waiting(http: httpx.Client, model: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    name = f'memsaver_fleet_waiting_requests{{model="{model}"}} '
+    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
+
+
+def test_a_request_wakes_its_model_and_the_other_makes_room(engines: tuple[Engine, Engine]) -> None:
+    alpha, beta = engines
+    expected = tokens(beta.http, "beta")
+    with turns(engines) as http:
+        for _ in range(3):
+            first = tokens(http, "alpha")
+            assert (alpha.state(), beta.state()) == ("resident", "released")
+            assert tokens(http, "beta") == expected
+            assert (alpha.state(), beta.state()) == ("released", "resident")
+            assert tokens(http, "alpha") == first != expected
+        listed = http.get("/v1/models").json()["data"]
+        assert [(model["id"], model["engines"][0]["state"]) for model in listed] == [
+            ("alpha", "awake"),
+            ("beta", "asleep"),
+        ]
+        operations = http.get("/operations").json()["operations"]
+        assert {each["status"] for each in operations} == {"succeeded"}
+        assert {each["client"] for each in operations} == {"turns"}
+        assert 'memsaver_fleet_wakes_total{model="alpha"} 4.0' in http.get("/metrics").text
+
+
+def test_a_stream_comes_byte_for_byte_as_it_is_made(engines: tuple[Engine, Engine]) -> None:
+    alpha, beta = engines
+    body = asked("beta", stream=True, max_tokens=50)
+    direct = beta.http.post("/v1/completions", json=body)
+    with turns(engines) as http:
+        assert http.post("/v1/completions", json=body).content == direct.content
+        assert direct.content.endswith(b"data: [DONE]\n\n")
+        with http.stream("POST", "/v1/completions", json=asked("alpha", stream=True, hold=True)) as answer:
+            assert answer.headers["x-memsaver-engine"] == "alpha"
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            parts = answer.iter_raw()
+            assert next(parts).startswith(b"data: ")  # while the engine makes no other
+            alpha.ask("go")
+            assert b"".join(parts).endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_goes_away_is_noticed_by_the_engine(engines: tuple[Engine, Engine]) -> None:
+    _, beta = engines
+    before = beta.seen("cancelled")
+    with turns(engines) as http:
+        with http.stream("POST", "/v1/completions", json=asked("beta", stream=True, hold=True)) as answer:
+            next(answer.iter_raw())
+        wait_until(lambda: beta.seen("cancelled") == before + 1)
+        wait_until(beta.is_free)
+        tokens(http, "alpha")  # beta makes room: none of its requests counts as in flight
+
+
+def test_a_client_that_goes_away_while_it_waits_wakes_nobody(engines: tuple[Engine, Engine]) -> None:
+    alpha, beta = engines
+    with turns(engines) as http, ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(tokens, http, "beta", hold=True)
+        wait_until(lambda: not beta.is_free())
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=asked("alpha"), timeout=0.3)
+        wait_until(lambda: not waiting(http, "alpha"))
+        beta.ask("go")
+        busy.result()
+        assert tokens(http, "beta", max_tokens=1)
+        assert (alpha.state(), beta.state()) == ("released", "resident")
+
+
+def test_no_model_starves_while_another_is_asked_for_without_end(engines: tuple[Engine, Engine]) -> None:
+    """Requests for each model by several callers, who repeat at once: all make progress, all tokens are right."""
+    rounds, callers = 3, 2
+    stop = Event()
+
+    def ask(http: httpx.Client, model: str) -> list[list[int]]:
+        found = [tokens(http, model)]
+        while len(found) < rounds or not stop.is_set():
+            found.append(tokens(http, model))
+        return found
+
+    with turns(engines) as http, ThreadPoolExecutor(2 * callers) as pool:
+        crowd: dict[str, list[Future[list[list[int]]]]] = {
+            model: [pool.submit(ask, http, model) for _ in range(callers)] for model in ("alpha", "beta")
+        }
+        for model in ("alpha", "beta"):
+            for _ in range(rounds):
+                assert tokens(http, model)
+        stop.set()
+        for answers in crowd.values():
+            found = [one for answer in answers for one in answer.result()]
+            assert all(one == found[0] for one in found)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back(engines: tuple[Engine, Engine]) -> None:
+    _, beta = engines
+    with turns(engines, queue_limit=2) as http, ThreadPoolExecutor(3) as pool:
+        busy = pool.submit(tokens, http, "beta", hold=True)
+        wait_until(lambda: not beta.is_free())
+        queued = [pool.submit(tokens, http, "alpha") for _ in range(2)]
+        wait_until(lambda: waiting(http, "alpha") == 2)
+        refused = http.post("/v1/completions", json=asked("alpha"))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "queue_full"
+        assert int(refused.headers["Retry-After"]) >= 1
+        beta.ask("go")
+        assert all(each.result() for each in (busy, *queued))
+
+
+def test_an_engine_stays_awake_for_its_time(engines: tuple[Engine, Engine]) -> None:
+    alpha, beta = engines
+    with turns(engines, awake_s=3600, wait_s=0.3) as http:
+        refused = http.post("/v1/completions", json=asked("alpha"))
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "no_turn"
+        assert int(refused.headers["Retry-After"]) > 3000
+        assert (alpha.state(), beta.state()) == ("released", "resident")
+        assert tokens(http, "beta")
+
+
+def test_an_idle_engine_is_released_and_comes_back(engines: tuple[Engine, Engine]) -> None:
+    _, beta = engines
+    with turns(engines, idle_release_s=0.2) as http:
+        expected = tokens(http, "beta")
+        wait_until(lambda: beta.state() == "released")
+        assert tokens(http, "beta") == expected
+
+
+def test_what_another_released_is_found_out_and_woken(engines: tuple[Engine, Engine]) -> None:
+    _, beta = engines
+    with turns(engines) as http:
+        expected = tokens(http, "beta")
+        begun = beta.seen("begun")
+        beta.http.post("/release_memory_occupation").raise_for_status()
+        assert tokens(http, "beta") == expected
+        assert beta.seen("begun") == begun + 1
+
+
+def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engine, Engine]) -> None:
+    """A trainer that uses the memory must not lose it to a request."""
+    _, beta = engines
+    with turns(engines) as http:
+        http.post("/release_memory_occupation", json={"model": "beta"}).raise_for_status()
+        refused = http.post("/v1/completions", json=asked("beta"))
+        assert refused.status_code == 503
+        assert "has to resume it" in refused.json()["message"]
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert beta.state() == "released"
+        http.post("/resume_memory_occupation", json={"model": "beta"}).raise_for_status()
+        assert tokens(http, "beta")
+        until_asked = {"model": "beta", "wake_on_request": True}
+        http.post("/release_memory_occupation", json=until_asked).raise_for_status()
+        assert beta.state() == "released"
+        assert tokens(http, "beta")
+
+
+def test_a_paused_engine_gets_no_request_before_it_continues(engines: tuple[Engine, Engine]) -> None:
+    _, beta = engines
+    with turns(engines) as http, ThreadPoolExecutor(1) as pool:
+        http.post("/pause_generation", json={"model": "beta"}).raise_for_status()
+        assert http.get("/is_paused", params={"model": "beta"}).json()["is_paused"] is True
+        asking = pool.submit(tokens, http, "beta")
+        wait_until(lambda: waiting(http, "beta") == 1)
+        assert beta.http.get("/readyz").status_code == 503
+        assert beta.is_free()
+        http.post("/continue_generation", json={"model": "beta"}).raise_for_status()
+        assert asking.result()
+
+
+def test_memory_that_others_hold_is_told_and_tried_anew(engines: tuple[Engine, Engine]) -> None:
+    """A trainer outside the fleet takes so much that the model would not fit if all other engines were released."""
+    alpha, beta = engines
+    beta.http.post("/release_memory_occupation").raise_for_status()
+    with turns(engines) as http:
+        with Child(
+            str(Path(__file__).parents[1] / "service/served.py"), "trainer", str(32 * MIB), **alpha.device
+        ) as trainer:
+            assert trainer.read_line()
+            refused = http.post("/v1/completions", json=asked("beta"))
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "no_turn")
+            assert f"needs {40 * MIB} bytes" in refused.json()["message"]
+            assert int(refused.headers["Retry-After"]) >= 1
+        assert tokens(http, "beta")
+
+
+def test_an_engine_that_does_not_answer_delays_nobody(engines: tuple[Engine, Engine]) -> None:
+    """Its connections are accepted and never answered, as by a host that hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hung = Member("hung", f"http://127.0.0.1:{silent.getsockname()[1]}", model="alpha")
+        with served(
+            [*(engine.member for engine in engines), hung], {"*": ModelOptions(awake_s=0)}, silence_s=60
+        ) as http:
+            for _ in range(2):
+                assert tokens(http, "alpha", max_tokens=2) != tokens(http, "beta", max_tokens=2)
+            rows = http.get("/memory_occupation").json()["engines"]
+            assert [row["name"] for row in rows if row["alive"]] == ["alpha", "beta"]
+
+
+def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:
+    def seat(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Seat:
+        made = Seat(name)
+        made.gpus, made.resident_bytes, made.released_bytes = tuple(gpus), resident, released
+        made.state, made.last_used, made.in_flight = "awake" if resident else "asleep", used, busy
+        made.free = dict.fromkeys(gpus, 10)
+        return made
+
+    wanted = seat("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
+    old = seat("old", "x", 30, 0, used=1)
+    new = seat("new", "x", 30, 0, used=2)
+    busy = seat("busy", "x", 90, 0, used=0, busy=1)
+    both = seat("both", "xy", 80, 0, used=9)
+    elsewhere = seat("elsewhere", "z", 500, 0, used=0)
+
+    def chosen(*others: Seat) -> list[str] | None:
+        found = victims(wanted, [wanted, *others])
+        return None if found is None else [each.name for each in found]
+
+    assert chosen(new, old, busy, both, elsewhere) == ["old", "new", "both"]
+    assert chosen(busy, both) == ["both"]
+    assert chosen(busy, elsewhere) is None
+    wanted.released_bytes = 20
+    assert chosen(old, both) == []
+    wanted.extra = 1  # it did not fit: others hold more than they say
+    assert chosen(new, old, both) == ["old"]
+
+
+def test_requests_that_name_no_model_of_the_fleet(engines: tuple[Engine, Engine]) -> None:
+    gone = Member("gone", "http://127.0.0.1:9", model="gone")
+    with served([*(engine.member for engine in engines), gone]) as http:
+        unknown = http.post("/v1/completions", json=asked("gamma"))
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "model_not_found")
+        assert "'alpha', 'beta'" in unknown.json()["message"]
+        nameless = http.post("/v1/completions", json={"prompt": PROMPT})
+        assert nameless.status_code == 400
+        assert "'alpha', 'beta'" in nameless.json()["message"]
+        dead = http.post("/v1/completions", json=asked("gone"))
+        assert (dead.status_code, dead.json()["error"]["type"]) == (503, "no_turn")
+        assert int(dead.headers["Retry-After"]) >= 1
+
+
+def test_options_of_models_come_from_the_list_of_members(tmp_path: Path) -> None:
+    file = tmp_path / "members.yaml"
+    file.write_text(
+        "members: [http://a:1]\nmodels:\n  qwen: {idle_release_s: 60, awake_s: 2}\n  '*': {queue_limit: 3}\n"
+    )
+    options = TurnOptions.read(file)
+    assert options.of("qwen") == ModelOptions(idle_release_s=60, awake_s=2)
+    assert options.of("llama") == ModelOptions(queue_limit=3)
+    file.write_text("models: {qwen: {idle: 60}}")
+    with pytest.raises(ValueError, match="idle_release_s"):
+        TurnOptions.read(file)
+    file.write_text("- http://a:1\n")
+    assert TurnOptions.read(file).of("qwen") == ModelOptions()
