@@ -20,7 +20,7 @@ import yaml
 from memsaver_server.client import Client
 from tests.waiting import wait_until
 
-from .serving import Server
+from .serving import Server, memsaver
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -163,6 +163,15 @@ def test_the_coordinator_finds_the_engines_and_has_no_rights() -> None:
     assert ("PersistentVolumeClaim", claim) in manifests
     probes = [coordinator[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
     assert all(1 < probe["timeoutSeconds"] <= probe["periodSeconds"] for probe in probes)
+
+
+def test_the_command_of_the_coordinator_is_one() -> None:
+    (coordinator,) = fleet_manifests()["Deployment", "memsaver-fleet"]["spec"]["template"]["spec"]["containers"]
+    program, *command = coordinator["command"]
+    assert program == "memsaver"
+    known = memsaver(*command, "--help", changes={"COLUMNS": "200"}).stdout
+    for option in coordinator["args"]:
+        assert option.split("=")[0] in known, option
 
 
 def test_the_network_policy_lets_the_coordinator_reach_dns_and_the_engines_alone() -> None:
