@@ -38,7 +38,7 @@ test-reliability test-service test-fleet test-whole test-unit: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
 
 test-ray: $(READY)  ## a fleet on a Ray cluster of simulated nodes, and its example; installs Ray first (minutes)
-	@$(PIP) install -c constraints.txt 'ray[serve]' pyarrow python-multipart
+	@$(PIP) install -c constraints.txt 'ray[default]'
 	$(BIN)/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)
 	MEMSAVER_DRIVER=host $(BIN)/python examples/fleet_on_ray.py --rounds 12
 
