@@ -159,7 +159,7 @@ class Metrics:
         lease = now.running.lease if now.running is not None and now.running.status == "prepared" else None
         leases = {(now.running.request.operation,): lease.seconds_left()} if now.running and lease else {}
         help_text = "How long an operation still waits for its commit; only while one is prepared."
-        yield _gauges("memsaver_lease_seconds", help_text, ["operation"], leases)
+        yield gauges("memsaver_lease_seconds", help_text, ["operation"], leases)
         help_text = "How long the operation in progress has made no progress; only while it is stalled."
         yield gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
 
