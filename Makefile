@@ -17,8 +17,8 @@ SGLANG ?= 0.5.17
 SGLANG_VENV := build/sglang-$(SGLANG)
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-fleet test-reliability test-service test-sglang test-whole test-unit sanitize soak fuzz lint \
-  format site wheel-check ready clean
+.PHONY: help demo test test-fleet test-ray test-reliability test-service test-sglang test-whole test-unit sanitize soak \
+  fuzz lint format site wheel-check ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ $(SGLANG_VENV)/.ready: tests/sglang/set_up tests/sglang/requirements.txt tests/s
 	@echo 'Setting up $(SGLANG_VENV) ...'
 	@mkdir -p build
 	@tests/sglang/set_up $(VENV) $(SGLANG_VENV) $(SGLANG)
+
+test-ray: $(READY)  ## a fleet on a Ray cluster of simulated nodes, and its example; installs Ray first (minutes)
+	@$(PIP) install -c constraints.txt 'ray[default]'
+	$(BIN)/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)
+	MEMSAVER_DRIVER=host $(BIN)/python examples/fleet_on_ray.py --rounds 12
 
 sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour and thread sanitizers (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python tests/reliability/sanitize.sh
