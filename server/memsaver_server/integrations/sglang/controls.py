@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_server.integrations.sglang.event_loop import LeadingLoop
@@ -21,7 +21,6 @@ from memsaver_server.tag_selection import released_tags
 from memsaver_server.threads import start_thread
 
 if TYPE_CHECKING:
-    from memsaver_server.integrations.sglang.engine import SglangEngine
     from memsaver_server.lifecycle import Lifecycle
 
 logger = logging.getLogger("memsaver")
@@ -34,11 +33,22 @@ class _NotWrittenError(Exception):
     """SGLang has answered that it wrote no weights."""
 
 
+class _Engine(Protocol):
+    """What the requests need of ``SglangEngine``."""
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def holds_requests(self) -> bool: ...
+    def flush_cache(self) -> None: ...
+    def when_still(self, timeout_s: float, then: Callable[[], None]) -> None: ...
+
+
 class Controls:
     """Takes the requests out of what the scheduler receives, and answers them."""
 
     def __init__(
-        self, scheduler: Any, messages: ModuleType, loop: LeadingLoop, engine: SglangEngine, lifecycle: Lifecycle,
+        self, scheduler: Any, messages: ModuleType, loop: LeadingLoop, engine: _Engine, lifecycle: Lifecycle,
         settings: Settings,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
