@@ -33,7 +33,7 @@ COPY constraints.txt /tmp/
 COPY --from=build /dist /dist
 # The build tools stay behind: this stage installs the wheel and what it needs, nothing else.
 RUN python -m venv /opt/memsaver \
- && /opt/memsaver/bin/pip install --no-cache-dir -c /tmp/constraints.txt "$TORCH" "$(ls /dist/*.whl)[engine]" \
+ && /opt/memsaver/bin/pip install --no-cache-dir -c /tmp/constraints.txt "$TORCH" "$(ls /dist/*.whl)[engine,fleet]" \
  && /opt/memsaver/bin/pip uninstall -y pip
 
 FROM python:${PYTHON}-slim-bookworm

@@ -12,10 +12,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
+# A version for which there is a tests/sglang/requirements-VERSION.txt.
+SGLANG ?= 0.5.17
+SGLANG_VENV := build/sglang-$(SGLANG)
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-fleet test-reliability test-service test-whole test-unit sanitize soak fuzz lint format site \
-  wheel-check ready clean
+.PHONY: help demo test test-fleet test-ray test-reliability test-service test-sglang test-whole test-unit sanitize soak \
+  fuzz lint format site wheel-check ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +39,19 @@ test-whole: TESTS := tests/e2e
 test-unit: TESTS := tests/unit tests/devices
 test-reliability test-service test-fleet test-whole test-unit: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
+
+test-sglang: $(SGLANG_VENV)/.ready  ## tests against real SGLang on the CPU; SGLANG=0.5.23 chooses its version (minutes)
+	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(SGLANG_VENV)/bin/python -m pytest -p no:cacheprovider tests/sglang $(ARGS)
+
+$(SGLANG_VENV)/.ready: tests/sglang/set_up tests/sglang/requirements.txt tests/sglang/requirements-$(SGLANG).txt | $(READY)
+	@echo 'Setting up $(SGLANG_VENV) ...'
+	@mkdir -p build
+	@tests/sglang/set_up $(VENV) $(SGLANG_VENV) $(SGLANG)
+
+test-ray: $(READY)  ## a fleet on a Ray cluster of simulated nodes, and its example; installs Ray first (minutes)
+	@$(PIP) install -c constraints.txt 'ray[default]'
+	$(BIN)/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)
+	MEMSAVER_DRIVER=host $(BIN)/python examples/fleet_on_ray.py --rounds 12
 
 sanitize: $(READY)  ## the native tests under address, leak, undefined-behaviour and thread sanitizers (minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python tests/reliability/sanitize.sh

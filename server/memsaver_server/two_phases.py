@@ -16,8 +16,8 @@ class TwoPhaseFields(Fields):
     prepare: bool = Field(
         default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
     )
-    lease_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        default=30.0, description="With prepare: after how long it is undone without a commit."
+    lease_s: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        default=None, description="With prepare: after how long it is undone without a commit. By default 30 s."
     )
     commit: Annotated[str, Field(max_length=64)] | None = Field(
         default=None, description="The operation_id of a prepared operation, to be done now. Takes no other field."
@@ -25,10 +25,9 @@ class TwoPhaseFields(Fields):
 
     @model_validator(mode="after")
     def _phase(self) -> Self:
-        given = self.model_fields_set
-        if "commit" in given and len(given) > 1:
+        if self.commit is not None and len(self.model_dump(exclude_defaults=True)) > 1:
             raise ValueError("a commit takes no other field: the operation has the options that it was prepared with")
-        if "lease_s" in given and not self.prepare:
+        if self.lease_s is not None and not self.prepare:
             raise ValueError('lease_s needs "prepare": true')
         return self
 

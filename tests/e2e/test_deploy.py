@@ -20,7 +20,7 @@ import yaml
 from memsaver_server.client import Client
 from tests.waiting import wait_until
 
-from .serving import Server
+from .serving import Server, memsaver
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -116,16 +116,74 @@ def test_it_is_said_how_the_folder_of_the_systemd_unit_comes_about() -> None:
     assert "\nType=notify\n" in (DEPLOY / "systemd/memsaver.service").read_text()
 
 
-def test_kubernetes_manifests() -> None:
-    manifests = sorted(path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.name != "kustomization.yaml")
-    named = yaml.safe_load((DEPLOY / "kubernetes/kustomization.yaml").read_text())["resources"]
+KUBERNETES = [DEPLOY / "kubernetes", DEPLOY / "kubernetes/fleet"]
+
+
+@pytest.mark.parametrize("folder", KUBERNETES, ids=lambda path: path.name)
+def test_kubernetes_manifests(folder: Path) -> None:
+    manifests = sorted(path for path in folder.glob("*.yaml") if path.name != "kustomization.yaml")
+    named = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     assert sorted(named) == [path.name for path in manifests]
     for path in manifests:
         check(need("kubernetes-validate"), "--strict", path)
 
 
-def test_the_kustomization_builds() -> None:
-    check(need("kubectl"), "kustomize", DEPLOY / "kubernetes")
+@pytest.mark.parametrize("folder", KUBERNETES, ids=lambda path: path.name)
+def test_the_kustomization_builds(folder: Path) -> None:
+    check(need("kubectl"), "kustomize", folder)
+
+
+def fleet_manifests() -> dict[tuple[str, str], Any]:
+    """The manifests of the coordinator, by kind and name."""
+    folder = DEPLOY / "kubernetes/fleet"
+    documents = [each for path in sorted(folder.glob("[!k]*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+    return {(each["kind"], each["metadata"]["name"]): each for each in documents}
+
+
+def test_the_coordinator_finds_the_engines_and_has_no_rights() -> None:
+    manifests = fleet_manifests()
+    spec = manifests["Deployment", "memsaver-fleet"]["spec"]
+    template = spec["template"]["spec"]
+    (coordinator,) = template["containers"]
+    assert template["automountServiceAccountToken"] is False
+    assert {"Role", "RoleBinding", "ClusterRole", "ServiceAccount"}.isdisjoint(kind for kind, _ in manifests)
+    assert (spec["replicas"], spec["strategy"]["type"]) == (1, "Recreate"), "one writes the record"
+    assert coordinator["image"] == container()["image"]
+    assert "[engine,fleet]" in (ROOT / "Dockerfile").read_text()
+    options = dict(option.removeprefix("--").split("=") for option in coordinator["args"])
+    kind, name, port = options["members"].split(":")
+    members = manifests["Service", name]["spec"]
+    engines = yaml.safe_load((DEPLOY / "kubernetes/deployment.yaml").read_text())["spec"]["template"]
+    assert (kind, members["clusterIP"], members["publishNotReadyAddresses"]) == ("dns", "None", True)
+    assert members["selector"].items() <= engines["metadata"]["labels"].items()
+    assert not members["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert int(port) in [each["containerPort"] for each in container()["ports"]]
+    assert any(options["record"].startswith(mount["mountPath"]) for mount in coordinator["volumeMounts"])
+    (claim,) = [each["persistentVolumeClaim"]["claimName"] for each in template["volumes"] if "emptyDir" not in each]
+    assert ("PersistentVolumeClaim", claim) in manifests
+    probes = [coordinator[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")]
+    assert all(1 < probe["timeoutSeconds"] <= probe["periodSeconds"] for probe in probes)
+
+
+def test_the_command_of_the_coordinator_is_one() -> None:
+    (coordinator,) = fleet_manifests()["Deployment", "memsaver-fleet"]["spec"]["template"]["spec"]["containers"]
+    program, *command = coordinator["command"]
+    assert program == "memsaver"
+    known = memsaver(*command, "--help", changes={"COLUMNS": "200"}).stdout
+    for option in coordinator["args"]:
+        assert option.split("=")[0] in known, option
+
+
+def test_the_network_policy_lets_the_coordinator_reach_dns_and_the_engines_alone() -> None:
+    manifests = fleet_manifests()
+    policy = manifests["NetworkPolicy", "memsaver-fleet"]["spec"]
+    coordinator = manifests["Deployment", "memsaver-fleet"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= coordinator.items()
+    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    names, engines = policy["egress"]
+    assert {(port["port"], port["protocol"]) for port in names["ports"]} == {(53, "UDP"), (53, "TCP")}
+    selected = manifests["Service", "memsaver-members"]["spec"]["selector"]
+    assert engines == {"to": [{"podSelector": {"matchLabels": selected}}], "ports": [{"port": 30000}]}
 
 
 def test_the_systemd_unit(tmp_path: Path) -> None:

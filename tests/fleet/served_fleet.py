@@ -20,14 +20,15 @@ Serve = Callable[..., httpx.Client]
 
 @contextmanager
 def served(
-    members: Iterable[Member],
+    members: Iterable[Member] | StaticMembership,
     models: dict[str, ModelOptions] | None = None,
     key: str | None = None,
     silence_s: float = 10.0,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
-    fleet = AsyncFleet(StaticMembership(members), api_key=key, silence_s=silence_s)
+    membership = members if isinstance(members, StaticMembership) else StaticMembership(members)
+    fleet = AsyncFleet(membership, api_key=key, silence_s=silence_s)
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}

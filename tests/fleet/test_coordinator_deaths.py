@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from itertools import product
@@ -98,6 +99,20 @@ def test_the_undo_is_carried_on(coordinate: Callable[..., Fleet], sites: Sites, 
     (result,) = coordinate(record=FileRecord(tmp_path / "record.json")).recover()
     assert not result.success
     assert all(site.is_serving for site in sites.values())
+
+
+@pytest.mark.parametrize("moment", ["the last is prepared", "one has committed"])
+def test_a_repeat_of_what_a_dead_coordinator_had_begun_gets_it_done(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, moment: str
+) -> None:
+    child = coordinator(sites, tmp_path, "release", 30)
+    kill_at(sites, child, *MOMENTS[moment])
+    assert child.process.wait(30) == -9
+    record = FileRecord(tmp_path / "record.json")
+    (operation_id,) = asyncio.run(record.load()).running
+    result = coordinate(record=record).release(operation_id=operation_id)
+    assert result.success, result.message
+    assert all(site.is_released for site in sites.values())
 
 
 def test_a_repeat_after_a_restart_acts_once(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ("- 7", "entry 1 is no address"),
         ("- http://a:1\n- http://a:1", "two members are called 'a:1'"),
         ("- 'http://'", "is not the address of a service"),
+        ("- {name: a, url: 'http://é..x:1'}", "member 'a': Invalid IDNA hostname"),
+        ("- {url: 'http://a:1', gpus: 5}", "entry 1: gpus is a UUID or a list"),
+        ("- {url: 'http://a:1', labels: [1, 2]}", "labels is a mapping"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, why: str) -> None:

@@ -28,7 +28,7 @@ import memsaver_core as ms
 from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
-from memsaver_server.fleet import Member
+from memsaver_server.fleet import Member, StaticMembership
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -361,6 +361,18 @@ def test_callers_need_the_key_of_the_fleet_and_engines_get_theirs(sites: Sites) 
         assert 'memsaver_refused_requests_total{reason="read_only"} 1.0' in http.get("/metrics").text
 
 
+def test_no_path_leads_around_the_coordinator(fleet: httpx.Client, sites: Sites) -> None:
+    """httpx, as every client, takes dot segments out of a path before it sends it."""
+    address = urlsplit(str(fleet.base_url))
+    assert address.hostname is not None
+    for path in ("/v1/../release_memory_occupation", "/v1/%2e%2e/release_memory_occupation"):
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+        connection.request("POST", f"{path}?model={sites['a'].engine.model_name}".replace(" ", "%20"))
+        assert connection.getresponse().status == 400
+        connection.close()
+    assert states(sites) == ["resident"] * 3
+
+
 def test_browsers_and_large_bodies_are_refused(fleet: httpx.Client, sites: Sites) -> None:
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         assert fleet.post("/release_memory_occupation", headers=headers).status_code == 403, headers
@@ -368,6 +380,27 @@ def test_browsers_and_large_bodies_are_refused(fleet: httpx.Client, sites: Sites
     assert fleet.post("/release_memory_occupation", content=b"{").status_code == 400
     assert fleet.post("/release_memory_occupation", json={"tgas": ["weights"]}).status_code == 400
     assert states(sites) == ["resident"] * 3
+
+
+def test_a_bug_ends_nothing_that_runs_for_ever(sites: Sites) -> None:
+    """The probe is red as long as the fleet cannot be looked at, and green afterwards."""
+
+    class Buggy(StaticMembership):
+        broken = False
+
+        async def members(self) -> list[Member]:
+            if self.broken:
+                raise TypeError("a bug")
+            return await super().members()
+
+    membership = Buggy([sites["a"].member])
+    with served(membership) as http:
+        assert http.get("/readyz").status_code == 200
+        membership.broken = True
+        wait_until(lambda: http.get("/readyz").status_code == 503)
+        assert "a bug" in http.get("/readyz").json()["reason"]
+        membership.broken = False
+        wait_until(lambda: http.get("/readyz").status_code == 200)
 
 
 def test_probes_metrics_and_dashboard(fleet: httpx.Client, sites: Sites) -> None:

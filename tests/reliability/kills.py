@@ -29,7 +29,7 @@ from tests.unit.saver_memory import PAGE, content, fill
 CAPACITY = 1 << 20
 #: Tag, policy and bytes of an engine's memory.
 HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
-OPERATIONS = ("start", "allocate", "release", "reserve", "resume", "free", "end")
+OPERATIONS = ("start", "allocate", "release", "resume", "reserve", "commit", "free", "end")
 #: The co-tenant's operations while an engine is killed, in turn.
 TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
@@ -56,9 +56,13 @@ def engine(operation: str, nth: int, after: bool, report: int, device: str, fold
         fill(address, nbytes, 1)
     reached("release")
     saver.release([], [], {})
+    reached("resume")
+    saver.resume([])
+    reached("")
+    saver.release([], [], {})
     reached("reserve")
     saver.reserve([])
-    reached("resume")
+    reached("commit")
     saver.resume([])
     reached("free")
     for address in addresses:

@@ -27,6 +27,10 @@ KNOWN_FAILURES = {
             "running out of memory or other resources killed the process",
             "The operation fails with an error and is undone; backups are intact, and the retry works.",
         ),
+        KnownFailure(
+            "a release by the engine's own call ended the server",
+            "SGLang's own calls wait for requests in flight, and are repeated and undone as memsaver's are.",
+        ),
         KnownFailure("a second release or resume failed", "Repeating either one succeeds and changes nothing."),
         KnownFailure(
             "releasing everything failed after one tag had been released", "The rest is released; repeats succeed."

@@ -84,6 +84,43 @@ class UpdateWeightsFromTensorReqInput:
     table: torch.Tensor
 
 
+@dataclass
+class UpdateWeightsFromTensorReqOutput:
+    success: bool
+    message: str = ""
+
+
+@dataclass
+class ReleaseMemoryOccupationReqInput:
+    tags: list[str] | None = None
+
+
+@dataclass
+class ReleaseMemoryOccupationReqOutput:
+    rid: str | None = None
+
+
+@dataclass
+class ResumeMemoryOccupationReqInput(ReleaseMemoryOccupationReqInput):
+    pass
+
+
+@dataclass
+class ResumeMemoryOccupationReqOutput(ReleaseMemoryOccupationReqOutput):
+    pass
+
+
+@dataclass
+class FlushCacheReqInput:
+    timeout_s: float | None = None
+
+
+@dataclass
+class FlushCacheReqOutput:
+    success: bool
+    message: str = ""
+
+
 # Of this stand-in alone.
 
 
@@ -110,7 +147,9 @@ class Run:
 MESSAGES = (
     TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput,
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
-    UpdateWeightsFromTensorReqInput,
+    UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput, ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput,
+    FlushCacheReqInput, FlushCacheReqOutput,
 )  # fmt: skip
 
 # sglang.srt.utils.torch_memory_saver_adapter
@@ -301,6 +340,7 @@ class Scheduler:
         self.chunked_req: Req | None = None
         self.return_health_check_ipcs: deque[str | None] = deque()
         self._engine_paused = False
+        self._request_dispatcher: Callable[[Any], Any] = self._dispatch
         #: Set to keep requests from ending: each step then computes nothing.
         self.stalled = False
 
@@ -328,28 +368,35 @@ class Scheduler:
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         for request in recv_reqs:
-            if isinstance(request, TokenizedGenerateReqInput):
-                self.waiting_queue.append(Req(request.rid, list(request.input_ids), request.max_new_tokens))
-            elif isinstance(request, BatchTokenizedGenerateReqInput):
-                self.process_input_requests(list(request))
-            elif isinstance(request, AbortReq):
-                self.abort_request(request)
-            elif isinstance(request, Stall):
-                self.stalled = request.stalled
-            elif isinstance(request, Run):
-                if request.rank == self.ps.rank:
-                    request.call(self)
-            elif isinstance(request, Exit):
-                self.gracefully_exit = True
-            elif isinstance(request, PauseGenerationReqInput):
-                self.pause_generation(request)
-            elif isinstance(request, ContinueGenerationReqInput):
-                self.continue_generation(request)
-            elif isinstance(request, UpdateWeightsFromTensorReqInput):
-                with torch.no_grad():
-                    self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
-            else:
-                raise TypeError(request)
+            output = self._request_dispatcher(request)
+            if output is not None:
+                self.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+    def _dispatch(self, request: Any) -> Any:
+        if isinstance(request, TokenizedGenerateReqInput):
+            self.waiting_queue.append(Req(request.rid, list(request.input_ids), request.max_new_tokens))
+        elif isinstance(request, BatchTokenizedGenerateReqInput):
+            self.process_input_requests(list(request))
+        elif isinstance(request, AbortReq):
+            self.abort_request(request)
+        elif isinstance(request, Stall):
+            self.stalled = request.stalled
+        elif isinstance(request, Run):
+            if request.rank == self.ps.rank:
+                request.call(self)
+        elif isinstance(request, Exit):
+            self.gracefully_exit = True
+        elif isinstance(request, PauseGenerationReqInput):
+            self.pause_generation(request)
+        elif isinstance(request, ContinueGenerationReqInput):
+            self.continue_generation(request)
+        elif isinstance(request, UpdateWeightsFromTensorReqInput):
+            with torch.no_grad():
+                self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
+            return UpdateWeightsFromTensorReqOutput(True)
+        else:
+            raise TypeError(request)
+        return None
 
     def _step(self, request: Req) -> None:
         model = self.tp_worker.model_runner.model
@@ -412,6 +459,17 @@ class Scheduler:
             self.ipc_channels.send_to_tokenizer.send_output(self.return_health_check_ipcs.popleft())
 
 
+# sglang.srt.managers.tokenizer_manager
+
+
+class TokenizerManager:
+    def release_memory_occupation(self) -> None:
+        pass
+
+    def resume_memory_occupation(self) -> None:
+        pass
+
+
 # sglang.srt.plugins.hook_registry
 
 
@@ -440,6 +498,7 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {each.__name__: each for each in MESSAGES},
         "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
+        "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.utils": {},

@@ -61,6 +61,7 @@ def test_a_release_is_prepared_then_committed(http: httpx.Client, engine: Tensor
     assert held["prepared"]["operation_id"] == answer["operation_id"]
     assert all(tag["released_bytes"] == 0 for tag in held["tags"])
     assert operation(http, answer["operation_id"])["status"] == "prepared"
+    assert 'memsaver_lease_seconds{operation="release"}' in http.get("/metrics").text
     done = post(http, RELEASE, commit=answer["operation_id"])
     assert done.status_code == 200, done.text
     assert (done.json()["state"], done.json()["operation_id"]) == ("released", answer["operation_id"])

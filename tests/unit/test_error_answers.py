@@ -28,6 +28,7 @@ ANSWERS = {
     "GroupFailedError": (500, "rank_failed", None),
     "ForkedProcessError": (500, "error", None),
     "IdempotencyKeyError": (422, "idempotency_key_reused", None),
+    "LeaseEndedError": (409, "lease_ended", None),
     "MemoryBusyError": (504, "memory_busy", None),
     "NoThreadError": (503, "no_thread", 1),
     "NotEnoughToReleaseError": (400, "not_enough_to_release", None),

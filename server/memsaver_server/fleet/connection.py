@@ -146,10 +146,13 @@ class Connection:
             raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
-        except RuntimeError as error:
-            if not self._closed:
-                raise
-            raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
+        except Exception as error:  # any answer at all may come from an address: it concerns no other engine
+            if self._closed:
+                raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise EngineFailure(
+                "unreadable", f"{self.member.url} gave an answer that cannot be read ({what})"
+            ) from error
 
     async def _attend(
         self,

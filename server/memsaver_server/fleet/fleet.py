@@ -277,7 +277,10 @@ class AsyncFleet:
                 await together.undo()
             why = "the coordinator that had begun it is gone" if together.outcome == "aborted" else ""
             outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
-            return self._finish(operation, outcome)
+            result = self._finish(operation, outcome)
+            if together.outcome == "aborted":
+                del self._results[operation_id]  # nothing was done: a repeat does it
+            return result
         finally:
             self._operations.pop(operation_id, None)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import httpx
 
 from memsaver_server.client.address import parse_address
 
@@ -109,8 +111,8 @@ def checked(members: Iterable[Member]) -> list[Member]:
         if member.name in found:
             raise MembershipError(f"two members are called {member.name!r} ({found[member.name].url}, {member.url})")
         try:
-            parse_address(member.url)
-        except ValueError as error:
+            httpx.URL(parse_address(member.url))
+        except (ValueError, httpx.InvalidURL) as error:
             raise MembershipError(f"member {member.name!r}: {error}") from None
         found[member.name] = member
     return list(found.values())
@@ -136,8 +138,10 @@ def _member(entry: object, where: str) -> Member:
     fields = Member.__dataclass_fields__
     if not isinstance(entry, dict) or "url" not in entry or not entry.keys() <= fields.keys():
         raise MembershipError(f"{where} is no address and no mapping with url and any of {', '.join(fields)}")
-    gpus = entry.get("gpus") or ()
-    named = {**entry, "gpus": (gpus,) if isinstance(gpus, str) else tuple(map(str, gpus))}
-    named["labels"] = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
-    named["url"] = str(entry["url"])
-    return Member(**{"name": named["url"].split("://")[-1], **named})
+    gpus, labels = entry.get("gpus") or (), entry.get("labels") or {}
+    if not isinstance(gpus, (str, list, tuple)) or not isinstance(labels, dict):
+        raise MembershipError(f"{where}: gpus is a UUID or a list of them, labels is a mapping")
+    about: dict[str, Any] = {key: str(value) for key, value in entry.items() if value is not None}
+    about["gpus"] = (gpus,) if isinstance(gpus, str) else tuple(map(str, gpus))
+    about["labels"] = {str(key): str(value) for key, value in labels.items()}
+    return Member(**{"name": about["url"].split("://")[-1], **about})

@@ -101,14 +101,14 @@ class Fleet:
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
-        events = self._fleet.watch(interval_s)
+        events = _Events(self._fleet.watch(interval_s))
         try:
             while True:
-                yield self._call(_next(events))
+                yield self._call(events.next())
         except StopAsyncIteration:
             return
         finally:
-            self._call(events.aclose())  # type: ignore[attr-defined]
+            self._call(events.close())
 
     def recover(self) -> list[FleetResult]:
         """See ``AsyncFleet.recover``."""
@@ -147,5 +147,20 @@ async def _made(membership: Membership, **options: Any) -> AsyncFleet:
     return AsyncFleet(membership, **options)
 
 
-async def _next(events: Any) -> FleetEvent:
-    return await anext(events)
+class _Events:
+    """Events that are read one at a time, in the event loop."""
+
+    def __init__(self, events: Any) -> None:
+        self._events = events
+        self._reading: asyncio.Future[FleetEvent] | None = None
+
+    async def next(self) -> FleetEvent:
+        self._reading = asyncio.ensure_future(anext(self._events))
+        return await self._reading
+
+    async def close(self) -> None:
+        """End them; also while ``next`` waits, whose caller was interrupted."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._events.aclose()

@@ -262,7 +262,7 @@ class Together:
         try:
             await self._keeper.ended(self._request.operation_id, *wishes)
         except RecordError:
-            # The engines are the truth. A coordinator that reads the old record repeats what was done, to no effect.
+            # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._request.operation_id)
 
 

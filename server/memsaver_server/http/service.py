@@ -244,7 +244,9 @@ def _resume_request(fields: ResumeFields) -> ResumeRequest:
 
 
 def _phases(fields: Fields) -> dict[str, Any]:
-    return fields.model_dump(include={"prepare", "lease_s"}) if isinstance(fields, TwoPhaseFields) else {}
+    if not isinstance(fields, TwoPhaseFields):
+        return {}
+    return fields.model_dump(include={"prepare", "lease_s"}, exclude_none=True)
 
 
 def answer(operation: Operation, *, run_async: bool = False) -> JSONResponse:

@@ -14,6 +14,7 @@ from memsaver_server.fleet.serve.routes import ROUTERS
 from memsaver_server.fleet.serve.service import FleetService
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.http.fairness import FairnessMiddleware
+from memsaver_server.http.shutdown import ShutdownMiddleware
 from memsaver_server.settings import Settings
 
 
@@ -49,6 +50,7 @@ def create_fleet_app(
     )
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
+    app.add_middleware(ShutdownMiddleware, closing=service.closing)
     for router in ROUTERS:
         app.include_router(router)
     add_error_answers(app)

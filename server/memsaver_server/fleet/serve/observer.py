@@ -82,6 +82,9 @@ class Observer:
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
             return
+        except Exception as error:  # the next look may succeed; until then nothing that was seen counts
+            self._complain(f"internal error, {type(error).__name__}: {error}", error)
+            return
         self.trouble = ""
         self.members = {member.name: member for member in members}
         self.keys.clear()
@@ -117,9 +120,9 @@ class Observer:
         state = states.pop() if len(states) == 1 else "mixed" if states else ""
         self.status = status.model_copy(update={"engines": engines, "state": state})
 
-    def _complain(self, trouble: str) -> None:
+    def _complain(self, trouble: str, bug: Exception | None = None) -> None:
         if trouble != self.trouble:
-            logger.error("the fleet cannot be looked at: %s", trouble)
+            logger.error("the fleet cannot be looked at: %s", trouble, exc_info=bug)
         self.trouble = trouble
 
 

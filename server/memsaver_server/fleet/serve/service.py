@@ -169,6 +169,8 @@ class FleetService:
                 await self.fleet.keep()
             except (MembershipError, RecordError) as error:
                 logger.error("the fleet cannot be reconciled: %s", error)
+            except Exception:
+                logger.exception("the fleet cannot be reconciled now; this is tried again in %g s", RETRY_S)
             await asyncio.sleep(RETRY_S)
 
 

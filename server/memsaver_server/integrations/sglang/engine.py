@@ -1,7 +1,4 @@
-"""SGLang as an ``Engine``.
-
-The names of SGLang used in this folder are those of the commit that docs/sglang.md gives.
-"""
+"""SGLang as an ``Engine``."""
 
 from __future__ import annotations
 
@@ -9,18 +6,38 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import memsaver_core as ms
-from memsaver_core.errors import ConfigurationError, UnsupportedError
+from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
 from memsaver_server.engine import LOCAL_MEMORY, DrainMode, DrainTimeoutError, Engine, Memory, check_drain_mode, never
-from memsaver_server.integrations.sglang import ranks
+from memsaver_server.integrations.sglang import names, ranks
+from memsaver_server.integrations.sglang.controls import Controls
 from memsaver_server.integrations.sglang.event_loop import LeadingLoop
 from memsaver_server.integrations.sglang.intake import Intake
+from memsaver_server.integrations.sglang.prompt import VerificationPrompt
 from memsaver_server.integrations.sglang.work import SchedulerWork
+from memsaver_server.settings import Settings
+
+if TYPE_CHECKING:
+    from memsaver_server.lifecycle import Lifecycle
 
 #: The longest iteration of an idle event loop, with --sleep-on-idle, and some more, seconds.
 ITERATION_S = 2.0
+
+#: How long the verification prompt may take, seconds.
+VERIFICATION_S = 60.0
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(eq=False)
+class _Waiter:
+    done: Future[None]
+    then: Callable[[], None]
 
 
 class SglangEngine(Engine):
@@ -53,11 +70,26 @@ class SglangEngine(Engine):
         self._loop.after = self._note
         self._several = ranks.gather(scheduler, self._loop) if ranks.are_several(scheduler) else None
         self.memory: Memory = self._several or LOCAL_MEMORY
+        self._controls: Controls | None = None
+        self._prompt: VerificationPrompt | None = None
         # Of the scheduler's thread alone.
-        self._drains: list[Future[None]] = []
+        self._waiting: list[_Waiter] = []
         self._frozen = False
-        #: Called in the scheduler's thread after it has carried out a weight update; the plugin sets it.
-        self.on_weights_updated: Callable[[], None] = lambda: None
+
+    def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
+        """Have ``lifecycle`` carry out what SGLang's own server and ``Engine`` are asked for."""
+        self._controls = Controls(self._scheduler, self._messages, self._loop, self, lifecycle, settings)
+        self._loop.take = self._controls.take
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are admitted."""
+        return self._intake.is_open
+
+    @property
+    def holds_requests(self) -> bool:
+        """Whether requests wait that were set aside. In the scheduler's thread."""
+        return self._work.is_still() and not self._scheduler.is_fully_idle()
 
     # The methods of ``Engine``.
 
@@ -69,12 +101,13 @@ class SglangEngine(Engine):
 
     def open_admission(self) -> None:
         self._intake.open()
-        self._loop.submit(lambda: self._thaw() if self._intake.is_open else None)
+        self._loop.submit(self._opened)
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's scheduler to a standstill until `open_admission`.
 
-        With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens.
+        With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens; so
+        do those that SGLang has paused in place, which would not end.
 
         Raises:
             DrainTimeoutError: it took longer, or was given up; the scheduler continues as before.
@@ -82,42 +115,86 @@ class SglangEngine(Engine):
             ValueError: the mode is unknown.
         """
         check_drain_mode(mode)
-        if mode == "keep" and self._scheduler.ps.pp_size > 1:
+        if mode == "keep" and names.parallel(self._scheduler).pp_size > 1:
             raise UnsupportedError(
                 "SGLang cannot set requests aside with pipeline parallelism: its pause reaches one of the batches in "
                 "the pipeline alone; release with the mode wait or abort"
             )
-        begun_at = time.monotonic()
-        still: Future[None] = Future()
         froze = False
 
         def begin() -> None:
             nonlocal froze
             if mode == "abort":
                 self._loop.send(self._messages.AbortReq(rid="", abort_all=True))
-            elif mode == "keep":
+            elif mode == "keep" or self._scheduler._engine_paused:
                 froze = self._freeze()
-            self._drains.append(still)
+
+        self.when_still(timeout_s, begin=begin, undo=lambda: self._thaw() if froze else None, given_up=given_up)
+        self._run("save_buffers")
+
+    def when_still(
+        self,
+        timeout_s: float,
+        then: Callable[[], None] = _nothing,
+        *,
+        begin: Callable[[], None] = _nothing,
+        undo: Callable[[], None] = _nothing,
+        given_up: Callable[[], bool] = never,
+    ) -> None:
+        """Have ``then`` called once no request is in flight, before another one enters; return after it.
+
+        ``begin`` is called at once, and ``undo`` if it took too long; all three in the scheduler's thread.
+
+        Raises:
+            DrainTimeoutError: it took longer than ``timeout_s``, or was given up. ``then`` was not called.
+        """
+        begun_at = time.monotonic()
+        still = _Waiter(Future(), then)
+
+        def start() -> None:
+            begin()
+            self._waiting.append(still)
 
         def give_up() -> None:
-            if still in self._drains:
-                self._drains.remove(still)
-                if froze:
-                    self._thaw()
+            if still in self._waiting:
+                self._waiting.remove(still)
+                undo()
 
-        begun = self._loop.submit(begin)
+        begun = self._loop.submit(start)
         # Without any time left, too, one iteration is tried.
         self._loop.wait_for_future(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
             raise DrainTimeoutError(timeout_s, self._work.in_flight())
         begun.result()
-        self._loop.wait_for_future(still, begun_at + timeout_s - time.monotonic(), given_up)
-        if not still.done():
+        self._loop.wait_for_future(still.done, begun_at + timeout_s - time.monotonic(), given_up)
+        if not still.done.done():
             # If this one began just now, the iteration that it began in may still end it.
             self._loop.wait_for_future(self._loop.submit(give_up), ITERATION_S)
-            if not still.done():
+            if not still.done.done():
                 raise DrainTimeoutError(timeout_s, self._work.in_flight())
-        self._run("save_buffers")
+
+    def verify_tokens(self) -> list[int]:
+        """Return the tokens that follow a fixed prompt, computed on all ranks without a cached prefix.
+
+        Raises:
+            UnsupportedError: the engine generates no tokens.
+            MemsaverError: they were not computed within ``VERIFICATION_S``.
+        """
+        if not getattr(self._scheduler, "is_generation", True):
+            raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
+        self._run("set_aside")
+        prompt = self._prompt = VerificationPrompt(self._scheduler, self._messages)
+        try:
+            self._loop.send(prompt.request)
+            self._loop.wait_for_future(prompt.tokens, VERIFICATION_S)
+            if not prompt.tokens.done():
+                self._loop.send(self._messages.AbortReq(rid=prompt.request.rid))
+                raise MemsaverError(f"the verification prompt was not computed in {VERIFICATION_S:g} s")
+            return prompt.tokens.result()
+        finally:
+            self._prompt = None
+            self.when_still(ITERATION_S)
+            self._run("bring_back")
 
     def flush_cache(self) -> None:
         """Forget every cached prefix. Touches no memory that is released.
@@ -140,14 +217,21 @@ class SglangEngine(Engine):
 
     # In the scheduler's thread.
 
-    def _note(self, received: Sequence[Any]) -> None:
-        """The scheduler has processed ``received``."""
-        if any(_is_weight_update(each) for each in received):
-            self.on_weights_updated()
-        if self._drains and self._work.is_still():
-            drains, self._drains = self._drains, []
-            for each in drains:
-                each.set_result(None)
+    def _note(self) -> None:
+        """The scheduler has processed what it received."""
+        if (prompt := self._prompt) is not None:
+            prompt.note()
+        if self._waiting and self._work.is_still():
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each.then()
+                each.done.set_result(None)
+
+    def _opened(self) -> None:
+        if self._intake.is_open:
+            self._thaw()
+            if self._controls is not None:
+                self._controls.continue_now()
 
     def _freeze(self) -> bool:
         """Send running requests back to the waiting queue; return whether there were any."""
@@ -164,19 +248,14 @@ class SglangEngine(Engine):
             self._loop.send(self._messages.ContinueGenerationReqInput())
 
 
-def _is_weight_update(request: Any) -> bool:
-    """Whether ``request`` is one by which SGLang's server writes weights: from disk, tensors, a group or by IPC.
-
-    An update in several requests counts with its first, as nothing marks the last: its clients resume the KV cache, or
-    continue generation, after all of them. Whether one succeeded is told to its client alone, which has to stop then.
-    """
-    name = type(request).__name__
-    return name.startswith("UpdateWeight") and "From" in name
-
-
 def check(scheduler: Any) -> None:
     """Raise ConfigurationError if ``scheduler`` cannot be served; the message says why."""
-    parallel = scheduler.ps
+    if lacking := names.missing(scheduler):
+        raise ConfigurationError(
+            f"this version of SGLang cannot be served: it has no {', '.join(lacking)}; docs/sglang.md lists versions "
+            "that can"
+        )
+    parallel = names.parallel(scheduler)
     mode = getattr(scheduler.disaggregation_mode, "value", scheduler.disaggregation_mode)
     problem = ""
     if ms.enabled() and not scheduler.memory_saver_adapter.enabled:
@@ -198,7 +277,7 @@ def check(scheduler: Any) -> None:
         problem = "it waits for embeddings of another engine's encoder (--language-only), out of the service's sight"
     elif mode != "null":
         problem = f"it is the {mode} side of a disaggregated engine"
-    elif scheduler.rust_server is not None:
+    elif getattr(scheduler, "rust_server", None) is not None:
         problem = "requests reach it by SGLang's Rust server; unset SGLANG_RUST_SERVER"
     if problem:
         raise ConfigurationError(f"SGLang's scheduler cannot be served: {problem}")

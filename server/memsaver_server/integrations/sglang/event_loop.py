@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import memsaver_core as ms
 from memsaver_core.errors import MemsaverError
 from memsaver_server.engine import DRAIN_POLL_S, never
+from memsaver_server.integrations.sglang import names
+from memsaver_server.integrations.sglang.idle import IdleRest
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.integrations.sglang.work import SchedulerWork
 
@@ -105,7 +107,8 @@ class LeadingLoop(EventLoop):
     """The loop of rank 0, which receives, and admits, for all. Its methods may be called from any thread.
 
     Attributes:
-        after: called in the scheduler's thread at the end of each iteration's processing, with what was received.
+        after: called in the scheduler's thread at the end of each iteration's processing.
+        take: called in the scheduler's thread with what was received; returns what of it is admitted.
         failure: returns why the ranks have failed, or an empty string.
     """
 
@@ -119,11 +122,17 @@ class LeadingLoop(EventLoop):
         self._last = 0
         self._numbering = threading.Lock()
         self._rests: dict[int, threading.Event] = {}
-        self.after: Callable[[Sequence[Any]], None] = lambda _received: None
+        self._outputs: dict[int, Future[Any]] = {}  # by the identity of the request that is processed
+        self.after: Callable[[], None] = lambda: None
+        self.take: Callable[[Sequence[Any]], Sequence[Any]] = lambda received: received
         self.failure: Callable[[], str] = str
         # What SGLang asks between its receipt of requests and their broadcast, on the ranks that receive any.
         self._blocker = self._receiver.input_blocker
+        self._idle = IdleRest(self._receiver, work.has_nothing_to_do, names.parallel(scheduler).pp_size)
+        self._idle.shorten(getattr(scheduler, "idle_sleeper", None))
         self._receiver = dataclasses.replace(self._receiver, input_blocker=self)
+        self._dispatcher = scheduler._request_dispatcher
+        scheduler._request_dispatcher = self._dispatch
 
     def is_alive(self) -> bool:
         """Return whether the event loop runs, or has not begun yet, and the device's context works."""
@@ -134,11 +143,18 @@ class LeadingLoop(EventLoop):
         """Have ``work`` run in this rank's scheduler thread, before the next broadcast."""
         future: Future[T] = Future()
         self._pending.append((future, work))
+        self._idle.wake()
         return future
 
     def send(self, request: Any) -> None:
         """Have every rank process ``request``, one of SGLang's own."""
         self._outgoing.append(request)
+        self._idle.wake()
+
+    def process(self, request: Any, answered: Future[Any]) -> None:
+        """As ``send``; ``answered`` then gets what this rank's scheduler answers."""
+        self._outputs[id(request)] = answered
+        self.send(request)
 
     def run(self, name: str, *arguments: Any) -> int:
         """Have every rank carry out a command, and return its number once this one has.
@@ -182,6 +198,7 @@ class LeadingLoop(EventLoop):
             if over is not None:
                 self._rests[number] = over
             self._outgoing.append(Command(number, name, arguments))
+        self._idle.wake()
         self.wait_for_future(done)
         done.result()
         return number
@@ -204,17 +221,31 @@ class LeadingLoop(EventLoop):
             except BaseException as error:
                 future.set_exception(error)
         outgoing = [self._outgoing.popleft() for _ in range(len(self._outgoing))]
-        return [*outgoing, *self._intake.admit(received)]
+        return [*outgoing, *self._intake.admit(self.take(received))]
 
     def _arrive(self) -> None:
         super()._arrive()
         if (over := self._rests.pop(self._done, None)) is not None:
             over.wait()
+        self._idle.rest()
 
     def _process(self, received: Sequence[Any]) -> None:
         self._thread = threading.current_thread()
         super()._process(received)
-        self.after(received or ())
+        self.after()
+
+    def _dispatch(self, request: Any) -> Any:
+        """Stands in for the scheduler's ``_request_dispatcher``, which returns the answer to ``request`` or None."""
+        answered = self._outputs.pop(id(request), None)
+        try:
+            output = self._dispatcher(request)
+        except BaseException as error:
+            if answered is not None:
+                answered.set_exception(error)
+            raise
+        if answered is not None:
+            answered.set_result(output)
+        return output
 
     def _carry_out(self, command: Command) -> Any:
         result = super()._carry_out(command)

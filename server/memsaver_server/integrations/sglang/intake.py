@@ -7,6 +7,9 @@ from http import HTTPStatus
 from types import ModuleType
 from typing import Any
 
+#: How many requests may wait until the first one was admitted.
+HELD_BEFORE_WARM_UP = 1024
+
 
 class Intake:
     """Filters what the scheduler receives. ``close`` and ``open`` may be called from any thread."""
@@ -16,7 +19,10 @@ class Intake:
         self._scheduler = scheduler
         self._messages = messages
         self._closed: tuple[str, int] | None = None  # the reason, and how many requests may be held
-        self._held: list[Any] = []  # of the scheduler's thread alone
+        # Of the scheduler's thread alone.
+        self._held: list[Any] = []
+        # The first request is the warm-up of SGLang's server, which ends if that is refused.
+        self._warm = getattr(scheduler.server_args, "skip_server_warmup", True)
 
     @property
     def is_open(self) -> bool:
@@ -43,8 +49,10 @@ class Intake:
             if closed is None or not isinstance(request, work):
                 admitted.append(request)
                 continue
+            reason, hold = closed
             for each in list(request) if isinstance(request, batches) else [request]:
-                self._hold_or_refuse(each, *closed)
+                self._hold_or_refuse(each, reason, hold if self._warm else HELD_BEFORE_WARM_UP)
+        self._warm = self._warm or any(isinstance(each, work) for each in admitted)
         return admitted
 
     def _hold_or_refuse(self, request: Any, reason: str, hold: int) -> None:

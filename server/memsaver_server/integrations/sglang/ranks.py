@@ -21,6 +21,7 @@ from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.reports import OperationReport
+from memsaver_server.integrations.sglang import names
 from memsaver_server.integrations.sglang.event_loop import EventLoop, LeadingLoop
 from memsaver_server.ranks import RankMemory
 
@@ -122,12 +123,14 @@ class SchedulerMemory(RankMemory):
 
 def is_first(scheduler: Any) -> bool:
     """Return whether ``scheduler`` is rank 0, which receives the engine's requests."""
-    return bool(scheduler.ps.tp_rank == scheduler.ps.pp_rank == 0)
+    parallel = names.parallel(scheduler)
+    return bool(parallel.tp_rank == parallel.pp_rank == 0)
 
 
 def are_several(scheduler: Any) -> bool:
     """Return whether ``scheduler`` is one of several ranks."""
-    return bool(scheduler.ps.tp_size * scheduler.ps.pp_size > 1)
+    parallel = names.parallel(scheduler)
+    return bool(parallel.tp_size * parallel.pp_size > 1)
 
 
 def gather(scheduler: Any, loop: LeadingLoop) -> SchedulerMemory:

@@ -9,14 +9,18 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server.engine import DrainTimeoutError
+from memsaver_server.integrations.sglang import names
 
 
 class SchedulerWork:
-    """The methods ``flush``, ``save_buffers`` and ``repair`` are names of commands."""
+    """The methods that return nothing are names of commands."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._aside: tuple[list[Any], bool] = ([], False)
+        if (updater := getattr(scheduler, "weight_updater", None)) is not None:
+            updater.flush_cache = self._flush_after_update
 
     def is_still(self) -> bool:
         """Whether no request runs, and no paused one holds a part of the cache."""
@@ -28,11 +32,16 @@ class SchedulerWork:
             and scheduler.chunked_req is None
         )
 
+    def has_nothing_to_do(self) -> bool:
+        """Whether the event loop would do nothing until it receives something. Cheap while requests run."""
+        scheduler = self._scheduler
+        return bool(scheduler._engine_paused or (scheduler.running_batch.is_empty() and scheduler.is_fully_idle()))
+
     def in_flight(self) -> list[str]:
         """Return the names of the requests in flight; also called from other threads."""
         scheduler = self._scheduler
-        running = sorted(request.rid for request in scheduler.collect_inflight_reqs())
-        return [*running, *(request.rid for request in list(scheduler.waiting_queue))]
+        running = sorted(request.rid for request in names.running(scheduler))
+        return [*running, *(request.rid for request in list(scheduler.waiting_queue) if request.rid not in running)]
 
     def flush(self) -> None:
         """Forget every cached prefix.
@@ -48,11 +57,31 @@ class SchedulerWork:
             raise DrainTimeoutError(0, self.in_flight())
         # flush_cache() refuses while requests wait. Those that wait here were retracted and hold nothing of the cache.
         scheduler.tree_cache.reset()
-        scheduler.req_to_token_pool.clear()
-        scheduler.token_to_kv_pool_allocator.clear()
-        scheduler.req_to_token_pool.reset_aux_cache_allocator()
-        if scheduler.draft_worker:
-            scheduler.draft_worker.clear_cache_pool()
+        names.clear_pools(scheduler)
+        if draft_worker := getattr(scheduler, "draft_worker", None):
+            draft_worker.clear_cache_pool()
+
+    def _flush_after_update(self, empty_cache: bool = True) -> bool:
+        """Stands in for SGLang's flush after it has written weights, of which a failure ends the process."""
+        if self._scheduler.is_fully_idle() or not self.is_still():
+            return bool(self._scheduler.flush_cache(empty_cache=empty_cache))
+        self.flush()
+        return True
+
+    def set_aside(self) -> None:
+        """Make room for the verification prompt: no request waits, no prefix is cached."""
+        scheduler = self._scheduler
+        self.flush()
+        self._aside = (list(scheduler.waiting_queue), scheduler._engine_paused)
+        scheduler.waiting_queue[:] = []
+        scheduler._engine_paused = False
+
+    def bring_back(self) -> None:
+        """Undo ``set_aside``."""
+        scheduler = self._scheduler
+        self.flush()
+        scheduler.waiting_queue[:], scheduler._engine_paused = self._aside
+        self._aside = ([], False)
 
     def save_buffers(self) -> None:
         """Copy the model's buffers, which no weight update writes, if their memory is resident."""

@@ -38,6 +38,8 @@ async def model(service: FleetServiceOf, model: str) -> dict[str, Any]:
 @router.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
 async def forward(request: Request, service: FleetServiceOf) -> Response:
     """Pass a request on to an engine of its model, once that is ready; its answer comes back byte for byte."""
+    if {".", ".."} & set(request.scope["path"].split("/")):  # would lead to what the coordinator answers itself
+        raise BadRequestError("the path has segments '.' or '..'; write it without them")
     body = await body_of(request)
     return await service.proxy.forward(request, await _model_of(request, service, body), body)
 

@@ -1,0 +1,60 @@
+"""Names of SGLang that differ between its versions, and whether a scheduler has those that memsaver needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+#: What a scheduler must have. docs/sglang.md says for which versions this was looked up.
+SCHEDULER = (
+    "_engine_paused", "_request_dispatcher", "chunked_req", "disaggregation_mode", "flush_cache", "gracefully_exit",
+    "ipc_channels", "is_fully_idle", "last_batch", "maybe_send_health_check_signal", "memory_saver_adapter",
+    "process_input_requests", "req_to_token_pool", "request_receiver", "return_health_check_ipcs", "running_batch",
+    "server_args", "token_to_kv_pool_allocator", "tp_worker", "tree_cache", "waiting_queue", "world_group",
+)  # fmt: skip
+
+#: The requests of ``sglang.srt.managers.io_struct``.
+MESSAGES = (
+    "AbortReq", "BatchTokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput", "ContinueGenerationReqInput",
+    "FlushCacheReqInput", "FlushCacheReqOutput", "PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput",
+    "ReleaseMemoryOccupationReqOutput", "ResumeMemoryOccupationReqInput", "ResumeMemoryOccupationReqOutput",
+    "TokenizedEmbeddingReqInput", "TokenizedGenerateReqInput",
+)  # fmt: skip
+
+
+def missing(scheduler: Any) -> list[str]:
+    """Return the names that this version of SGLang lacks."""
+    messages = importlib.import_module("sglang.srt.managers.io_struct")
+    lacking = [f"Scheduler.{name}" for name in SCHEDULER if not hasattr(scheduler, name)]
+    lacking += [f"io_struct.{name}" for name in MESSAGES if not hasattr(messages, name)]
+    receiver = getattr(scheduler, "request_receiver", None)
+    return lacking + [
+        f"SchedulerRequestReceiver.{name}" for name in ("recv_requests", "input_blocker") if not hasattr(receiver, name)
+    ]
+
+
+def parallel(scheduler: Any) -> Any:
+    """Return what has ``tp_rank``, ``tp_size``, ``pp_rank``, ``pp_size`` and ``dp_size``."""
+    if hasattr(scheduler, "ps"):  # up to 0.5.20
+        return scheduler.ps
+    return importlib.import_module("sglang.srt.runtime_context").get_parallel()
+
+
+def running(scheduler: Any) -> Iterable[Any]:
+    """Return the requests in the batches."""
+    if hasattr(scheduler, "collect_inflight_reqs"):  # from 0.5.19 on
+        return set(scheduler.collect_inflight_reqs())
+    if parallel(scheduler).pp_size > 1:
+        batches = [*scheduler.running_mbs, *scheduler.mbs]
+    else:
+        batches = [scheduler.running_batch, scheduler.last_batch]
+    return {request for batch in batches if batch is not None for request in batch.reqs}
+
+
+def clear_pools(scheduler: Any) -> None:
+    """Free every page, which no request may hold."""
+    scheduler.req_to_token_pool.clear()
+    scheduler.token_to_kv_pool_allocator.clear()
+    if hasattr(scheduler.req_to_token_pool, "reset_aux_cache_allocator"):  # from 0.5.19 on
+        scheduler.req_to_token_pool.reset_aux_cache_allocator()

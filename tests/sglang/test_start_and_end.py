@@ -1,0 +1,52 @@
+"""Releases while a real SGLang server starts, and the end of its scheduler."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import httpx
+
+from tests.waiting import wait_until
+
+from .conftest import Start
+from .server import Server, prompts
+
+
+def answers(server: Server) -> bool:
+    assert not server.is_dead(), server.output()[-3000:]
+    try:
+        return server.get("/livez").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def test_from_the_warm_up_to_the_end(start: Start) -> None:
+    server = start("--enable-weights-cpu-backup", wait=False, MEMSAVER_DRAIN_TIMEOUT_S="0.01")
+    wait_until(lambda: answers(server), 240)
+    server.service("/release_memory_occupation", {"timeout_s": 60})
+    # A refusal of the warm-up's request would end the server.
+    wait_until(lambda: "GET /model_info" in server.output(), 240)
+    seen = time.monotonic()
+    wait_until(lambda: time.monotonic() > seen + 1)
+    assert not server.is_dead(), server.output()[-3000:]
+    assert "fired up" not in server.output()
+    server.service("/resume_memory_occupation")
+    server.wait_until_up()
+
+    # SGLang's own call tells which requests held it up, and they continue.
+    expected = server.generate(2000, prompts(1)[0])
+    (running,) = server.in_background(1, 2000)
+    held_up = server.own("/release_memory_occupation", status=504)
+    assert "1 request(s) still ran" in held_up.json()["error"]["message"]
+    assert running.result(60) == expected
+
+    # What was released by one service is known to the other.
+    server.own("/release_memory_occupation", {"tags": ["kv_cache"]})
+    assert server.tags()["kv_cache"] == "released"
+    server.service("/resume_memory_occupation")
+    assert server.generate(2000, prompts(1)[0]) == expected
+
+    (scheduler,) = server.schedulers()
+    scheduler.send_signal(signal.SIGKILL)
+    wait_until(lambda: server.process.poll() is not None)
