@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 
-class SharedStoreAnswer(BaseModel):
+class SharedStoreAnswer(BaseModel, defer_build=True):
     """The store of host memory that several processes use (``MEMSAVER_SHARED_BACKUPS``)."""
 
     name: str
@@ -17,11 +17,11 @@ class SharedStoreAnswer(BaseModel):
     limit_bytes: int = Field(description="the bound on its memory, for all processes together")
 
 
-class HostBackupAnswer(BaseModel):
+class HostBackupAnswer(BaseModel, defer_build=True):
     bytes: int
     capacity_bytes: int
     limit_bytes: int
     file_bytes: int
     prepared: bool
-    unused_bytes: int = Field(description="of capacity_bytes, kept for the next release")
-    shared_store: SharedStoreAnswer | None
+    unused_bytes: int = Field(default=0, description="of capacity_bytes, kept for the next release")
+    shared_store: SharedStoreAnswer | None = None

@@ -132,7 +132,7 @@ class TagAnswer(Model):
     resumed_bytes: int
     backed_up_bytes: int
     unchanged_bytes: int
-    shared_bytes: int
+    shared_bytes: int = 0
     zero_bytes: int
     restored_bytes: int
     kept_bytes: int = 0
