@@ -226,9 +226,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     medians = [statistics.median(row["release"]) for row in result["rows"]]
     lines += [
         "",
-        f"A release of all at once with the store takes {medians[2]:.3f} s: {medians[0] / medians[2]:.2f} times faster "
-        f"than one process alone that copies everything, {medians[1] / medians[2]:.2f} times faster than all at once "
-        "with memory of their own.",
+        f"All at once with the store, a release is {medians[0] / medians[2]:.2f} times as fast as one process alone, "
+        f"which copies everything, and {medians[1] / medians[2]:.2f} times as fast as all at once without it.",
     ]
     for how, rates in result["link GB/s"].items():
         if any(rates):
@@ -239,7 +238,8 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        return work(int(sys.argv[2]), int(sys.argv[3]))
+        work(int(sys.argv[2]), int(sys.argv[3]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if ON_GPU else 2)
     parser.add_argument("--bytes", default="16GiB", help="of each process")
