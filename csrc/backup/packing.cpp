@@ -95,6 +95,13 @@ bool Packing::open(std::size_t room) {
   return true;
 }
 
+void Packing::borrow(Address address, std::size_t bytes) {
+  for (; bytes >= kBufferBytes && buffers_.size() < kBuffers; address += kBufferBytes, bytes -= kBufferBytes) {
+    buffers_.push_back({address, &shared_->results[buffers_.size()], std::nullopt});
+  }
+  next_ = 0;
+}
+
 void Packing::open_memory(std::size_t bytes) {
   handle_ = driver_.create(device_, bytes);
   bytes_ = bytes;

@@ -11,8 +11,8 @@
 
 namespace memsaver {
 
-// Packs and unpacks content of one device, in buffers of device memory that exist only while an operation runs. One
-// thread at a time. Device memory that the driver does not take back is kept, and given back by the next close().
+// Packs and unpacks content of one device, in buffers of device memory that exist only while an operation runs: taken
+// from the driver, or borrowed. One thread at a time. Device memory that the driver does not take back is kept, and given back by the next close().
 // Without buffers content is only copied slower, so of the driver's errors only the loss of the context is thrown.
 class Packing {
  public:
@@ -43,6 +43,9 @@ class Packing {
   // Takes as many buffers as fit into `room` bytes, unless there are some. Returns whether there are any; if the driver
   // refuses, there are none until the next close(). Only after ready() returned true.
   [[nodiscard]] bool open(std::size_t room);
+  // Makes buffers of memory that nothing else uses until close(), as many as it has room for and are needed. Only after
+  // ready() returned true.
+  void borrow(Address address, std::size_t bytes);
   [[nodiscard]] std::size_t buffers() const { return buffers_.size(); }
   // The buffer that was taken longest ago, once it is no longer in use.
   [[nodiscard]] Buffer& take();

@@ -81,12 +81,12 @@ class Pipeline {
                        const std::function<void(std::size_t)>& drop);
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
-  // block is in two chunks; chunks with packed content come first, so that the memory for unpacking has room where the
-  // others will be, unless all of them are `mapped` already. `verify` is not `automatic`.
+  // block is in two chunks. Packed content comes first: until their own content comes, other chunks lend their memory
+  // for unpacking, so that no more is needed. `verify` is not `automatic`.
   // When it throws (ErrorKind::backup: content differs from its digest), every backup is as it was; nothing is under
   // way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
-                          const std::function<void(std::size_t)>& acquire, VerifyChoice verify, bool mapped);
+                          const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
   // Gives device memory back that an earlier operation could not.
   void clean_up() { staging_.packing().close(); }

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "backup/pipeline.hpp"
@@ -21,14 +22,13 @@ class RestoreTask {
  public:
   RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
               const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
-              VerifyChoice verify, bool mapped)
+              VerifyChoice verify)
       : staging_(staging),
         progress_(progress),
         blocks_(blocks),
         chunks_(chunks),
         acquire_(acquire),
-        verify_(verify),
-        mapped_(mapped) {}
+        verify_(verify) {}
 
   PipelineSeconds run() {
     verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
@@ -62,11 +62,11 @@ class RestoreTask {
     std::vector<HostRange> bounce;
     std::optional<Event> event;
   };
-  // The chunks with packed content. Puts the blocks in them first, and takes memory for unpacking: as much as the other
-  // chunks will have.
+  // The chunks with packed content. Puts the blocks in them first. Other chunks are acquired before them, and lend their
+  // memory for unpacking until their own content comes.
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
-    std::size_t room = 0;
+    std::vector<std::size_t> others;
     std::vector<ContentBlock> first;
     std::vector<ContentBlock> last;
     std::size_t block = 0;
@@ -76,27 +76,37 @@ class RestoreTask {
       const auto from = blocks_.begin() + static_cast<std::ptrdiff_t>(begin);
       const auto to = blocks_.begin() + static_cast<std::ptrdiff_t>(block);
       const bool any = std::any_of(from, to, [](const auto& each) { return each.block->packed_bytes != 0; });
-      if (any) {
-        packed.push_back(i);
-      } else {
-        room += chunks_[i].bytes;
-      }
+      (any ? packed : others).push_back(i);
       auto& target = any ? first : last;
       target.insert(target.end(), from, to);
     }
     if (block != blocks_.size()) throw Error(ErrorKind::backup, "content to restore is not in one of the chunks");
     first.insert(first.end(), last.begin(), last.end());
     blocks_.swap(first);
-    if (!packed.empty()) unpacking_.begin(mapped_ ? 0 : room);
+    if (!packed.empty()) lend(others);
     return packed;
+  }
+
+  void lend(const std::vector<std::size_t>& chunks) {
+    Packing& packing = staging_.packing();
+    if (!packing.ready()) return;
+    for (const std::size_t i : chunks) {
+      if (packing.buffers() == Packing::kBuffers) return;
+      if (chunks_[i].bytes < Packing::kBufferBytes) continue;
+      acquire(i);
+      packing.borrow(chunks_[i].address, chunks_[i].bytes);
+    }
+  }
+
+  void acquire(std::size_t index) {
+    if (!acquired_.insert(index).second) return;
+    const Stopwatch watch(seconds_.driver);
+    acquire_(index);
   }
 
   void restore_chunk(std::size_t index) {
     const ChunkRange& chunk = chunks_[index];
-    {
-      const Stopwatch watch(seconds_.driver);
-      acquire_(index);
-    }
+    acquire(index);
     if (chunk.zero) fill_zero(chunk);
     while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) restore_next_block();
   }
@@ -279,7 +289,7 @@ class RestoreTask {
   const std::vector<ChunkRange>& chunks_;
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
-  const bool mapped_;
+  std::set<std::size_t> acquired_;  // chunks
   bool verifying_ = false;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;     // block to look at for the next read from the file
@@ -297,8 +307,8 @@ class RestoreTask {
 }  // namespace
 
 PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
-                                  const std::function<void(std::size_t)>& acquire, VerifyChoice verify, bool mapped) {
-  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify, mapped).run();
+                                  const std::function<void(std::size_t)>& acquire, VerifyChoice verify) {
+  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify).run();
 }
 
 }  // namespace memsaver

@@ -12,10 +12,6 @@ namespace memsaver {
 
 Unpacking::~Unpacking() { staging_.pool().give(bounce_, HostPool::Use::passing); }
 
-void Unpacking::begin(std::size_t room) {
-  if (staging_.packing().ready()) static_cast<void>(staging_.packing().open(room));
-}
-
 void Unpacking::bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
   Packing& packing = staging_.packing();
   if (packing.buffers() == 0) return unpack_on_host(content, memory);

@@ -21,10 +21,8 @@ class Unpacking {
   // Nothing may be under way.
   ~Unpacking();
 
-  // Takes device memory to unpack in, at most `room` bytes.
-  void begin(std::size_t room);
-  // Starts to unpack a block from `memory`, which must stay until the stream of copies has passed this. Without device
-  // memory it is unpacked in host memory, which is slow, and nothing is under way afterwards. Throws ErrorKind::backup
+  // Starts to unpack a block from `memory`, which must stay until the stream of copies has passed this. Without buffers
+  // it is unpacked in host memory, which is slow, and nothing is under way afterwards. Throws ErrorKind::backup
   // if this block or an earlier one is damaged.
   void bring(const ContentBlock& content, const std::vector<HostRange>& memory);
   // Waits for what is under way, and gives the device memory back. Throws as bring().

@@ -76,7 +76,7 @@ void Operation::bring_back(DeviceWork& device, bool map_first) {
     if (!map_first) acquire(i);
   };
   Pipeline& pipeline = core_.backups.pipeline_of(device.device);
-  device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, core_.backups.verify(), map_first);
+  device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, core_.backups.verify());
 }
 
 namespace {

@@ -68,6 +68,17 @@ inline void add_packed(std::vector<Scenario>& list) {
                       world.rewrite(0, 25, 12);
                     },
                     [](World& world) { world.release(); }, [](World& world) { world.resume(); }});
+    list.push_back({"resume, reserved, " + name, weights,
+                    [fill](World& world) {
+                      fill(world);
+                      world.release();
+                      world.check_packed("w");
+                    },
+                    [](World& world) {
+                      world.reserve();
+                      world.resume();
+                    },
+                    [](World& world) { world.resume(); }});
     // What is packed takes the whole of what is resumed, so there is no room to unpack in.
     list.push_back({"resume without room, " + name, weights,
                     [restore](World& world) {

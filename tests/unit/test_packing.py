@@ -122,14 +122,19 @@ def test_packed_content_is_read_without_a_resume(tmp_path: Path) -> None:
         assert np.array_equal(to, expected[begin : begin + size])
 
 
-def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path) -> None:
-    """On a device that is full, a release packs and a resume unpacks."""
+@pytest.mark.parametrize("reserved", [False, True])
+def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path, reserved: bool) -> None:
+    """On a device that is full, a release packs and a resume unpacks, also if all of its memory was reserved."""
     saver = make(tmp_path, host_capacity=CONTENT)
     address = saver.allocate(0, "t", "host", CONTENT)
     expected = weights(CONTENT, 8)
     view(address, CONTENT)[:] = expected
     assert tag_of(saver.release([], [], {}))["kept_bytes"] < CONTENT
     assert saver.memory_info(0) == (CONTENT, CONTENT)
+    unpacked = saver.counts().get("unpack", 0)  # type: ignore[attr-defined]
+    if reserved:
+        saver.reserve([])
     saver.resume([])
+    assert saver.counts()["unpack"] == unpacked + 3  # type: ignore[attr-defined]  # on the device
     assert saver.memory_info(0) == (0, CONTENT)
     assert np.array_equal(view(address, CONTENT), expected)
