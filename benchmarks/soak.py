@@ -12,6 +12,7 @@ growth is printed beside its start and the medians of each tenth of the whole ru
 
     python benchmarks/soak.py                   # 1,000 cycles; results for docs/reliability.md
     python benchmarks/soak.py --minutes 10      # as many as fit; on a GPU the results go to benchmarks/results
+    MEMSAVER_SHARED_BACKUPS=soak python benchmarks/soak.py --cycles 1000 --out /tmp    # with a shared store, too
 """
 
 from __future__ import annotations
@@ -262,7 +263,9 @@ class Soak:
             self._note("files", self._process.num_fds())
             self._note("threads", self._process.num_threads())
         occupation = self._client.occupation()
-        self._note("pinned_mib", occupation.host_backup.capacity_bytes / MIB)
+        store = occupation.host_backup.shared_store
+        pinned = occupation.host_backup.capacity_bytes + (store.total_bytes if store is not None else 0)
+        self._note("pinned_mib", pinned / MIB)
         if torch.cuda.is_available():
             self._note("device_mib", device_bytes(occupation.devices[0].uuid, self._process.pid) / MIB)
 

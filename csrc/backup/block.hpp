@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/digest.hpp"
+#include "support/host_memory.hpp"
 #include "support/sizes.hpp"
 
 namespace memsaver {
@@ -80,8 +81,13 @@ struct Block {
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
   FileRange file;                       // likewise
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
+  std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
+  // Host memory that a backup of `content` bytes is expected to take.
+  [[nodiscard]] std::size_t expected_for(std::size_t content) const {
+    return expected_bytes == 0 ? to_pages(content) : std::min(to_pages(expected_bytes), to_pages(content));
+  }
   // What the backup takes.
   [[nodiscard]] std::size_t kept_bytes() const {
     return kept == Kept::host ? sum_of(host) : kept == Kept::file ? file.bytes : 0;

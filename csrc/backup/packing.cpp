@@ -55,21 +55,30 @@ bool Packing::ready() {
   }
 }
 
-std::vector<PackPlan> Packing::plan(const std::vector<PackItem>& items, Stream stream) {
-  std::vector<PackPlan> plans;
-  while (plans.size() < items.size()) {
-    const std::size_t first = plans.size();
+template <typename Visit>
+void Packing::sample(const std::vector<PackItem>& items, Stream stream, const Visit& visit) {
+  for (std::size_t first = 0; first < items.size(); first += kSamples) {
     const std::size_t count = std::min(kSamples, items.size() - first);
     std::copy_n(items.data() + first, count, shared_->items);
     driver_.sample(device_, shared_->items, count, shared_->samples, stream);
     const Event sampled = driver_.record(device_, stream);
     const ScopeExit recycle([&] { driver_.recycle(device_, sampled); });
     driver_.wait(device_, sampled);
-    for (std::size_t i = 0; i < count; ++i) {
-      plans.push_back(plan_packing(shared_->samples[i], shared_->items[i].bytes));
-    }
+    for (std::size_t i = 0; i < count; ++i) visit(shared_->samples[i], shared_->items[i].bytes);
   }
+}
+
+std::vector<PackPlan> Packing::plan(const std::vector<PackItem>& items, Stream stream) {
+  std::vector<PackPlan> plans;
+  sample(items, stream, [&](const auto& found, std::size_t bytes) { plans.push_back(plan_packing(found, bytes)); });
   return plans;
+}
+
+std::vector<std::size_t> Packing::expect(const std::vector<PackItem>& items, Stream stream) {
+  std::vector<std::size_t> expected;
+  sample(items, stream,
+         [&](const auto& found, std::size_t bytes) { expected.push_back(expected_kept_bytes(found, bytes)); });
+  return expected;
 }
 
 bool Packing::open(std::size_t room) {

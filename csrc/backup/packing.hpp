@@ -39,6 +39,8 @@ class Packing {
   [[nodiscard]] bool ready();
   // Samples content and says how to pack each item; waits for the samples. Only after ready() returned true.
   [[nodiscard]] std::vector<PackPlan> plan(const std::vector<PackItem>& items, Stream stream);
+  // Says likewise what each item is expected to take.
+  [[nodiscard]] std::vector<std::size_t> expect(const std::vector<PackItem>& items, Stream stream);
 
   // Takes as many buffers as fit into `room` bytes, unless there are some. Returns whether there are any; if the driver
   // refuses, there are none until the next close(). Only after ready() returned true.
@@ -65,6 +67,9 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
+  // Calls `visit(sample, bytes)` for each item.
+  template <typename Visit>
+  void sample(const std::vector<PackItem>& items, Stream stream, const Visit& visit);
   void open_memory(std::size_t bytes);
   [[nodiscard]] bool close_memory();
 

@@ -80,6 +80,10 @@ class Pipeline {
   PipelineSeconds save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                        const std::function<void(std::size_t)>& drop);
 
+  // Samples the resident content of blocks without a backup, and notes what a backup is expected to take. In the order
+  // of save().
+  void expect(std::vector<ContentBlock>& blocks);
+
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
   // block is in two chunks. Packed content comes first: until their own content comes, other chunks lend their memory
   // for unpacking, so that no more is needed. `verify` is not `automatic`.

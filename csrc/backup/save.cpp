@@ -3,14 +3,13 @@
 #include <deque>
 #include <future>
 #include <limits>
-#include <map>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "backup/digest_windows.hpp"
 #include "backup/file_writes.hpp"
 #include "backup/pipeline.hpp"
+#include "backup/raw_first.hpp"
 #include "backup/save_batch.hpp"
 #include "backup/shared_save.hpp"
 #include "support/error.hpp"
@@ -64,7 +63,7 @@ class SaveTask {
     SaveBatch& batch = batches_.emplace_back();
     std::vector<ChangedBlock> changed;
     for (std::size_t i = window.begin; i < window.end; ++i) {
-      const bool packable = may_be_packed(blocks_[i]);
+      const bool packable = raw_first_.may_be_packed(blocks_[i]);
       const auto& digest = window.digests[i - window.begin];
       if (!is_kept(blocks_[i], digest)) changed.push_back({i, digest, packable});
     }
@@ -72,15 +71,6 @@ class SaveTask {
     const bool last = window.end == blocks_.size();
     add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.end].begin(), batch);
     if (!batch.copied.empty()) batch.event = driver_.record(device_, staging_.copies());
-  }
-
-  // The first blocks of each tag stay as they are: on resume the memory for unpacking has its room where they will be.
-  bool may_be_packed(const ContentBlock& content) {
-    std::size_t& before = seen_bytes_[{content.tag, content.to_file}];
-    const bool allowed =
-        before >= Packing::kBytes && content.live.size() == 1 && content.live.front().bytes >= Packing::kSmallest;
-    before += content.block->bytes;
-    return allowed;
   }
 
   // Whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not kept
@@ -284,6 +274,7 @@ class SaveTask {
       content.block->has_digest = copied.digest.has_value();
       content.block->digest = copied.digest.value_or(Digest{});
       content.block->packed_bytes = copied.packed_bytes;
+      content.block->expected_bytes = copied.packed_bytes == 0 ? 0 : content.block->kept_bytes();
       content.outcome = copied.outcome;
       const std::size_t bytes = sum_of(content.live);
       progress_.done_bytes += bytes;
@@ -320,7 +311,7 @@ class SaveTask {
   DigestWindows windows_{staging_, blocks_, seconds_};
   std::optional<SharedSave> shared_;
   FileWrites writes_{staging_, seconds_};
-  std::map<std::pair<std::string, bool>, std::size_t> seen_bytes_;  // of blocks so far, by tag and kind of backup
+  RawFirst raw_first_;
   std::size_t dropped_bytes_ = 0;
   std::deque<PackedBlock> packs_;
 };
@@ -330,6 +321,23 @@ class SaveTask {
 PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                const std::function<void(std::size_t)>& drop) {
   return SaveTask(staging_, progress_, blocks, chunks, drop).run();
+}
+
+void Pipeline::expect(std::vector<ContentBlock>& blocks) {
+  Packing& packing = staging_.packing();
+  if (!packing.ready()) return;
+  RawFirst raw_first;
+  std::vector<PackItem> items;
+  std::vector<Block*> sampled;
+  for (const auto& content : blocks) {
+    if (!raw_first.may_be_packed(content) || content.block->kept != Kept::nothing) continue;
+    items.push_back(content.first_run());
+    sampled.push_back(content.block);
+  }
+  const std::vector<std::size_t> expected = packing.expect(items, staging_.kernels());
+  for (std::size_t i = 0; i < sampled.size(); ++i) {
+    sampled[i]->expected_bytes = round_up(expected[i], kBlockBytes / 128);
+  }
 }
 
 }  // namespace memsaver

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace memsaver {
 
@@ -133,6 +134,18 @@ std::size_t plan_for(const std::uint32_t (&counts)[256], std::size_t bytes, std:
          static_cast<std::size_t>(escaped * static_cast<double>(bytes / element_bytes));
 }
 
+// With the bytes that it is expected to take.
+std::pair<PackPlan, std::size_t> best_plan(const ExponentSample& sample, std::size_t bytes) {
+  std::uint32_t both[256];
+  for (std::size_t i = 0; i < 256; ++i) both[i] = sample.even[i] + sample.odd[i];
+  PackPlan two;
+  PackPlan four;
+  const std::size_t as_two = plan_for(both, bytes, 2, two);
+  const std::size_t as_four = plan_for(sample.odd, bytes, 4, four);
+  if (std::min(as_two, as_four) > packed_limit(bytes)) return {{}, bytes};
+  return as_two <= as_four ? std::pair{two, as_two} : std::pair{four, as_four};
+}
+
 std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
   std::array<std::uint8_t, 256> codes{};
   codes.fill(kPackedEscape);
@@ -142,15 +155,10 @@ std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
 
 }  // namespace
 
-PackPlan plan_packing(const ExponentSample& sample, std::size_t bytes) {
-  std::uint32_t both[256];
-  for (std::size_t i = 0; i < 256; ++i) both[i] = sample.even[i] + sample.odd[i];
-  PackPlan two;
-  PackPlan four;
-  const std::size_t as_two = plan_for(both, bytes, 2, two);
-  const std::size_t as_four = plan_for(sample.odd, bytes, 4, four);
-  if (std::min(as_two, as_four) > packed_limit(bytes)) return {};
-  return as_two <= as_four ? two : four;
+PackPlan plan_packing(const ExponentSample& sample, std::size_t bytes) { return best_plan(sample, bytes).first; }
+
+std::size_t expected_kept_bytes(const ExponentSample& sample, std::size_t bytes) {
+  return best_plan(sample, bytes).second;
 }
 
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample) {

@@ -71,6 +71,8 @@ struct PackItem {
 
 // The plan that makes the content smallest, as far as its sample tells; none if that is above packed_limit().
 [[nodiscard]] PackPlan plan_packing(const ExponentSample& sample, std::size_t bytes);
+// What content takes if it is kept as its plan says, as far as its sample tells.
+[[nodiscard]] std::size_t expected_kept_bytes(const ExponentSample& sample, std::size_t bytes);
 
 // What drivers do, on memory of this process. Addresses need no alignment.
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample);

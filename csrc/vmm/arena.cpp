@@ -247,7 +247,7 @@ std::size_t Arena::unprepared_bytes() const {
   for (const auto& [address, allocation] : allocations_) {
     if (allocation.blocks.empty()) sum += allocation.bytes;
     for (const auto& block : allocation.blocks) {
-      if (block.host.empty() && block.kept != Kept::zero) sum += block.bytes;
+      if (block.host.empty() && block.kept != Kept::zero) sum += block.expected_for(block.bytes);
     }
   }
   return sum;

@@ -55,7 +55,9 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   tag.allocations += arena.allocations().size();
   tag.chunks += arena.chunks().size();
   if (arena.busy()) {
-    tag.state = operation_ == Progress::Operation::release ? "releasing" : "resuming";
+    if (operation_ != Progress::Operation::none) {
+      tag.state = operation_ == Progress::Operation::release ? "releasing" : "resuming";
+    }
     return;  // the operation is writing to its blocks
   }
   if (released > 0 && tag.state.empty()) tag.state = "released";

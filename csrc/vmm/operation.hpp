@@ -40,7 +40,7 @@ struct DeviceWork {
   [[nodiscard]] std::size_t bytes() const;
 };
 
-// A release or a resume: planned under the lock of the map, run without it.
+// A release, a resume or what is done between them: planned under the lock of the map, run without it.
 class Operation {
  public:
   Operation(const Operation&) = delete;
@@ -96,5 +96,8 @@ OperationResult release(Core& core, const MemoryMap::Tags& tags, const std::vect
 OperationResult resume(Core& core, const MemoryMap::Tags& tags);
 void reserve(Core& core, const MemoryMap::Tags& tags);
 void give_back_reserved(Core& core) noexcept;
+// Notes what backups of resident content are expected to take. Throws ErrorKind::context_lost; other failures only cost
+// host memory.
+void expect_backups(Core& core);
 
 }  // namespace memsaver

@@ -87,7 +87,7 @@ class Release final : public Operation {
       file_bytes_ += beyond(to_pages(live), block.file.bytes);
     } else if (core_.backups.shared() != nullptr) {
       // What it takes shows only while it is saved: other processes may have this content.
-    } else if (const std::size_t bytes = beyond(to_pages(live), sum_of(block.host))) {
+    } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
       host_bytes_[&core_.backups.pool_of(work.device)] += bytes;
     }
     work.blocks.push_back(std::move(content));

@@ -132,12 +132,22 @@ void Saver::prepare_backup() {
   Core& core = *core_;
   core.check_usable();
   std::set<int> digesting;
+  {
+    const Lock lock(core.map.mutex);
+    for (const Arena* const arena : core.map.select({})) {
+      if (keeps_content(arena->key().restore)) digesting.insert(arena->key().device);
+    }
+  }
+  for (const int device : digesting) {
+    core.driver->prepare_digest(device);
+    if (core.backups.packs()) core.driver->prepare_packing(device);
+  }
+  if (core.backups.packs()) expect_backups(core);
   std::map<HostPool*, std::size_t> wanted;
   {
     const Lock lock(core.map.mutex);
     for (const Arena* const arena : core.map.select({})) {
       const auto& key = arena->key();
-      if (keeps_content(key.restore)) digesting.insert(key.device);
       if (key.restore == Restore::host && !arena->busy()) {
         wanted[&core.backups.pool_of(key.device)] += arena->unprepared_bytes();
       }
@@ -149,10 +159,6 @@ void Saver::prepare_backup() {
     shared += bytes;
   }
   if (core.backups.shared() != nullptr) core.backups.shared()->prepare_beyond(shared);
-  for (const int device : digesting) {
-    core.driver->prepare_digest(device);
-    if (core.backups.packs()) core.driver->prepare_packing(device);
-  }
 }
 
 void Saver::wait_until_prepared() {

@@ -1,5 +1,5 @@
 """Runs GPU tests under compute-sanitizer: memcheck for the core, graphs, sharing, modules and the reference engine,
-racecheck for the digest kernel.
+racecheck for the kernels that digest and pack.
 
 Run it as ``python -m tests.reliability.compute_sanitizer``. Errors that calls return are not counted (`--report-api-
 errors no`), because many tests cause them on purpose. The figures are kept for docs/reliability.md; the exit code is 1
@@ -31,6 +31,7 @@ MODULE = "tests/gpu/test_module_gpu.py"
 ENGINE = "tests/gpu/test_engine_gpu.py"
 DEVICES = "tests/devices"
 DIGEST = f"{CORE}::test_kernel_digest_equals_host_digest"
+PACKING = "tests/devices/test_packed_content.py"
 
 #: These take all memory, of which the tool needs some, or test another process, which it does not check. In the last
 #: one the tool keeps Python's frames alive, and so the tensors that must be freed.
@@ -50,6 +51,8 @@ ALWAYS = ("--report-api-errors", "no", "--target-processes", "application-only",
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "racecheck, digest kernel": (["--tool", "racecheck", "--racecheck-report", "all"], [DIGEST]),
     "memcheck, digest kernel": (["--tool", "memcheck"], [DIGEST]),
+    "racecheck, kernels that pack": (["--tool", "racecheck", "--racecheck-report", "all"], [PACKING]),
+    "memcheck, kernels that pack": (["--tool", "memcheck"], [PACKING]),
     "memcheck, core": (["--tool", "memcheck"], [CORE, f"{DEVICES}/test_regions.py", "-k", f"not ({ELSEWHERE})"]),
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, sharing": (["--tool", "memcheck"], [SHARING, f"{DEVICES}/test_sharing.py", "-k", f"not ({ELSEWHERE})"]),

@@ -122,6 +122,22 @@ def test_packed_content_is_read_without_a_resume(tmp_path: Path) -> None:
         assert np.array_equal(to, expected[begin : begin + size])
 
 
+def test_host_memory_is_prepared_for_what_will_be_kept(tmp_path: Path) -> None:
+    """Not for the content, neither before the first release nor at a later one."""
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", "host", CONTENT)
+    for seed in (9, 10):
+        view(address, CONTENT)[:] = weights(CONTENT, seed)
+        saver.prepare_backup()
+        saver.wait_until_prepared()
+        status = saver.status()
+        assert status["prepared"]
+        assert status["pool_capacity_bytes"] < AS_IT_IS + 0.75 * (CONTENT - AS_IT_IS)
+        saver.release([], [], {})
+        assert saver.status()["pool_capacity_bytes"] == status["pool_capacity_bytes"]
+        saver.resume([])
+
+
 @pytest.mark.parametrize("reserved", [False, True])
 def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path, reserved: bool) -> None:
     """On a device that is full, a release packs and a resume unpacks, also if all of its memory was reserved."""

@@ -6,6 +6,7 @@ import glob
 import multiprocessing
 import os
 import threading
+import uuid
 from typing import Any
 
 import pytest
@@ -463,15 +464,17 @@ def test_allocations_do_not_wait_for_a_release() -> None:
 
 
 @pytest.mark.guards("memory grew with every cycle")
-def test_thousand_cycles_are_flat() -> None:
-    """Nothing grows; every tenth cycle compares the content."""
-    saver = make()
+@pytest.mark.parametrize("shared", [False, True])
+def test_thousand_cycles_are_flat(shared: bool) -> None:
+    """Nothing grows, also with a shared store; every tenth cycle compares the content."""
+    saver = make(shared_backups=f"test-{uuid.uuid4().hex[:12]}" if shared else "")
     blocks = [saver.allocate(0, "t", "host", 256 * 1024) for _ in range(8)]
 
     def census() -> tuple[int, int, int, int]:
         status = tag_status(saver, "t")
         descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        return used(saver), saver.status()["pool_capacity_bytes"], status["chunks"], descriptors + threads
+        pinned = saver.status()["pool_capacity_bytes"] + saver.status()["shared_store"]["total_bytes"]
+        return used(saver), pinned, status["chunks"], descriptors + threads
 
     def resident() -> int:
         with open("/proc/self/statm") as file:
