@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -110,6 +111,40 @@ def test_it_reconciles_when_members_change(sites: Sites, tmp_path: Path) -> None
             keeping.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_no_error_ends_the_reconciling(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(StaticMembership):
+        bugs = ["members", "members", "changed"]
+
+        async def members(self) -> list[Member]:
+            return await super().members() if "members" not in self.bugs else self._fail("members")
+
+        async def changed(self) -> None:
+            return await super().changed() if "changed" not in self.bugs else self._fail("changed")
+
+        def _fail(self, name: str) -> NoReturn:
+            self.bugs.remove(name)
+            raise TypeError(f"a bug in {name}")
+
+    members = Buggy([sites["a"].member])
+
+    async def run() -> None:
+        record = MemoryRecord()
+        async with AsyncFleet(StaticMembership([sites["a"].member]), record=record) as other:
+            assert (await other.release()).success
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        async with AsyncFleet(members, record=record, silence_s=SILENCE_S) as fleet:
+            keeping = asyncio.create_task(fleet.keep(interval_s=0.05))
+            while members.bugs or not sites["a"].is_released:
+                assert not keeping.done()
+                await asyncio.sleep(0.02)
+            keeping.cancel()
+
+    with caplog.at_level(logging.ERROR, "memsaver"):
+        asyncio.run(asyncio.wait_for(run(), 30))
+        for name in ("members", "changed"):
+            wait_until(lambda name=name: sum(f"a bug in {name}" in message for message in caplog.messages) == 1)
 
 
 def test_watching(fleet: Fleet, sites: Sites) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -28,11 +27,6 @@ from memsaver_server.fleet.results import (
 )
 from memsaver_server.fleet.selectors import Selector
 
-logger = logging.getLogger("memsaver")
-
-#: After ``keep`` failed, seconds.
-_AGAIN_S = 1.0
-
 
 class Coordinator:
     """The actor. Its methods are those of ``AsyncFleet``; Ray calls them again if it restarts meanwhile.
@@ -46,7 +40,7 @@ class Coordinator:
         self._membership = RayMembership(fleet)
         key = os.environ.get("MEMSAVER_API_KEY")
         self._fleet = AsyncFleet(self._membership, record=RayRecord(fleet), **{"api_key": key, **options})
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(self._fleet.keep())
 
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
         return self._told(await self._fleet.release(selector, **options), selector)
@@ -78,14 +72,6 @@ class Coordinator:
     async def where(self) -> tuple[str, int]:
         """Return the id of the node that it is on, and of its process."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await self._fleet.keep()
-            except Exception:
-                logger.exception("engines are not brought to what is wanted for now")
-            await asyncio.sleep(_AGAIN_S)
 
     def _told(self, result: FleetResult, selector: Selector | None) -> FleetResult:
         """Return the result, with those engines named that cannot be asked any more."""
