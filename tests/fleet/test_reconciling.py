@@ -115,7 +115,9 @@ def test_it_reconciles_when_members_change(sites: Sites, tmp_path: Path) -> None
 
 def test_no_error_ends_the_reconciling(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     class Buggy(StaticMembership):
-        bugs = ["members", "members", "changed"]
+        def __init__(self) -> None:
+            super().__init__([sites["a"].member])
+            self.bugs = ["members", "members", "changed"]
 
         async def members(self) -> list[Member]:
             return await super().members() if "members" not in self.bugs else self._fail("members")
@@ -127,7 +129,7 @@ def test_no_error_ends_the_reconciling(sites: Sites, caplog: pytest.LogCaptureFi
             self.bugs.remove(name)
             raise TypeError(f"a bug in {name}")
 
-    members = Buggy([sites["a"].member])
+    members = Buggy()
 
     async def run() -> None:
         record = MemoryRecord()

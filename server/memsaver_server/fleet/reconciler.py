@@ -36,7 +36,7 @@ class Reconciler:
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
-        """Call ``once`` for ever: at each interval, and when the members change. No error ends it; each is logged once."""
+        """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
         trouble = ""
         while True:
             try:

@@ -14,18 +14,18 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.ray.cluster import NAMESPACE
-from memsaver_server.fleet.ray.membership import Death, RayMembership
+from memsaver_server.fleet.ray.membership import RayMembership
 from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
 from memsaver_server.fleet.results import (
     EngineResult,
-    EngineStatus,
     FleetEvent,
     FleetProgress,
     FleetResult,
     FleetStatus,
 )
 from memsaver_server.fleet.selectors import Selector
+from memsaver_server.fleet.status import engine_status
 
 
 class Coordinator:
@@ -50,7 +50,10 @@ class Coordinator:
 
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
-        dead = [_dead(death) for death in self._membership.deaths(selector)]
+        dead = [
+            engine_status(death.member, None, f"its actor died: {death.cause}")
+            for death in self._membership.deaths(selector)
+        ]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
 
     async def cancel(self, operation_id: str) -> FleetResult:
@@ -79,22 +82,6 @@ class Coordinator:
         if not dead:
             return result
         return result.model_copy(update={"message": f"{result.message}; not in the fleet any more: {', '.join(dead)}"})
-
-
-def _dead(death: Death) -> EngineStatus:
-    member = death.member
-    return EngineStatus(
-        name=member.name,
-        url=member.url,
-        model=member.model,
-        labels=dict(member.labels),
-        host=member.host,
-        gpus=member.gpus,
-        alive=False,
-        state="unknown",
-        wanted="",
-        error=f"its actor died: {death.cause}",
-    )
 
 
 def coordinator(fleet: str = "default", actor_options: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -143,9 +130,7 @@ class RayFleet:
         **options: Any,
     ) -> FleetResult:
         """See ``Fleet.release``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        result: FleetResult = _get(self.actor.release.remote(selector, asked))
-        return result
+        return self._operate(self.actor.release, selector, tags, operation_id, options)
 
     def resume(
         self,
@@ -156,9 +141,7 @@ class RayFleet:
         **options: Any,
     ) -> FleetResult:
         """See ``Fleet.resume``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        result: FleetResult = _get(self.actor.resume.remote(selector, asked))
-        return result
+        return self._operate(self.actor.resume, selector, tags, operation_id, options)
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``Fleet.status``. Engines whose actors have died for good are listed for an hour."""
@@ -195,6 +178,18 @@ class RayFleet:
     def stop(self) -> None:
         """End the coordinator for good. Engines keep their state, and the record is kept."""
         ray.kill(self.actor)
+
+    def _operate(
+        self,
+        method: Any,
+        selector: Selector | None,
+        tags: Sequence[str] | None,
+        operation_id: str | None,
+        options: Mapping[str, Any],
+    ) -> FleetResult:
+        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
+        result: FleetResult = _get(method.remote(selector, asked))
+        return result
 
 
 def _get(answer: Any) -> Any:
