@@ -238,7 +238,8 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
     """A trainer that uses the memory must not lose it to a request."""
     _, beta = engines
     with turns(engines) as http:
-        http.post("/release_memory_occupation", json={"model": "beta"}).raise_for_status()
+        released = {"model": "beta", "operation_id": "turn-1"}
+        http.post("/release_memory_occupation", json=released).raise_for_status()
         refused = http.post("/v1/completions", json=asked("beta"))
         assert refused.status_code == 503
         assert "has to resume it" in refused.json()["message"]

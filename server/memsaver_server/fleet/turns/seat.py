@@ -11,8 +11,8 @@ from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.status import wishes_for
 
-#: Operations whose id begins with it released an engine only until the next request.
-TURN_PREFIX = "turn-"
+#: Operations whose id begins with it released an engine only until the next request. Ids of callers have no slash.
+TURN_PREFIX = "turn/"
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
