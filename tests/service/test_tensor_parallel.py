@@ -264,6 +264,25 @@ def test_a_frozen_rank_is_not_ready() -> None:
         assert served.tokens() == served.expected
 
 
+def test_an_abort_does_not_wait_for_a_frozen_rank() -> None:
+    with closing(Served(2)) as served:
+        pid = served.pids()[1]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            accepted = served.post("/release_memory_occupation", {"prepare": True, "async": True}, 202)
+            address = accepted["location"]
+            wait_until(lambda: served.http.get(address).json()["phase"] == "check")
+            late = served.post(f"{address}/abort", status=504)
+            assert late["error"]["type"] == "phase_timeout"
+            assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in late["message"]
+            assert served.http.get(address).json()["status"] == "running"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: served.http.get(address).json()["status"] == "cancelled")
+        assert served.post(f"{address}/abort")["status"] == "cancelled"
+        assert served.tokens() == served.expected
+
+
 @pytest.mark.parametrize("when", ["before it joins", "while it loads"])
 def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
     """The process that waits for it ends."""

@@ -18,6 +18,7 @@ ANSWERS = {
     "BackupError": (500, "backup_error", None),
     "BadRequestError": (400, "bad_request", None),
     "BodyTooLargeError": (413, "body_too_large", None),
+    "CancelTimeoutError": (504, "phase_timeout", None),
     "ConfigurationError": (400, "bad_request", None),
     "ConflictError": (409, "conflict", 1),
     "ContextLostError": (500, "context_lost", None),
