@@ -346,7 +346,7 @@ def test_options_of_models_come_from_the_list_of_members(tmp_path: Path) -> None
     assert options.of("qwen") == ModelOptions(idle_release_s=60, awake_s=2)
     assert options.of("llama") == ModelOptions(queue_limit=3)
     file.write_text("models: {qwen: {idle: 60}}")
-    with pytest.raises(ValueError, match="idle_release_s"):
+    with pytest.raises(ValueError, match=r"model 'qwen' in .*: idle does not exist; the options are idle_release_s, "):
         TurnOptions.read(file)
     file.write_text("- http://a:1\n")
     assert TurnOptions.read(file).of("qwen") == ModelOptions()
