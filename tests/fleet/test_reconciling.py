@@ -228,7 +228,10 @@ def test_an_end_that_could_not_be_written_counts(coordinate: Callable[..., Fleet
     ("text", "why"),
     [
         ('{"version": 2}', "version is 2, but should be 1"),
-        ('{"wanted": [{"state": "asleep"}]}', "wanted.0.selector is missing; wanted.0.state is 'asleep', but should be 'released'"),
+        (
+            '{"wanted": [{"state": "asleep"}]}',
+            "wanted.0.selector is missing; wanted.0.state is 'asleep', but should be 'released'",
+        ),
         ('{"wanted": [', "it is no JSON (EOF while parsing"),
         ("5", "the whole is 5, but should be an object"),
     ],
