@@ -227,7 +227,9 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
         is_dead(four, f"rank 2 (process {pid})")
         with pytest.raises(RuntimeError, match=who):
             four.engine.submit(PROMPT)
-        assert four.http.post("/generate", json=PROMPT).status_code >= 500
+        refused = four.http.post("/generate", json=PROMPT)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_dead")
+        assert re.search(who, refused.json()["message"])
     finally:
         four.close()  # a process has one group of ranks
 

@@ -24,6 +24,7 @@ ANSWERS = {
     "ContextLostError": (500, "context_lost", None),
     "DrainTimeoutError": (504, "drain_timeout", None),
     "DriverError": (500, "driver_error", None),
+    "EngineDeadError": (503, "engine_dead", None),
     "EngineFailedError": (500, "context_lost", None),
     "ForbiddenError": (403, "forbidden", None),
     "GroupFailedError": (500, "rank_failed", None),
