@@ -26,7 +26,7 @@ class Seat:
         free: free bytes of each GPU, by UUID.
         moving: how many operations move its memory, or are about to; it takes no request meanwhile.
         yielding: it makes room: it takes no new request, and is released when those in flight have ended.
-        extra: how many engines more than its size demands must make room for it, as it could not be resumed.
+        extra: how many more engines must make room for it than its size demands. Grows if it cannot be resumed.
         not_before: when to try again after a failure, on the monotonic clock.
     """
 
