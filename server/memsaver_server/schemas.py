@@ -251,7 +251,8 @@ class OperationStatusAnswer(Model):
     seconds: float
     progress: ProgressAnswer | None
     phases: list[PhaseAnswer]
-    answer: OperationAnswer | ErrorAnswer | None
+    # A fleet's answer to an operation that failed has the fields of both.
+    answer: ErrorAnswer | OperationAnswer | None = Field(union_mode="left_to_right")
 
 
 class OperationsAnswer(Model):

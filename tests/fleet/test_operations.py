@@ -10,6 +10,7 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_server.fleet import Fleet, FleetError, FleetResult, Member, Selector, StaticMembership
+from memsaver_server.fleet.results import Mode
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -72,6 +73,18 @@ def test_one_that_fails_to_commit_is_undone_on_all(fleet: Fleet, sites: Sites, v
     good = "is_released" if verb == "resume" else "is_serving"
     assert all(getattr(site, good) for site in sites.values())
     assert getattr(fleet, verb)().success  # and can be repeated
+
+
+def test_one_that_fails_for_good_is_not_called_as_before(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("rank 1 has ended"), ends=True)
+    result = fleet.release()
+    assert states(result) == {"a": "resident", "b": "failed", "c": "resident"}
+    assert not result.rolled_back
+    assert "b failed while committing: rank 1 has ended" in result.message
+    assert "undone, but not on b, which is failed" in result.message
+    again = fleet.release()
+    assert [engine.name for engine in again.failed] == ["b"]
+    assert "All engines are as before" in again.message
 
 
 def test_an_undo_leaves_released_what_was_released_before(fleet: Fleet, sites: Sites) -> None:
@@ -197,6 +210,16 @@ def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> Non
     fleet.resume()
     assert fleet.release(operation_id="once", mode="best_effort") == first
     assert all(site.is_serving for site in sites.values())
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, mode: Mode) -> None:
+    for _ in range(2):
+        sites["b"].engine.memory.fail("release", MemsaverError("no"))
+        assert not fleet.release(operation_id="again", mode=mode).success
+        assert [site.is_serving for site in sites.values()] == [mode == "all", True, mode == "all"]
+    assert fleet.release(operation_id="again", mode=mode).success
+    assert all(site.is_released for site in sites.values())
 
 
 def test_engines_that_cannot_prepare_are_refused(fleet: Fleet, sites: Sites) -> None:

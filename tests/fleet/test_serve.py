@@ -29,6 +29,7 @@ from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
 from memsaver_server.fleet import Member, StaticMembership
+from tests.e2e.serving import memsaver
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -246,6 +247,15 @@ def test_our_own_client(fleet: httpx.Client) -> None:
         client.flush_cache()
 
 
+def test_our_own_command_fails_if_the_operation_does(fleet: httpx.Client, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("check_release", MemsaverError("no room for b"))
+    failed = memsaver("release", "--url", str(fleet.base_url))
+    assert failed.returncode == 1
+    assert "b failed while preparing: no room for b" in failed.stderr
+    assert memsaver("release", "--url", str(fleet.base_url)).returncode == 0
+    assert states(sites) == ["released"] * 3
+
+
 # -- all or none, and what the answers say -----------------------------------------------------------------------------
 
 
@@ -314,6 +324,10 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     released = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
     again = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
     assert again == released
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    resumed = [fleet.post("/resume_memory_occupation", headers={"Idempotency-Key": "key 2"}) for _ in range(2)]
+    assert [answer.status_code for answer in resumed] == [500, 200]
+    assert resumed[0].json()["operation_id"] == resumed[1].json()["operation_id"]
     other = fleet.post("/release_memory_occupation", json={"tags": ["weights"]}, headers={"Idempotency-Key": "key 1"})
     assert other.status_code == 422
     assert fleet.delete(f"/operations/{released['operation_id']}").status_code == 409
