@@ -12,8 +12,9 @@
 namespace memsaver {
 
 // Packs and unpacks content of one device, in buffers of device memory that exist only while an operation runs: taken
-// from the driver, or borrowed. One thread at a time. Device memory that the driver does not take back is kept, and given back by the next close().
-// Without buffers content is only copied slower, so of the driver's errors only the loss of the context is thrown.
+// from the driver, or borrowed. One thread at a time. Device memory that the driver does not take back is kept, and
+// given back by the next close(). Without buffers content is only copied slower, so of the driver's errors only the
+// loss of the context is thrown.
 class Packing {
  public:
   // With fewer buffers the link waits for kernels; more bring nothing. 168 MiB in all.

@@ -81,7 +81,7 @@ class Pipeline {
                        const std::function<void(std::size_t)>& drop);
 
   // Samples the resident content of blocks without a backup, and notes what a backup is expected to take. In the order
-  // of save().
+  // of save(). When it throws, nothing is under way.
   void expect(std::vector<ContentBlock>& blocks);
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no

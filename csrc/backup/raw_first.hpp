@@ -10,8 +10,8 @@
 
 namespace memsaver {
 
-// Which blocks may be packed, of one save; asked for each of them, in its order. The first ones of each tag stay as they
-// are: a release takes memory for packing where they were, and a resume unpacks by way of theirs.
+// Which blocks may be packed, of one save; asked for each of them, in its order. The first ones of each tag stay as
+// they are: a release takes memory for packing where they were, and a resume unpacks by way of theirs.
 class RawFirst {
  public:
   [[nodiscard]] bool may_be_packed(const ContentBlock& content) {

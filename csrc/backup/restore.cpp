@@ -23,12 +23,7 @@ class RestoreTask {
   RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
               const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
               VerifyChoice verify)
-      : staging_(staging),
-        progress_(progress),
-        blocks_(blocks),
-        chunks_(chunks),
-        acquire_(acquire),
-        verify_(verify) {}
+      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
 
   PipelineSeconds run() {
     verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
@@ -62,8 +57,8 @@ class RestoreTask {
     std::vector<HostRange> bounce;
     std::optional<Event> event;
   };
-  // The chunks with packed content. Puts the blocks in them first. Other chunks are acquired before them, and lend their
-  // memory for unpacking until their own content comes.
+  // The chunks with packed content. Puts the blocks in them first. Other chunks are acquired before them, and lend
+  // their memory for unpacking until their own content comes.
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;

@@ -334,9 +334,15 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
     items.push_back(content.first_run());
     sampled.push_back(content.block);
   }
-  const std::vector<std::size_t> expected = packing.expect(items, staging_.kernels());
-  for (std::size_t i = 0; i < sampled.size(); ++i) {
-    sampled[i]->expected_bytes = round_up(expected[i], kBlockBytes / 128);
+  try {
+    const std::vector<std::size_t> expected = packing.expect(items, staging_.kernels());
+    for (std::size_t i = 0; i < sampled.size(); ++i) {
+      sampled[i]->expected_bytes = round_up(expected[i], kBlockBytes / 128);
+    }
+  } catch (...) {
+    FileTransfers none;
+    staging_.settle(none);
+    throw;
   }
 }
 

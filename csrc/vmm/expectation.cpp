@@ -14,6 +14,8 @@ class Expectation final : public Operation {
   void plan(Arena& arena) REQUIRES(core_.backups.operation_mutex, core_.map.mutex) override {
     if (arena.key().restore != Restore::host || arena.chunks().empty()) return;
     arena.make_blocks();
+    DeviceWork& work = on(arena.key().device);
+    for (const auto& [address, chunk] : arena.chunks()) work.kept.push_back({&arena, chunk, Restore::host});
     for (auto& [address, allocation] : arena.allocations()) {
       for (auto& block : allocation.blocks) {
         if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
@@ -22,7 +24,7 @@ class Expectation final : public Operation {
         content.base = address;
         content.block = &block;
         content.live = {{block.offset, block.bytes}};
-        on(arena.key().device).blocks.push_back(std::move(content));
+        work.blocks.push_back(std::move(content));
       }
     }
   }
