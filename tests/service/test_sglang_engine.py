@@ -262,6 +262,26 @@ def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     assert serving.answer(rid).output_ids == expected
 
 
+def test_a_flush_that_is_received_with_the_pause_before_it(serve: Callable[..., Serving]) -> None:
+    """SGLang answers a pause before its scheduler has received it."""
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+
+    def both(scheduler: standin.Scheduler) -> None:
+        scheduler.received.put(standin.PauseGenerationReqInput("retract"))
+        scheduler.received.put(standin.FlushCacheReqInput(rid="flush"))
+
+    serving.scheduler.received.put(standin.Run(0, both))
+    assert serving.answer("flush").success
+    assert not serving.scheduler.tree_cache.prefixes
+    serving.scheduler.stalled = False
+    serving.scheduler.received.put(standin.ContinueGenerationReqInput())
+    assert serving.answer(rid).output_ids == expected
+
+
 @pytest.mark.guards(
     "health probes confused a sleeping engine with a dead one",
     "an operation waited forever, and nothing said why",

@@ -57,12 +57,15 @@ class Controls:
         self._engine = engine
         self._lifecycle = lifecycle
         self._settings = settings
-        self._continuation: Any = None  # of the scheduler's thread alone
+        # Of the scheduler's thread alone.
+        self._continuation: Any = None
+        self._pausing = False  # the scheduler gets a pause together with what is taken now
 
     # In the scheduler's thread.
 
     def take(self, received: Sequence[Any]) -> list[Any]:
         """Return those of ``received`` that the scheduler gets now."""
+        self._pausing = False
         return [each for each in received if not self._takes(each)]
 
     def continue_now(self) -> None:
@@ -77,7 +80,7 @@ class Controls:
         work: Callable[[], None] | None = None
         if name in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
             work = partial(self._operate, request)
-        elif name == "FlushCacheReqInput" and (closed or self._engine.holds_requests):
+        elif name == "FlushCacheReqInput" and (closed or self._pausing or self._engine.holds_requests):
             work = partial(self._flush, request)
         elif name.startswith("UpdateWeight") and "From" in name:
             work = partial(self._update, request)
@@ -89,6 +92,7 @@ class Controls:
             return True
         elif name == "PauseGenerationReqInput":
             self._continuation = None
+            self._pausing = True
         if work is None:
             return False
         start_thread(f"memsaver-{CLIENT}", work)
