@@ -71,6 +71,13 @@ class Server:
     def service(self, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Answer:
         return self._call(self._service + path, body, status)
 
+    def flush(self) -> None:
+        """As RL frameworks do: just after an answer SGLang alone may refuse it."""
+        deadline = time.monotonic() + ANSWER_S
+        while self._http.post(self._own + "/flush_cache").status_code != 200:
+            assert time.monotonic() < deadline, "the cache was not flushed"
+            time.sleep(0.05)
+
     def probe_ms(self, path: str) -> float:
         begun = time.perf_counter()
         self._http.get(self._service + path).raise_for_status()

@@ -81,7 +81,7 @@ class Measured:
         table.add("loaded", "", "", "", "", f"{used_mib():,.0f}", f"tokens {same}, {distinct} distinct ones")
 
     def tokens(self) -> list[list[int]]:
-        self.engine.own("/flush_cache")
+        self.engine.flush()
         return [self.engine.generate(prompt, self._tokens) for prompt in self._prompts]
 
     def cycles(self, name: str, call: Call, count: int, body: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Measured:
         self.table.add(name, "1", f"{released.ms:.0f}", f"{resumed.ms:.0f}", "", f"{left:,.0f}", outcome)
 
     def _start(self) -> Any:
-        self.engine.own("/flush_cache")
+        self.engine.flush()
         return self.engine.start(self._in_flight, self._length)
 
     def new_weights(self, model: Path) -> None:
@@ -197,7 +197,7 @@ def load(engines: dict[str, Server], table: Table, quick: bool) -> None:
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(3 if quick else TURNS):
         for name in engines if turn % 2 else reversed(engines):
-            engines[name].own("/flush_cache")
+            engines[name].flush()
             begun = time.perf_counter()
             made = sum(len(each.whole.result()) for each in engines[name].start(asked, LOAD_TOKENS))
             rates[name].append(made / (time.perf_counter() - begun))
