@@ -271,14 +271,15 @@ def main() -> None:
         "engines": {},
     }
     options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / ("vllm-ranks" if options.ranks == 2 else f"vllm-{options.ranks}-ranks")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
         for mode in options.modes:
             record["engines"][mode] = run(mode, folder, options)
             # What is measured is measured, whatever becomes of the next.
-            (options.out / "vllm-ranks.json").write_text(json.dumps(record, indent=1) + "\n")
-            (options.out / "vllm-ranks.md").write_text(to_markdown(record))
-    print((options.out / "vllm-ranks.md").read_text())
+            stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(to_markdown(record))
+    print(stem.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

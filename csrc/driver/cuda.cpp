@@ -124,6 +124,15 @@ class CudaDriver final : public Driver {
     return bytes;
   }
 
+  std::size_t stack_limit(int index) override {
+    std::size_t bytes = 0;
+    call(index, "cuCtxGetLimit", api_.context_get_limit, &bytes, kLimitStackSize);
+    return bytes;
+  }
+  void set_stack_limit(int index, std::size_t bytes) override {
+    call(index, "cuCtxSetLimit", api_.context_set_limit, kLimitStackSize, bytes);
+  }
+
   Stream create_stream(int index) override {
     StreamHandle stream = nullptr;
     call(index, "cuStreamCreate", api_.stream_create, &stream, kStreamNonBlocking);

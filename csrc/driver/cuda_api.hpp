@@ -66,6 +66,7 @@ inline constexpr unsigned kHostRegisterPortable = 1;   // CU_MEMHOSTREGISTER_POR
 inline constexpr unsigned kHostRegisterDeviceMap = 2;  // CU_MEMHOSTREGISTER_DEVICEMAP
 inline constexpr int kCaptureModeRelaxed = 2;          // CU_STREAM_CAPTURE_MODE_RELAXED
 
+inline constexpr int kLimitStackSize = 0;           // CU_LIMIT_STACK_SIZE
 inline constexpr int kGraphMemReservedCurrent = 2;  // CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT
 inline constexpr int kPointerAccessFlags = 16;      // CU_POINTER_ATTRIBUTE_ACCESS_FLAGS
 
@@ -97,6 +98,8 @@ inline constexpr int kAttributeHostNumaId = 134;
   X(context_push, "cuCtxPushCurrent", 4000, (Context))                                                             \
   X(context_pop, "cuCtxPopCurrent", 4000, (Context*))                                                              \
   X(context_synchronize, "cuCtxSynchronize", 2000, ())                                                             \
+  X(context_get_limit, "cuCtxGetLimit", 3010, (std::size_t*, int))                                                 \
+  X(context_set_limit, "cuCtxSetLimit", 3010, (int, std::size_t))                                                  \
   X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", 10010, (int*))                                     \
   X(mem_get_info, "cuMemGetInfo", 3020, (std::size_t*, std::size_t*))                                              \
   X(mem_get_granularity, "cuMemGetAllocationGranularity", 10020, (std::size_t*, const AllocationProperties*, int)) \

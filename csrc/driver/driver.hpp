@@ -83,6 +83,12 @@ class Driver {
   // Bytes reserved for allocations in CUDA graphs, in use or cached.
   [[nodiscard]] virtual std::size_t graph_memory(int) { return 0; }
 
+  // Bytes of stack for each thread of a kernel. The context holds device memory for the stacks of all threads that can
+  // run at once; a kernel that needs a larger stack raises the limit when it is launched.
+  [[nodiscard]] virtual std::size_t stack_limit(int device) = 0;
+  // Waits for all work on the device, and changes what the context holds before it returns.
+  virtual void set_stack_limit(int device, std::size_t bytes) = 0;
+
   [[nodiscard]] virtual Stream create_stream(int device) = 0;
   virtual void destroy_stream(int device, Stream stream) = 0;
   // Asynchronous. Copies run at the link's speed if the host range lies within one registered range.

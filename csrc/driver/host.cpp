@@ -105,6 +105,7 @@ class HostDevice {
 
   std::shared_ptr<HostAccount> account;
   std::string label;
+  std::atomic<std::size_t> stack_limit{1024};  // as CUDA's
 
  private:
   static constexpr std::uint64_t kFile = std::uint64_t{1} << 63;
@@ -208,6 +209,9 @@ class HostDriver final : public Driver {
   // Calls are synchronous: there is never anything to wait for.
   void synchronize(int device) override { at(device); }
   void trim_graph_memory(int device) override { at(device); }
+  std::size_t stack_limit(int device) override { return at(device).stack_limit; }
+  void set_stack_limit(int device, std::size_t bytes) override { at(device).stack_limit = bytes; }
+
   Stream create_stream(int device) override {
     at(device);
     return Stream{1};

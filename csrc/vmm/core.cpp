@@ -23,6 +23,7 @@ Core::Core(std::unique_ptr<Driver> its_driver, Settings settings)
     : driver(std::move(its_driver)),
       orphans(*driver),
       reservation(*driver, map, orphans),
+      stacks(*driver, map, reservation),
       physical(*driver, map, orphans, settings.peer_access),
       backups(*driver, backup_options(settings), progress,
               [this]() REQUIRES(backups.operation_mutex) { drop_backups({}); }) {}

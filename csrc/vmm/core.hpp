@@ -14,6 +14,7 @@
 #include "vmm/physical_memory.hpp"
 #include "vmm/reservation.hpp"
 #include "vmm/settings.hpp"
+#include "vmm/thread_stacks.hpp"
 
 namespace memsaver {
 
@@ -43,6 +44,7 @@ struct Core {
   MemoryMap map;
   Orphans orphans;
   Reservation reservation;
+  ThreadStacks stacks;
   PhysicalMemory physical;
   BackupStore backups;
   std::atomic<bool> closed{false};

@@ -90,10 +90,11 @@ class Operation {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Saver::release(), Saver::resume() and Saver::reserve() have the contracts.
+// Saver::release(), Saver::resume(), Saver::reserve() and Saver::give_back_reserved() have the contracts.
 OperationResult release(Core& core, const MemoryMap::Tags& tags, const std::vector<RangeSet::Range>& dead,
                         const std::map<std::string, Restore>& overrides);
 OperationResult resume(Core& core, const MemoryMap::Tags& tags);
 void reserve(Core& core, const MemoryMap::Tags& tags);
+void give_back_reserved(Core& core) noexcept;
 
 }  // namespace memsaver

@@ -111,6 +111,7 @@ class Release final : public Operation {
       undo();
       throw;
     }
+    core_.stacks.give_back();
     const Lock lock(core_.map.mutex);
     if (core_.map.unprepared_bytes() == 0) core_.backups.trim_excess();
   }

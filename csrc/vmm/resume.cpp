@@ -92,6 +92,7 @@ class Resume : public Operation {
 
   // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
   void check_room() {
+    for (const auto& [index, device] : devices_) core_.stacks.take_back(index);
     auto reserved = core_.reservation.bytes_by_device();
     for (auto& [index, device] : devices_) {
       const std::size_t needed = device.bytes() - std::min(device.bytes(), reserved[index]);
@@ -105,7 +106,7 @@ class Resume : public Operation {
   }
 
   void run() REQUIRES(core_.backups.operation_mutex) override {
-    const ScopeExit unused([this] { core_.reservation.give_back(); });
+    const ScopeExit unused([this] { give_back_reserved(core_); });
     check_room();
     // Memory for transfers must not take what chunks need.
     bring_back(core_.driver->in_host_memory() && core_.backups.short_of_room(bytes()));
@@ -120,11 +121,11 @@ class Reserve final : public Resume {
  private:
   void run() REQUIRES(core_.backups.operation_mutex) override {
     core_.reservation.give_back();
-    check_room();
     try {
+      check_room();
       for (auto& [index, device] : devices_) add(device);
     } catch (...) {
-      core_.reservation.give_back();
+      give_back_reserved(core_);
       throw;
     }
   }
@@ -146,6 +147,11 @@ class Reserve final : public Resume {
 }  // namespace
 
 OperationResult resume(Core& core, const MemoryMap::Tags& tags) { return Resume(core).perform(tags); }
+
+void give_back_reserved(Core& core) noexcept {
+  core.reservation.give_back();
+  core.stacks.give_back();
+}
 
 void reserve(Core& core, const MemoryMap::Tags& tags) { (void)Reserve(core).perform(tags); }
 

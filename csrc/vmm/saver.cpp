@@ -125,7 +125,7 @@ OperationResult Saver::resume(const Tags& tags) { return memsaver::resume(*core_
 void Saver::reserve(const Tags& tags) { memsaver::reserve(*core_, tags); }
 
 void Saver::give_back_reserved() noexcept {
-  if (!ended()) core_->reservation.give_back();
+  if (!ended()) memsaver::give_back_reserved(*core_);
 }
 
 void Saver::prepare_backup() {

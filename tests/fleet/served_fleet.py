@@ -11,7 +11,7 @@ import httpx
 
 from memsaver_server import Settings
 from memsaver_server.attachment import serve_app
-from memsaver_server.fleet import AsyncFleet, Member, StaticMembership
+from memsaver_server.fleet import AsyncFleet, Member, Record, StaticMembership
 from memsaver_server.fleet.serve.app import create_fleet_app
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 
@@ -24,11 +24,12 @@ def served(
     models: dict[str, ModelOptions] | None = None,
     key: str | None = None,
     silence_s: float = 10.0,
+    record: Record | None = None,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
     membership = members if isinstance(members, StaticMembership) else StaticMembership(members)
-    fleet = AsyncFleet(membership, api_key=key, silence_s=silence_s)
+    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s)
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}

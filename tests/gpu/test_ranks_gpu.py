@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
+import torch
 
 from tests.gpu import plain_ranks
 from tests.gpu.children import two_devices
@@ -30,7 +31,8 @@ def pair(tmp_path: Path) -> Iterator[Ranks]:
 def used_mib() -> list[float]:
     """Device memory in use by all processes, MiB, as nvidia-smi shows it; of the two devices."""
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2)]
+    uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(2)]
+    handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
     return [pynvml.nvmlDeviceGetMemoryInfo(each, version=pynvml.nvmlMemory_v2).used / MIB for each in handles]
 
 

@@ -32,6 +32,7 @@ static_assert(ours::kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(ours::kHostRegisterDeviceMap == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(ours::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(sizeof(CUstreamCaptureMode) == sizeof(int));
+static_assert(ours::kLimitStackSize == CU_LIMIT_STACK_SIZE);
 static_assert(ours::kGraphMemReservedCurrent == CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT);
 static_assert(ours::kPointerAccessFlags == CU_POINTER_ATTRIBUTE_ACCESS_FLAGS);
 static_assert(ours::kAttributeComputeMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);

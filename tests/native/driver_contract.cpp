@@ -144,6 +144,19 @@ void too_much_is_out_of_memory(Driver& driver) {
   driver.release(0, handle, info.granularity);
 }
 
+void stacks_are_given_back(Driver& driver) {
+  const std::size_t limit = driver.stack_limit(0);
+  const std::size_t before = used(driver);
+  CHECK(limit > 16);
+  driver.set_stack_limit(0, 16);
+  CHECK(driver.stack_limit(0) == 16);
+  if (!driver.in_host_memory())
+    CHECK(used(driver) + 64 * kMiB < before);  // other processes allocate a little meanwhile
+  driver.set_stack_limit(0, limit);
+  CHECK(driver.stack_limit(0) == limit);
+  CHECK(used(driver) <= before + kMiB * 4);
+}
+
 void streams_are_ordered_by_events(Driver& driver) {
   const std::size_t bytes = driver.device_info(0).granularity;
   const Address address = driver.reserve(0, bytes);
@@ -314,6 +327,7 @@ int main(int count, char** arguments) {
   memory_goes_behind_an_address_and_away(*driver);
   memory_is_shared(*driver);
   too_much_is_out_of_memory(*driver);
+  stacks_are_given_back(*driver);
   streams_are_ordered_by_events(*driver);
   digests_equal_the_reference(*driver);
   packing_equals_the_reference(*driver);

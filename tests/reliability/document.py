@@ -58,6 +58,8 @@ CALLS = {
     "release": "free physical device memory",
     "reserve": "reserve addresses",
     "sample": "sample content on the device",
+    "set_stack_limit": "change the size of a thread's stack",
+    "stack_limit": "ask for the size of a thread's stack",
     "stream_wait": "make a stream wait for an event",
     "synchronize": "wait for all work on a device",
     "thread": "start a thread",

@@ -31,6 +31,10 @@ KNOWN_FAILURES = {
             "a release by the engine's own call ended the server",
             "SGLang's own calls wait for requests in flight, and are repeated and undone as memsaver's are.",
         ),
+        KnownFailure(
+            "the stacks of kernels stayed on the device",
+            "The context's stack limit is lowered with the last resident memory, and raised before any comes back.",
+        ),
         KnownFailure("a second release or resume failed", "Repeating either one succeeds and changes nothing."),
         KnownFailure(
             "releasing everything failed after one tag had been released", "The rest is released; repeats succeed."

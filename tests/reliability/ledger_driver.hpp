@@ -229,6 +229,11 @@ class LedgerDriver final : public Driver {
     driver_->synchronize(device);
   }
   void trim_graph_memory(int device) override { driver_->trim_graph_memory(device); }
+  std::size_t stack_limit(int device) override { return driver_->stack_limit(device); }
+  void set_stack_limit(int device, std::size_t bytes) override {
+    synchronize(device);
+    driver_->set_stack_limit(device, bytes);
+  }
   Stream create_stream(int device) override {
     (void)driver_->create_stream(device);
     return with_lock([&] {

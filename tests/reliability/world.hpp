@@ -114,6 +114,10 @@ class World {
         if (here.count(memory.address + page * kPage) != 0) report("released memory is still mapped", memory, page);
       }
     }
+    for (const int device : saver->devices()) {
+      if (faulty->failures() > 0 || ledger->created_bytes(device) > 0 || ledger->stack_limit(device) == 16) continue;
+      problems.push_back("stacks are held on a device without memory");
+    }
   }
   void resume(const Saver::Tags& tags = {}) {
     const auto before = mapped_pages(true);
@@ -140,6 +144,10 @@ class World {
     }
     if (!saver->status().reserved_by_device.empty()) problems.push_back("memory is reserved after a resume");
     const auto here = mapped_pages(true);
+    for (const auto& [address, mapping] : ledger->mappings()) {
+      if (before.count(address) != 0 || ledger->stack_limit(mapping.device) == 1024) continue;
+      problems.push_back("the stacks of a device that has its memory again are not as before");
+    }
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {

@@ -108,6 +108,8 @@ CALLS = [
     "synchronize",
     "trim_graph_memory",
     "graph_memory",
+    "stack_limit",
+    "set_stack_limit",
     "create_stream",
     "copy_to_host",
     "copy_to_device",

@@ -130,6 +130,14 @@ std::size_t FaultyDriver::graph_memory(int device) {
   enter("graph_memory");
   return driver_->graph_memory(device);
 }
+std::size_t FaultyDriver::stack_limit(int device) {
+  enter("stack_limit");
+  return driver_->stack_limit(device);
+}
+void FaultyDriver::set_stack_limit(int device, std::size_t bytes) {
+  enter("set_stack_limit");
+  driver_->set_stack_limit(device, bytes);
+}
 Stream FaultyDriver::create_stream(int device) {
   enter("create_stream");
   return driver_->create_stream(device);

@@ -49,6 +49,8 @@ class FaultyDriver final : public Driver {
   void synchronize(int device) override;
   void trim_graph_memory(int device) override;
   std::size_t graph_memory(int device) override;
+  std::size_t stack_limit(int device) override;
+  void set_stack_limit(int device, std::size_t bytes) override;
   Stream create_stream(int device) override;
   void destroy_stream(int device, Stream stream) override;
   void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override;

@@ -1,0 +1,148 @@
+"""Whether the driver checkpoints processes of several GPUs at the same time.
+
+Each process has one GPU, a context and released memory, and nothing to do with the others. They are checkpointed and
+restored side by side, and one after the other.
+
+    python benchmarks/checkpoint_side_by_side.py
+    python benchmarks/checkpoint_side_by_side.py --rounds 3 --out /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+from _record import command
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = ("lock", "checkpoint", "restore", "unlock")
+PROGRAM = """
+import sys, torch, memsaver_core as ms
+from memsaver_core import hibernation
+
+with ms.region("weights"):
+    numbers = torch.ones(1 << 28, device="cuda")
+(numbers[:1024].view(32, 32) @ numbers[:1024].view(32, 32)).sum().item()
+ms.release()
+print("ready", flush=True)
+for line in sys.stdin:
+    getattr(hibernation, line.strip())()
+    print("done", flush=True)
+"""
+
+
+class Process:
+    """A process with a GPU of its own."""
+
+    def __init__(self, gpu: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+        )
+
+    def say(self, step: str) -> None:
+        assert self._process.stdin is not None
+        print(step, file=self._process.stdin, flush=True)
+
+    def wait(self) -> None:
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError("a process has ended; its error is above")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def seconds(processes: list[Process], step: str, *, together: bool) -> float:
+    start = time.perf_counter()
+    for process in processes:
+        process.say(step)
+        if not together:
+            process.wait()
+    if together:
+        for process in processes:
+            process.wait()
+    return time.perf_counter() - start
+
+
+def measure(processes: list[Process], rounds: int) -> dict[str, dict[str, float]]:
+    """Return medians in seconds, by way and step."""
+    found: dict[str, dict[str, float]] = {}
+    for way in ("side by side", "one after the other"):
+        samples: dict[str, list[float]] = {step: [] for step in STEPS}
+        for _ in range(rounds):
+            for step in STEPS:
+                samples[step].append(seconds(processes, step, together=way == "side by side"))
+        found[way] = {step: statistics.median(values) for step, values in samples.items()}
+    return found
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    rows = [
+        f"| {count} | {way} | {' | '.join(f'{steps[step]:.3f}' for step in STEPS)} |"
+        for count, ways in result["processes"].items()
+        for way, steps in ways.items()
+    ]
+    return "\n".join(
+        [
+            f"# Checkpoints of several processes: {result['machine']}",
+            "",
+            f"{result['date']}, `{result['command']}`. Seconds for all processes, medians of",
+            f"{result['rounds']} rounds; each process with one GPU, a context and released memory.",
+            "",
+            f"| processes | | {' | '.join(STEPS)} |",
+            f"|---|---|{'---|' * len(STEPS)}",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
+    options = parser.parse_args()
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": command("checkpoint_side_by_side.py"),
+        "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}",
+        "rounds": options.rounds,
+        "processes": {},
+    }
+    count = 1
+    with ExitStack() as stack:
+        processes: list[Process] = []
+        while count <= torch.cuda.device_count():
+            for gpu_index in range(len(processes), count):
+                processes.append(Process(gpu_index))
+                stack.callback(processes[-1].close)
+                processes[-1].wait()
+            result["processes"][str(count)] = measure(processes, options.rounds)
+            count *= 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "checkpoint-side-by-side.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "checkpoint-side-by-side.md").write_text(to_markdown(result))
+    print(to_markdown(result))
+
+
+if __name__ == "__main__":
+    main()

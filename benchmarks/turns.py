@@ -1,0 +1,279 @@
+"""Two engines that share one GPU by turns: the time from a request to its first token, while the model sleeps and while
+it is awake.
+
+Either engine takes most of the GPU. The first is released before the second is started; from then on `memsaver fleet
+serve`'s application, in this process, passes requests on to whichever engine they name, and moves memory for them.
+
+    python benchmarks/turns.py                          # two vLLM engines of Qwen2-1.5B's shape on the first GPU
+    python benchmarks/turns.py --engine reference       # two reference engines on the host driver, without a GPU
+    python benchmarks/turns.py --rounds 3 --out /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from _record import command
+from vllm_sleep import CONFIG, PROMPTS, ROOT, touch_host_memory, write_checkpoint
+
+from memsaver_server import Settings
+from memsaver_server.attachment import serve_app
+from memsaver_server.fleet import AsyncFleet, Member, StaticMembership
+from memsaver_server.fleet.serve.app import create_fleet_app
+from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
+
+MODELS = ("alpha", "beta")
+TOKENS = 16
+#: How long an engine may take to start, seconds.
+START_S = 400.0
+#: Before each measured request: the driver cleans what it was given back in the background. Seconds.
+IDLE_S = 1.0
+#: The first token in an answer.
+TOKEN = re.compile(rb'"(token|output)_ids": ?\[\d')
+
+AWAKE, DIRECT = "awake", "awake, asked without the proxy"
+ROOM, TURN, HIBERNATED = "asleep", "asleep, and the other has to make room", "hibernated"
+CASES = (DIRECT, AWAKE, ROOM, TURN, HIBERNATED)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How an engine is started, and asked for tokens."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    path: str
+    body: dict[str, Any]
+
+    def arguments(self, model: str, port: int) -> list[str]:
+        return [sys.executable, *(part.format(model=model, port=port) for part in self.command)]
+
+
+def vllm(checkpoint: str, utilization: float) -> Kind:
+    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", "{model}"]
+    arguments += ["--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", "{port}"]
+    arguments += ["--gpu-memory-utilization", str(utilization), "--max-model-len", "2048"]
+    environment = {"MEMSAVER_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    body = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "detokenize": False}
+    return Kind(tuple(arguments), environment, "/v1/completions", {**body, "return_token_ids": True, "stream": True})
+
+
+def reference() -> Kind:
+    """It does not stream, so that the time to the first token is the one to the last."""
+    arguments = ("-m", "memsaver_server.cli", "serve", "--port", "{port}")
+    environment = {"OMP_NUM_THREADS": "1", "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_DEVICE": f"turns-{os.getpid()}"}
+    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body = {"text": "the same prompt", "sampling_params": sampling}
+    return Kind(arguments, {**environment, "MEMSAVER_HOST_CAPACITY": "160MiB"}, "/generate", body)
+
+
+@contextmanager
+def started(kind: Kind, model: str, folder: Path) -> Iterator[httpx.Client]:
+    """Run an engine while the block runs; yields a client of it once it serves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"{model}.log"
+    with log.open("w") as output:
+        arguments, environment = kind.arguments(model, port), {**os.environ, **kind.environment}
+        process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            end = time.monotonic() + START_S
+            while not answers(client):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"the engine of {model} did not start:\n{log.read_text()[-6000:]}")
+                time.sleep(0.2)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Bench:
+    """A served fleet of two engines, of which one at a time fits."""
+
+    def __init__(self, kind: Kind, engines: dict[str, httpx.Client], fleet: httpx.Client) -> None:
+        self._kind = kind
+        self._engines = engines
+        self._fleet = fleet
+        self._expected: dict[str, list[int]] = {}
+
+    def ask(self, client: httpx.Client, model: str) -> tuple[float, bool]:
+        """Return the seconds to the first token, and whether all tokens are those of the first answer."""
+        content, begin = b"", time.perf_counter()
+        with client.stream("POST", self._kind.path, json={**self._kind.body, "model": model}) as answer:
+            parts = answer.iter_raw()
+            while not TOKEN.search(content):
+                content += next(parts)
+            seconds = time.perf_counter() - begin
+            content += b"".join(parts)
+        found = tokens(content)
+        return seconds, found == self._expected.setdefault(model, found)
+
+    def measure(self, case: str, model: str) -> dict[str, Any]:
+        self._set_up(case, model)
+        time.sleep(IDLE_S)
+        known = self._operations().keys()
+        seconds, equal = self.ask(self._engines[model] if case == DIRECT else self._fleet, model)
+        moves = {each["operation"]: each["seconds"] for key, each in self._operations().items() if key not in known}
+        expected = {TURN: {"release", "resume"}, ROOM: {"resume"}, HIBERNATED: {"resume"}}.get(case, set())
+        assert set(moves) == expected, f"{case}: {moves}"
+        return {"model": model, "first_token": seconds, "tokens_equal": equal, **moves}
+
+    def _set_up(self, case: str, model: str) -> None:
+        if case in (AWAKE, DIRECT):
+            self.ask(self._fleet, model)
+            # An answer from cached prefixes is another computation.
+            self._engines[model].post("/flush_cache").raise_for_status()
+            return
+        self.ask(self._fleet, model)
+        if case == TURN:
+            self.ask(self._fleet, next(each for each in MODELS if each != model))
+        else:
+            self.release(hibernate=case == HIBERNATED)
+
+    def release(self, **options: object) -> None:
+        """Release both engines until the next request.
+
+        Raises:
+            RuntimeError: they cannot be released so.
+        """
+        answer = self._fleet.post("/release_memory_occupation", json={"wake_on_request": True, **options})
+        if answer.is_error:
+            raise RuntimeError(answer.json()["message"])
+
+    def _operations(self) -> dict[str, dict[str, Any]]:
+        listed = self._fleet.get("/operations").raise_for_status().json()["operations"]
+        return {each["operation_id"]: each for each in listed}
+
+
+def tokens(content: bytes) -> list[int]:
+    lines = [line.removeprefix(b"data: ") for line in content.splitlines() if line.strip()]
+    events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    found = [event["choices"][0]["token_ids"] if "choices" in event else event["output_ids"] for event in events]
+    return [token for each in found for token in each or ()]
+
+
+@contextmanager
+def bench(kind: Kind, folder: Path) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        engines = {}
+        for model in MODELS:
+            engines[model] = stack.enter_context(started(kind, model, folder))
+            # Makes room for the next one.
+            engines[model].post("/release_memory_occupation", json={}).raise_for_status()
+        members = [Member(model, str(client.base_url), model=model) for model, client in engines.items()]
+        options = TurnOptions({"*": ModelOptions(awake_s=0)})
+        app = partial(
+            create_fleet_app, AsyncFleet(StaticMembership(members)), Settings(), turns=options, engine_key=None
+        )
+        served = stack.enter_context(serve_app(app, Settings()))
+        yield Bench(kind, engines, stack.enter_context(httpx.Client(base_url=served.url, timeout=120)))
+
+
+def measured(kind: Kind, rounds: int) -> dict[str, Any]:
+    """Return the rows of each case, and why a case was not measured."""
+    cases: dict[str, list[dict[str, Any]]] = {}
+    obstacles: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder, bench(kind, Path(folder)) as both:
+        for model in MODELS:
+            both.measure(TURN, model)  # the first of everything
+        for case in CASES:
+            try:
+                for number in range(2 * rounds):
+                    cases.setdefault(case, []).append(both.measure(case, MODELS[number % 2]))
+                    print(case, cases[case][-1], file=sys.stderr, flush=True)
+            except RuntimeError as error:
+                obstacles[case] = str(error)
+    return {"cases": cases, "obstacles": obstacles}
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    def milliseconds(rows: list[dict[str, Any]], key: str) -> str:
+        values = [row[key] * 1e3 for row in rows if key in row]
+        return f"{statistics.median(values):,.0f} ({max(values):,.0f})" if values else ""
+
+    table = [
+        f"| {case} | {milliseconds(rows, 'first_token')} | {milliseconds(rows, 'release')} "
+        f"| {milliseconds(rows, 'resume')} | {sum(row['tokens_equal'] for row in rows)} of {len(rows)} |"
+        for case, rows in result["cases"].items()
+    ]
+    lines = [
+        f"# Two engines on one GPU by turns: {result['machine']}",
+        "",
+        f"{result['date']}, `{result['command']}`. {result['about']} Milliseconds as the client sees them, median",
+        f"(slowest) of {result['rounds']} requests for each of the two models, each {IDLE_S:g} s after the one before.",
+        "Release and resume are the operations of the fleet, prepared and committed.",
+        "",
+        "| the model is | to the first token | release of the other | resume | right tokens |",
+        "|---|---|---|---|---|",
+        *table,
+    ]
+    lines += [f"\nNot measured: {case}: {why}" for case, why in result["obstacles"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def about_gpu(utilization: float) -> dict[str, str]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    versions = f"vLLM {importlib.metadata.version('vllm')}, torch {torch.__version__}"
+    return {
+        "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}, {versions}",
+        "about": f"Each engine takes {utilization:.0%} of the GPU while it is awake; CUDA graphs on.",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape that vLLM serves")
+    parser.add_argument("--utilization", type=float, default=0.8, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--rounds", type=int, default=10, help="measured requests for each model and case")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
+    options = parser.parse_args()
+    result = {"date": date.today().isoformat(), "command": command("turns.py"), "rounds": options.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.engine == "vllm":
+            touch_host_memory()
+            write_checkpoint(options.config, Path(folder))
+            result |= about_gpu(options.utilization) | measured(vllm(folder, options.utilization), options.rounds)
+        else:
+            result |= {"machine": "host driver, no GPU", "about": "Reference engines, which do not stream."}
+            result |= measured(reference(), options.rounds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "turns.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "turns.md").write_text(to_markdown(result))
+    print((options.out / "turns.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

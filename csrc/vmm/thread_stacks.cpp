@@ -1,0 +1,54 @@
+#include "vmm/thread_stacks.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+
+#include "support/error.hpp"
+#include "support/log.hpp"
+
+namespace memsaver {
+
+namespace {
+
+constexpr std::size_t kSmallestStack = 16;  // CUDA does not say that it takes 0
+
+}  // namespace
+
+void ThreadStacks::give_back() noexcept {
+  try {
+    for (const int device : map_.devices()) {
+      if (!idle(device)) continue;
+      const Lock lock(mutex_);
+      const std::size_t limit = driver_.stack_limit(device);
+      if (limit <= kSmallestStack) continue;
+      limits_[device] = std::max(limits_[device], limit);
+      driver_.set_stack_limit(device, kSmallestStack);
+    }
+  } catch (const std::exception& error) {
+    warn(std::string("the stacks of kernels stay on the device: ") + error.what());
+  }
+}
+
+void ThreadStacks::take_back(int device) {
+  const Lock lock(mutex_);
+  const auto found = limits_.find(device);
+  if (found == limits_.end()) return;
+  try {
+    if (driver_.stack_limit(device) < found->second) driver_.set_stack_limit(device, found->second);
+  } catch (Error& error) {
+    throw error.with_device(device).with_advice(
+        "everything stays released with its backup; let other processes free memory and repeat");
+  }
+  limits_.erase(found);
+}
+
+bool ThreadStacks::idle(int device) const {
+  if (reservation_.bytes_by_device().count(device) != 0) return false;
+  const Lock lock(map_.mutex);
+  const auto arenas = map_.select({});
+  return std::all_of(arenas.begin(), arenas.end(),
+                     [&](const Arena* arena) { return arena->key().device != device || arena->chunks().empty(); });
+}
+
+}  // namespace memsaver

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+
+#include "driver/driver.hpp"
+#include "support/mutex.hpp"
+#include "vmm/memory_map.hpp"
+#include "vmm/reservation.hpp"
+
+namespace memsaver {
+
+// The device memory that a context holds for the stacks of all threads that its kernels can run at once: by default
+// 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and more from the first kernel on that needed
+// more. A CUDA graph that was captured before runs after a change, too: a launch raises the limit if it has to.
+class ThreadStacks {
+ public:
+  ThreadStacks(Driver& driver, const MemoryMap& map, const Reservation& reservation)
+      : driver_(driver), map_(map), reservation_(reservation) {}
+  ThreadStacks(const ThreadStacks&) = delete;
+  ThreadStacks& operator=(const ThreadStacks&) = delete;
+
+  // Lowers the limit on every device on which no memory under a tag is resident or reserved: its engine runs no kernel.
+  // What the driver refuses is logged.
+  void give_back() noexcept EXCLUDES(map_.mutex, mutex_);
+  // Raises the limit of a device to what it was. Throws ErrorKind::out_of_device_memory or a driver error, and then
+  // the limit is as before the call.
+  void take_back(int device) EXCLUDES(mutex_);
+
+ private:
+  [[nodiscard]] bool idle(int device) const EXCLUDES(map_.mutex);
+
+  Driver& driver_;
+  const MemoryMap& map_;
+  const Reservation& reservation_;
+  Mutex mutex_;
+  std::map<int, std::size_t> limits_ GUARDED_BY(mutex_);  // before they were lowered, by device
+};
+
+}  // namespace memsaver
