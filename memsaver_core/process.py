@@ -105,6 +105,7 @@ class Process:
             retention=values.retention,
             verify=values.verify,
             pack=values.pack == "auto",
+            shared_backups=values.shared_backups,
             peer_access=values.peer_access,
         )
         _native.activate(saver)

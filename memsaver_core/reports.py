@@ -67,6 +67,7 @@ class TagReport:
     resumed_bytes: int = 0  # bytes that this resume mapped (0 in a release)
     backed_up_bytes: int = 0  # bytes of content copied to host memory or disk by this release
     unchanged_bytes: int = 0  # bytes of content not copied, because the backup is still equal
+    shared_bytes: int = 0  # bytes of content not copied, because the shared store has it from another process
     zero_bytes: int = 0  # bytes of content in all-zero blocks, which need no backup memory
     restored_bytes: int = 0  # bytes of content copied back by this resume
     kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed
@@ -137,6 +138,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class SharedStoreStatus:
+    """The store of host memory that this process and others use (``MEMSAVER_SHARED_BACKUPS``)."""
+
+    name: str
+    processes: int  # that take part in it
+    held_bytes: int  # of blocks that this process uses
+    share_bytes: int  # the same, each block divided by the number of processes that use it
+    used_bytes: int  # of blocks that any process uses
+    total_bytes: int  # its memory
+    limit_bytes: int  # the bound on its memory, for all processes together
+
+
+@dataclass(frozen=True)
 class HostBackupStatus:
     """Host memory and files that hold backups."""
 
@@ -146,6 +160,8 @@ class HostBackupStatus:
     file_bytes: int = 0  # what they take in files
     prepared: bool = True  # whether the pool is as large as a release of everything needs
     target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
+    unused_bytes: int = 0  # of ``capacity_bytes``, kept for the next release; given back according to the retention
+    shared_store: SharedStoreStatus | None = None  # the rest is of this process alone
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ _MUST_BE = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
+    "string_pattern_mismatch": "must be a name of up to 64 letters, digits, '-', '_' and '.'",
     "value_error": "cannot be used: {error}",
 }
 
@@ -83,6 +84,12 @@ class CoreSettings(EnvironmentSettings):
         lt=1 << 63,
         description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
         "through to or from files may take up to 256 MiB for each device besides",
+    )
+    shared_backups: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",
+        description="name of a store of host memory in which processes of this user keep equal content once; "
+        "empty: every process keeps its own",
     )
     file_dir: str = Field(default_factory=tempfile.gettempdir, description="folder for backups of restore policy file")
     retention: Literal["keep", "trim", "free"] = Field(

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backup/shared_save.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
@@ -13,6 +14,9 @@ namespace memsaver {
 BackupStore::BackupStore(Driver& driver, Options options, Progress& progress, std::function<void()> drop_resident)
     : driver_(driver),
       options_(std::move(options)),
+      shared_(options_.shared.empty() ? nullptr
+                                      : std::make_unique<SharedStore>(driver, options_.shared, options_.host_limit)),
+      key_(shared_ ? shared_->key() : random_digest_key()),
       progress_(progress),
       drop_resident_(std::move(drop_resident)),
       files_(options_.folder) {}
@@ -49,7 +53,8 @@ Pipeline& BackupStore::pipeline_of(int device) {
     const auto found = pipelines_.find(device);
     if (found != pipelines_.end()) return *found->second;
   }
-  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, key_, options_.pack, progress_);
+  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, shared_.get(), key_,
+                                             options_.pack, progress_);
   const Lock lock(mutex_);
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
@@ -75,12 +80,17 @@ VerifyChoice BackupStore::verify() const {
 }
 
 void BackupStore::give_back(Block& block, int device) {
-  if (!block.host.empty()) pool_of(device).give(std::exchange(block.host, {}));
+  if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
   files_.give(std::exchange(block.file, {}));
   block.kept = Kept::nothing;
   block.has_digest = false;
   block.damaged = false;
   block.packed_bytes = 0;
+}
+
+void BackupStore::settle() {
+  files_.punch_holes();
+  if (shared_) shared_->settle();
 }
 
 void BackupStore::retain() {
@@ -118,8 +128,9 @@ void BackupStore::run_retention() {
       if (!retainer_works_) return;
       if (std::exchange(drop_wanted_, false)) drop_resident_();
     }
-    files_.punch_holes();
+    settle();
     for (HostPool* const pool : pools()) pool->trim();
+    if (shared_) shared_->trim();
   }
 }
 

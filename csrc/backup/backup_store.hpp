@@ -15,6 +15,7 @@
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
+#include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
 #include "support/digest.hpp"
 #include "support/mutex.hpp"
@@ -39,6 +40,7 @@ class BackupStore {
     Retention retention;
     VerifyChoice verify;
     bool pack;
+    std::string shared;  // name of a store that other processes use, too; empty: none
   };
 
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held.
@@ -62,6 +64,8 @@ class BackupStore {
   void clean_up() REQUIRES(operation_mutex) EXCLUDES(mutex_);
   // Memory of a device that is held for packing: none between operations, unless the driver did not take it back.
   [[nodiscard]] std::size_t device_bytes(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  // Null if blocks are not shared with other processes.
+  [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
   // Whether content may be packed.
@@ -71,6 +75,9 @@ class BackupStore {
 
   // Drops what is kept of a block. Calls neither driver nor file system.
   void give_back(Block& block, int device) EXCLUDES(mutex_);
+  // Returns to the system, and to other processes, what give_back() left to be returned. May wait for both: do not call
+  // it with a lock held but operation_mutex.
+  void settle();
   // Applies the retention policy in the background, after the operation that holds the lock.
   void retain() REQUIRES(operation_mutex);
   // Unpins unused host memory in the background.
@@ -92,7 +99,8 @@ class BackupStore {
   const pid_t process_ = getpid();
   Driver& driver_;
   const Options options_;
-  const DigestKey key_ = random_digest_key();
+  const std::unique_ptr<SharedStore> shared_;
+  const DigestKey key_;
   Progress& progress_;
   const std::function<void()> drop_resident_;
   FileStore files_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "support/digest.hpp"
@@ -72,12 +73,13 @@ struct Block {
   std::size_t bytes = 0;
   Kept kept = Kept::nothing;
   bool has_digest = false;
-  bool damaged = false;          // the last resume could not restore it
-  Digest digest;                 // of `extents`, words counted from the start of the allocation
-  std::vector<Extent> extents;   // the content when it was saved
-  std::vector<HostRange> host;   // owned by this block, with or without valid content
-  FileRange file;                // likewise
-  std::size_t packed_bytes = 0;  // of what is kept in `host` or `file`, if it is packed
+  bool damaged = false;                 // the last resume could not restore it
+  Digest digest;                        // of `extents`, words counted from the start of the allocation
+  std::vector<Extent> extents;          // the content when it was saved
+  std::vector<HostRange> host;          // owned by this block, with or without valid content
+  std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
+  FileRange file;                       // likewise
+  std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
   // What the backup takes.

@@ -1,8 +1,6 @@
 #include "backup/host_pool.hpp"
 
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -193,13 +191,7 @@ HostRange HostPool::make_slice(std::size_t bytes) const {
   void* const memory = sys::map_memory(bytes, 0);
   madvise(memory, bytes, MADV_DONTFORK);  // pinned pages must not become copy-on-write
   if (bytes >= kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);
-#ifdef SYS_mbind
-  if (numa_node_ >= 0 && numa_node_ < 64) {
-    constexpr int kPreferred = 1;  // MPOL_PREFERRED: another node rather than a failure
-    const unsigned long nodes = 1ul << numa_node_;
-    syscall(SYS_mbind, memory, bytes, kPreferred, &nodes, 64, 0);
-  }
-#endif
+  prefer_node(memory, bytes, numa_node_);
   auto* const data = static_cast<volatile char*>(memory);
   for (std::size_t at = 0; at < bytes; at += page_bytes()) data[at] = 0;
   return {reinterpret_cast<std::uintptr_t>(memory), bytes};

@@ -72,6 +72,7 @@ class HostPool {
   void trim();
 
   [[nodiscard]] HostPoolStatus status() const;
+  [[nodiscard]] int numa_node() const { return numa_node_; }
 
  private:
   struct Slice {

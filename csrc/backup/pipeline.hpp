@@ -17,7 +17,7 @@ enum class VerifyChoice { off, sampled, full, automatic };
 
 // A block whose content is to be saved or restored.
 struct ContentBlock {
-  enum class Outcome { none, copied, unchanged, zero };
+  enum class Outcome { none, copied, unchanged, zero, found };  // found: in the shared store
 
   std::string tag;
   Address base = 0;          // of its allocation
@@ -68,9 +68,10 @@ struct PipelineSeconds {
 // waits until nothing is under way.
 class Pipeline {
  public:
-  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack,
-           Progress& progress)
-      : staging_(driver, device, pool, files, key, pack), progress_(progress) {}
+  // `store` may be null.
+  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, SharedStore* store, const DigestKey& key,
+           bool pack, Progress& progress)
+      : staging_(driver, device, pool, files, store, key, pack), progress_(progress) {}
 
   // Saves the content of `blocks`, and calls drop(i) for chunk i once all content in it is saved. Both are in address
   // order. A block whose content equals its backup is not copied; one of zeros needs no memory.

@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <string>
 
 #include "backup/pipeline.hpp"
 #include "backup/unpacking.hpp"
 #include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
@@ -133,6 +135,7 @@ class RestoreTask {
         }
         break;
       case Kept::host:
+        pin(block);
         bring(content, block.host);
         break;
       case Kept::file:
@@ -160,6 +163,18 @@ class RestoreTask {
     }
     land(kFileTransfers / 2);
     read_ahead();
+  }
+
+  // What another process wrote to the shared store may not be pinned by this one yet. Unpinned it is copied, too, but
+  // more slowly.
+  void pin(const Block& block) {
+    if (!block.shared) return;
+    const Stopwatch watch(seconds_.host_memory);
+    try {
+      staging_.store()->pin(block.host);
+    } catch (const Error& error) {
+      warn(std::string("content is restored from memory that is not pinned: ") + error.what());
+    }
   }
 
   // Starts to bring a block's content to the device from `memory`, which must stay until the stream of copies has

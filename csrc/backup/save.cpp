@@ -8,8 +8,11 @@
 #include <string>
 #include <utility>
 
+#include "backup/digest_windows.hpp"
 #include "backup/file_writes.hpp"
 #include "backup/pipeline.hpp"
+#include "backup/save_batch.hpp"
+#include "backup/shared_save.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/scope_exit.hpp"
@@ -19,23 +22,22 @@ namespace memsaver {
 
 namespace {
 
-// Windows grow: a small first one returns memory early (64 MiB cross a 55 GB/s link in 1.2 ms), large ones keep every
-// multiprocessor busy.
-constexpr std::size_t kFirstWindow = 64 * kSizeUnit;
-
 // One Pipeline::save(): digests windows of blocks, copies what changed, and drops chunks whose content is saved.
 class SaveTask {
  public:
   SaveTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
            const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& drop)
-      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), drop_(drop) {}
+      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), drop_(drop) {
+    if (staging_.store() != nullptr) shared_.emplace(staging_, *staging_.store());
+    for (const auto& content : blocks_) left_bytes_ += sum_of(content.live);
+  }
 
   PipelineSeconds run() {
-    digesting_ = staging_.can_digest();
+    windows_.begin();
     try {
-      submit_window();
-      while (!submitted_.empty()) {
-        submit_window();  // one window ahead: the device digests it while this thread saves the previous one
+      windows_.submit();
+      while (!windows_.empty()) {
+        windows_.submit();  // one window ahead: the device digests it while this thread saves the previous one
         save_window();
         while (!batches_.empty() && is_ready(batches_.front())) finish_oldest();
       }
@@ -44,89 +46,31 @@ class SaveTask {
       staging_.wait_for_streams();
       staging_.give_bounce(writes_.transfers());
       packing_.close();
+      if (shared_) staging_.store()->tidy();
     } catch (...) {
       staging_.settle(writes_.transfers());
       for (const auto& batch : batches_) {
         if (batch.event) driver_.recycle(device_, *batch.event);
       }
+      if (shared_) shared_->abandon();
       throw;
     }
     return seconds_;
   }
 
  private:
-  using Window = std::pair<std::size_t, std::size_t>;  // blocks [first, second)
-
-  // Blocks whose copies end at one event, and the chunks that may be dropped then.
-  struct Batch {
-    struct Copied {
-      std::size_t block;
-      Kept kept;
-      std::optional<Digest> digest;
-      std::size_t packed_bytes;  // 0: not packed
-    };
-    std::vector<Copied> copied;
-    std::vector<std::shared_future<void>> writes;
-    std::optional<Event> event;
-    std::vector<std::size_t> chunks;
-  };
-
-  // A block to be copied.
-  struct Changed {
-    std::size_t block;
-    std::optional<Digest> digest;
-    bool may_be_packed;
-  };
-  // A block that is being packed.
-  struct Pack {
-    Changed changed;
-    Packing::Buffer* buffer;
-  };
-
-  // At least one block, and no more than a batch of digests holds.
-  Window next_window() {
-    const std::size_t begin = next_block_;
-    std::size_t bytes = 0;
-    std::size_t items = 0;
-    for (; next_block_ < blocks_.size(); ++next_block_) {
-      const auto& extents = blocks_[next_block_].live;
-      bytes += sum_of(extents);
-      items += DigestQueue::items_of(extents);
-      if (next_block_ > begin && (bytes > window_bytes_ || items > DigestQueue::kSlotItems)) break;
-    }
-    window_bytes_ = std::min(2 * window_bytes_, kLargestWindow);
-    return {begin, next_block_};
-  }
-
-  void submit_window() {
-    if (next_block_ == blocks_.size()) return;
-    const Window window = next_window();
-    if (digesting_) {
-      std::vector<DigestJob> jobs;
-      for (std::size_t i = window.first; i < window.second; ++i) jobs.push_back({blocks_[i].base, &blocks_[i].live});
-      staging_.digests().submit(jobs);
-    }
-    submitted_.push_back(window);
-  }
-
   void save_window() {
-    const Window window = submitted_.front();
-    submitted_.pop_front();
-    std::vector<Digest> digests;
-    if (digesting_) {
-      const Stopwatch watch(seconds_.digest);
-      digests = staging_.digests().collect();
-    }
-    Batch& batch = batches_.emplace_back();
-    std::vector<Changed> changed;
-    for (std::size_t i = window.first; i < window.second; ++i) {
+    const DigestWindows::Window window = windows_.collect();
+    SaveBatch& batch = batches_.emplace_back();
+    std::vector<ChangedBlock> changed;
+    for (std::size_t i = window.begin; i < window.end; ++i) {
       const bool packable = may_be_packed(blocks_[i]);
-      const auto digest = digesting_ ? std::optional(digests[i - window.first]) : std::nullopt;
+      const auto& digest = window.digests[i - window.begin];
       if (!is_kept(blocks_[i], digest)) changed.push_back({i, digest, packable});
     }
     save_changed(changed, plan_packing(changed), batch);
-    const bool last = window.second == blocks_.size();
-    add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.second].begin(), batch);
+    const bool last = window.end == blocks_.size();
+    add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.end].begin(), batch);
     if (!batch.copied.empty()) batch.event = driver_.record(device_, staging_.copies());
   }
 
@@ -144,6 +88,7 @@ class SaveTask {
   bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);
+    left_bytes_ -= bytes;
     const Kept target = content.to_file ? Kept::file : Kept::host;
     block.damaged = false;
     if (digest && (block.kept == Kept::zero || block.kept == target) && block.has_digest &&
@@ -167,7 +112,7 @@ class SaveTask {
   }
 
   // How to pack each block; takes device memory for it if some is to be.
-  std::vector<PackPlan> plan_packing(const std::vector<Changed>& changed) {
+  std::vector<PackPlan> plan_packing(const std::vector<ChangedBlock>& changed) {
     std::vector<PackPlan> plans(changed.size());
     std::vector<PackItem> items;
     for (const auto& each : changed) {
@@ -194,24 +139,50 @@ class SaveTask {
     return packing_.open(dropped_bytes_);
   }
 
-  void save_changed(const std::vector<Changed>& changed, const std::vector<PackPlan>& plans, Batch& batch) {
-    for (std::size_t i = 0; i < changed.size(); ++i) {
-      const ContentBlock& content = blocks_[changed[i].block];
-      try {
-        if (plans[i].worth_it()) {
-          pack(changed[i], plans[i], batch);
-        } else {
-          copy(changed[i], content.base, content.live, 0, batch);
-        }
-      } catch (Error& error) {
-        throw error.with_tag(content.tag).with_bytes(sum_of(content.live));
-      }
-    }
+  void save_changed(const std::vector<ChangedBlock>& changed, const std::vector<PackPlan>& plans, SaveBatch& batch) {
+    for (std::size_t i = 0; i < changed.size(); ++i) save_block(changed[i], plans[i], batch);
     while (!packs_.empty()) finish_pack(batch);
   }
 
+  void save_block(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
+    const ContentBlock& content = blocks_[changed.block];
+    try {
+      if (is_shared(changed, plan, batch)) return;
+      if (plan.worth_it()) {
+        pack(changed, plan, batch);
+      } else {
+        copy(changed, content.base, content.live, 0, batch);
+      }
+    } catch (Error& error) {
+      throw error.with_tag(content.tag).with_bytes(sum_of(content.live));
+    }
+  }
+
+  // Whether another process has written this content to the shared store, or is writing it.
+  bool is_shared(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
+    const ContentBlock& content = blocks_[changed.block];
+    if (!shared_ || content.to_file || !changed.digest) return false;
+    Block& block = *content.block;
+    give_memory(block);
+    const auto found = shared_->find(block, *changed.digest, sum_of(content.live));
+    if (found == SharedStore::Found::awaited) batch.awaited.emplace_back(changed, plan);
+    if (found == SharedStore::Found::kept) {
+      const auto outcome = ContentBlock::Outcome::found;
+      batch.copied.push_back({changed.block, Kept::host, changed.digest, block.packed_bytes, outcome});
+    }
+    return found == SharedStore::Found::awaited || found == SharedStore::Found::kept;
+  }
+
+  // Looks again for what was awaited. What nobody writes any more, this process copies.
+  void look_again(SaveBatch& batch) {
+    for (const auto& [changed, plan] : std::exchange(batch.awaited, {})) save_block(changed, plan, batch);
+    while (!packs_.empty()) finish_pack(batch);
+    if (batch.event) driver_.recycle(device_, *std::exchange(batch.event, std::nullopt));
+    batch.event = driver_.record(device_, staging_.copies());
+  }
+
   // Two blocks are packed ahead of the copies; the other buffers are those that are being copied.
-  void pack(const Changed& changed, const PackPlan& plan, Batch& batch) {
+  void pack(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
     const std::size_t ahead = packing_.buffers() > 2 ? 2 : 1;
     while (packs_.size() >= ahead) finish_pack(batch);
     const PackItem content = blocks_[changed.block].first_run();
@@ -223,7 +194,7 @@ class SaveTask {
   }
 
   // Copies the oldest block that is being packed. If it did not become small enough, as it is.
-  void finish_pack(Batch& batch) {
+  void finish_pack(SaveBatch& batch) {
     const auto [changed, buffer] = packs_.front();
     packs_.pop_front();
     {
@@ -238,30 +209,35 @@ class SaveTask {
   }
 
   // Starts the copy of `extents` at `base`: those of a block, or what they were packed to.
-  void copy(const Changed& changed, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes,
-            Batch& batch) {
+  void copy(const ChangedBlock& changed, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes,
+            SaveBatch& batch) {
     const ContentBlock& content = blocks_[changed.block];
     if (content.to_file) {
       copy_to_file(*content.block, base, extents, batch);
     } else {
-      copy_to_memory(*content.block, base, extents, packed_bytes != 0);
+      copy_to_memory(*content.block, base, extents, packed_bytes);
     }
-    batch.copied.push_back({changed.block, content.to_file ? Kept::file : Kept::host, changed.digest, packed_bytes});
+    batch.copied.push_back({changed.block, content.to_file ? Kept::file : Kept::host, changed.digest, packed_bytes,
+                            ContentBlock::Outcome::copied});
   }
 
   // Packed content that changed may be a little larger or smaller: rounding lets it keep its memory.
-  void copy_to_memory(Block& block, Address base, const std::vector<Extent>& extents, bool packed) {
+  void copy_to_memory(Block& block, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes) {
     std::size_t bytes = sum_of(extents);
-    if (packed) bytes = round_up(bytes, kBlockBytes / 128);
-    if (sum_of(block.host) != to_pages(bytes)) {
-      give_memory(block);
+    if (packed_bytes != 0) bytes = round_up(bytes, kBlockBytes / 128);
+    {
       const Stopwatch watch(seconds_.host_memory);
-      block.host = staging_.pool().take(bytes);
+      const bool taken = block.shared && shared_->take(block, bytes, left_bytes_);
+      if (!taken && sum_of(block.host) != to_pages(bytes)) {
+        give_memory(block);
+        block.host = staging_.pool().take(bytes);
+      }
     }
     staging_.copy(Staging::Direction::to_host, base, extents, block.host);
+    if (block.shared) shared_->copied(block, packed_bytes);
   }
 
-  void copy_to_file(Block& block, Address base, const std::vector<Extent>& extents, Batch& batch) {
+  void copy_to_file(Block& block, Address base, const std::vector<Extent>& extents, SaveBatch& batch) {
     const std::size_t bytes = sum_of(extents);
     if (block.file.bytes != to_pages(bytes)) {
       give_memory(block);
@@ -270,27 +246,37 @@ class SaveTask {
     batch.writes.push_back(writes_.start(block.file, base, extents));
   }
 
-  void add_chunks_below(Address saved, Batch& batch) {
+  void add_chunks_below(Address saved, SaveBatch& batch) {
     while (next_chunk_ < chunks_.size() && chunks_[next_chunk_].end() <= saved) batch.chunks.push_back(next_chunk_++);
   }
 
-  bool is_ready(const Batch& batch) {
+  bool is_ready(SaveBatch& batch) {
     if (batch.event && !driver_.done(device_, *batch.event)) return false;
+    if (!batch.awaited.empty()) {
+      look_again(batch);
+      return false;
+    }
     return std::all_of(batch.writes.begin(), batch.writes.end(), [](const auto& write) {
       return write.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
     });
   }
 
   void finish_oldest() {
-    Batch& batch = batches_.front();
+    SaveBatch& batch = batches_.front();
     {
       const Stopwatch watch(seconds_.copy);
+      while (!batch.awaited.empty()) {
+        const std::uint32_t seen = shared_->changes();
+        look_again(batch);
+        if (!batch.awaited.empty()) shared_->wait_for_others(seen);
+      }
       if (batch.event) {
         driver_.wait(device_, *batch.event);
         driver_.recycle(device_, *batch.event);
         batch.event.reset();
       }
       for (const auto& write : batch.writes) write.get();
+      if (shared_) shared_->publish_done();
     }
     for (const auto& copied : batch.copied) {
       ContentBlock& content = blocks_[copied.block];
@@ -298,10 +284,10 @@ class SaveTask {
       content.block->has_digest = copied.digest.has_value();
       content.block->digest = copied.digest.value_or(Digest{});
       content.block->packed_bytes = copied.packed_bytes;
-      content.outcome = ContentBlock::Outcome::copied;
+      content.outcome = copied.outcome;
       const std::size_t bytes = sum_of(content.live);
       progress_.done_bytes += bytes;
-      progress_.copied_bytes += bytes;
+      if (copied.outcome == ContentBlock::Outcome::copied) progress_.copied_bytes += bytes;
     }
     {
       const Stopwatch watch(seconds_.driver);
@@ -314,7 +300,7 @@ class SaveTask {
   }
 
   void give_memory(Block& block) {
-    staging_.pool().give(std::exchange(block.host, {}));
+    give_host_memory(block, staging_.pool(), staging_.store());
     staging_.files().give(std::exchange(block.file, {}));
     staging_.files().punch_holes();  // on a full disk this may be the only free space
   }
@@ -327,17 +313,16 @@ class SaveTask {
   std::vector<ContentBlock>& blocks_;
   const std::vector<ChunkRange>& chunks_;
   const std::function<void(std::size_t)>& drop_;
-  bool digesting_ = false;
-  std::size_t next_block_ = 0;  // of the next window
-  std::size_t window_bytes_ = kFirstWindow;
-  std::deque<Window> submitted_;
+  std::size_t left_bytes_ = 0;  // of blocks that are not saved
   std::size_t next_chunk_ = 0;
-  std::deque<Batch> batches_;
+  std::deque<SaveBatch> batches_;
   PipelineSeconds seconds_;
+  DigestWindows windows_{staging_, blocks_, seconds_};
+  std::optional<SharedSave> shared_;
   FileWrites writes_{staging_, seconds_};
   std::map<std::pair<std::string, bool>, std::size_t> seen_bytes_;  // of blocks so far, by tag and kind of backup
   std::size_t dropped_bytes_ = 0;
-  std::deque<Pack> packs_;
+  std::deque<PackedBlock> packs_;
 };
 
 }  // namespace

@@ -8,8 +8,15 @@
 
 namespace memsaver {
 
-Staging::Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack)
-    : driver_(driver), device_(device), pool_(pool), files_(files), key_(key), packing_(driver, device, pack) {
+Staging::Staging(Driver& driver, int device, HostPool& pool, FileStore& files, SharedStore* store, const DigestKey& key,
+                 bool pack)
+    : driver_(driver),
+      device_(device),
+      pool_(pool),
+      files_(files),
+      store_(store),
+      key_(key),
+      packing_(driver, device, pack) {
   copies_ = driver_.create_stream(device_);
   try {
     kernels_ = driver_.create_stream(device_);

@@ -11,6 +11,7 @@
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/packing.hpp"
+#include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
 #include "support/sizes.hpp"
 
@@ -32,7 +33,8 @@ using FileTransfers = std::list<FileTransfer>;  // oldest first
 // it.
 class Staging {
  public:
-  Staging(Driver& driver, int device, HostPool& pool, FileStore& files, const DigestKey& key, bool pack);
+  Staging(Driver& driver, int device, HostPool& pool, FileStore& files, SharedStore* store, const DigestKey& key,
+          bool pack);
   // Waits until nothing is under way.
   ~Staging();
 
@@ -40,6 +42,7 @@ class Staging {
   [[nodiscard]] int device() const { return device_; }
   [[nodiscard]] HostPool& pool() { return pool_; }
   [[nodiscard]] FileStore& files() { return files_; }
+  [[nodiscard]] SharedStore* store() { return store_; }  // null if blocks are not shared
   [[nodiscard]] Packing& packing() { return packing_; }
   [[nodiscard]] Stream copies() const { return copies_; }    // runs on the copy engine
   [[nodiscard]] Stream kernels() const { return kernels_; }  // digests, packing and zero fills
@@ -70,6 +73,7 @@ class Staging {
   const int device_;
   HostPool& pool_;
   FileStore& files_;
+  SharedStore* const store_;
   const DigestKey key_;
   Stream copies_;
   Stream kernels_;

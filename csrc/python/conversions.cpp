@@ -9,12 +9,18 @@ py::dict to_dict(const PipelineSeconds& seconds) {
                   "copy_seconds"_a = seconds.copy, "driver_seconds"_a = seconds.driver);
 }
 
+py::dict to_dict(const SharedStoreStatus& store) {
+  return py::dict("name"_a = store.name, "processes"_a = store.processes, "held_bytes"_a = store.held_bytes,
+                  "share_bytes"_a = store.share_bytes, "used_bytes"_a = store.used_bytes,
+                  "total_bytes"_a = store.total_bytes, "limit_bytes"_a = store.limit_bytes);
+}
+
 py::dict to_dict(const TagOutcome& tag) {
   return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
                   "released_bytes"_a = tag.released_bytes, "resumed_bytes"_a = tag.resumed_bytes,
                   "backed_up_bytes"_a = tag.backed_up_bytes, "kept_bytes"_a = tag.kept_bytes,
-                  "unchanged_bytes"_a = tag.unchanged_bytes, "zero_bytes"_a = tag.zero_bytes,
-                  "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
+                  "unchanged_bytes"_a = tag.unchanged_bytes, "shared_bytes"_a = tag.shared_bytes,
+                  "zero_bytes"_a = tag.zero_bytes, "restored_bytes"_a = tag.restored_bytes, "already"_a = tag.already);
 }
 
 py::dict to_dict(const TagSnapshot& tag) {
@@ -51,7 +57,8 @@ py::dict to_dict(const SaverStatus& status) {
                   "file_bytes"_a = status.file_bytes, "pool_used_bytes"_a = status.pool.used_bytes,
                   "pool_capacity_bytes"_a = status.pool.capacity_bytes,
                   "pool_target_bytes"_a = status.pool.target_bytes, "pool_limit_bytes"_a = status.pool.limit_bytes,
-                  "prepared"_a = status.prepared, "operation"_a = status.operation, "done_bytes"_a = status.done_bytes,
+                  "shared_store"_a = to_dict(status.shared), "prepared"_a = status.prepared,
+                  "operation"_a = status.operation, "done_bytes"_a = status.done_bytes,
                   "total_bytes"_a = status.total_bytes, "copied_bytes"_a = status.copied_bytes,
                   "operation_seconds"_a = status.operation_seconds);
 }

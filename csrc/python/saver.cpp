@@ -26,7 +26,8 @@ py::dict dict_of(const Function& function) {
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
   saver.def(py::init([adapt](const std::string& driver, const std::vector<std::string>& host_devices,
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
-                             const std::string& retention, const std::string& verify, bool pack, bool peer_access) {
+                             const std::string& retention, const std::string& verify, bool pack,
+                             const std::string& shared_backups, bool peer_access) {
               Settings settings{
                   host_backup_limit,
                   file_folder,
@@ -38,6 +39,7 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
                                        {"full", VerifyChoice::full},
                                        {"auto", VerifyChoice::automatic}}),
                   pack,
+                  shared_backups,
                   peer_access};
               auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
               if (adapt) opened = adapt(std::move(opened));
@@ -45,7 +47,7 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
             }),
             py::kw_only(), "driver"_a, "host_devices"_a = std::vector<std::string>{}, "host_capacity"_a = 0,
             "host_backup_limit"_a = 0, "file_folder"_a = "/tmp", "retention"_a = "keep", "verify"_a = "auto",
-            "pack"_a = true, "peer_access"_a = false);
+            "pack"_a = true, "shared_backups"_a = "", "peer_access"_a = false);
 }
 
 py::dict release(Saver& saver, const std::vector<std::string>& tags,
@@ -84,7 +86,8 @@ void bind_operations(SaverClass& saver) {
             return dict_of([&] { return self.backup_of(address, bytes, reinterpret_cast<void*>(to)); });
           },
           "address"_a, "bytes"_a, "to"_a)
-      .def("drop_backups", &Saver::drop_backups, "tags"_a, NoGil())
+      .def("drop_backups", &Saver::drop_backups, "tags"_a, "keep_memory"_a = false, NoGil())
+      .def("trim_backup_memory", &Saver::trim_backup_memory, NoGil())
       .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
       .def("synchronize", &Saver::synchronize, NoGil())
       .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)

@@ -1,5 +1,6 @@
 #include "support/host_memory.hpp"
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -130,6 +131,15 @@ class Memory {
 std::size_t page_bytes() noexcept {
   static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
+}
+
+void prefer_node([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t bytes, int numa_node) noexcept {
+#ifdef SYS_mbind
+  if (numa_node < 0 || numa_node >= 64) return;
+  constexpr int kPreferred = 1;  // MPOL_PREFERRED
+  const unsigned long nodes = 1ul << numa_node;
+  syscall(SYS_mbind, memory, bytes, kPreferred, &nodes, 64, 0);
+#endif
 }
 
 std::size_t machine_memory_bytes() { return Memory::now().total; }

@@ -12,6 +12,9 @@ namespace memsaver {
 // What is left free of host memory where it serves as device memory, for all else that the process needs.
 inline constexpr std::size_t kSpareMemory = std::size_t{16} << 20;
 
+// Asks the kernel to put the pages of new memory on a NUMA node, or on another one rather than to fail. -1: anywhere.
+void prefer_node(void* memory, std::size_t bytes, int numa_node) noexcept;
+
 // Both throw ErrorKind::backup if a limit cannot be read for lack of descriptors or memory.
 
 // Memory of this machine, or of this process's control group if that has less.

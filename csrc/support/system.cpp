@@ -31,15 +31,21 @@ bool allowed(const char* call, std::size_t& bytes) {
 
 bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
 
-}  // namespace
-
-void* map_memory(std::size_t bytes, int flags) {
+void* map(std::size_t bytes, int flags, int file, off_t offset) {
   if (!refused("mmap", bytes)) {
-    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, offset);
     if (memory != MAP_FAILED) return memory;
   }
   throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
       .with_bytes(bytes);
+}
+
+}  // namespace
+
+void* map_memory(std::size_t bytes, int flags) { return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0); }
+
+void* map_file(int file, std::size_t offset, std::size_t bytes) {
+  return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
 }
 
 int open_unnamed(const char* folder, int flags) {

@@ -25,6 +25,8 @@ extern std::atomic<Hook> hook;
 // mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS.
 // Throws ErrorKind::out_of_host_memory.
 [[nodiscard]] void* map_memory(std::size_t bytes, int flags);
+// mmap(2) of a part of a file, readable, writable and shared. Throws ErrorKind::out_of_host_memory.
+[[nodiscard]] void* map_file(int file, std::size_t offset, std::size_t bytes);
 // open(2) and mkostemp(3), for the owner only.
 [[nodiscard]] int open_unnamed(const char* folder, int flags);
 [[nodiscard]] int open_temporary(char* path_template, int flags);

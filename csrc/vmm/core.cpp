@@ -14,7 +14,7 @@ namespace {
 BackupStore::Options backup_options(const Settings& settings) {
   std::size_t limit = settings.host_backup_limit;
   if (limit == 0) limit = available_memory_bytes() / 5 * 4;
-  return {limit, settings.file_folder, settings.retention, settings.verify, settings.pack};
+  return {limit, settings.file_folder, settings.retention, settings.verify, settings.pack, settings.shared_backups};
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ OperationResult Operation::perform(const MemoryMap::Tags& tags) {
       core_.backups.clean_up();
       core_.check_usable();
       begin(tags);
-      core_.backups.files().punch_holes();
+      core_.backups.settle();
       run();
       core_.check_usable();  // a failure that was only logged may have been the loss of the context
       const Lock lock(core_.map.mutex);
@@ -83,7 +83,7 @@ void Operation::end() {
     }
   }
   for (const auto& [arena, chunks] : freed) core_.physical.give_back(*arena, chunks);
-  core_.backups.files().punch_holes();
+  core_.backups.settle();
 }
 
 void Operation::name_work(Error& error, const MemoryMap::Tags& tags) const {
@@ -172,6 +172,7 @@ OperationResult Operation::result() const {
       using Outcome = ContentBlock::Outcome;
       if (content.outcome == Outcome::copied) (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
       if (releasing && content.outcome == Outcome::copied) outcome.kept_bytes += content.block->kept_bytes();
+      if (content.outcome == Outcome::found) outcome.shared_bytes += bytes;
       if (content.outcome == Outcome::unchanged) outcome.unchanged_bytes += bytes;
       if (content.outcome == Outcome::zero) outcome.zero_bytes += bytes;
     }

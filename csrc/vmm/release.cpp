@@ -85,6 +85,8 @@ class Release final : public Operation {
     content_bytes_ += live;
     if (content.to_file) {
       file_bytes_ += beyond(to_pages(live), block.file.bytes);
+    } else if (core_.backups.shared() != nullptr) {
+      // What it takes shows only while it is saved: other processes may have this content.
     } else if (const std::size_t bytes = beyond(to_pages(live), sum_of(block.host))) {
       host_bytes_[&core_.backups.pool_of(work.device)] += bytes;
     }

@@ -8,6 +8,7 @@
 #include "backup/block.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
+#include "backup/shared_store.hpp"
 
 namespace memsaver {
 
@@ -35,6 +36,7 @@ struct SaverStatus {
   std::size_t backup_bytes = 0;                   // that backups take
   std::size_t file_bytes = 0;
   HostPoolStatus pool{};
+  SharedStoreStatus shared;
   bool prepared = false;  // host memory for a release of everything is pinned
   std::string operation;  // release, resume, or empty
   std::size_t done_bytes = 0;
@@ -62,6 +64,7 @@ struct TagOutcome {
   std::size_t backed_up_bytes = 0;
   std::size_t kept_bytes = 0;  // what the backups of these take: less if they are packed
   std::size_t unchanged_bytes = 0;
+  std::size_t shared_bytes = 0;  // not copied: the shared store has the content from another process
   std::size_t zero_bytes = 0;
   std::size_t restored_bytes = 0;
   bool already = true;  // there was nothing to do

@@ -112,7 +112,7 @@ void Saver::free(Address address) {
     chunks = core.forget(*arena, address);
   }
   core.physical.give_back(*arena, chunks);
-  if (arena->key().restore == Restore::file) core.backups.files().punch_holes();
+  if (keeps_content(arena->key().restore)) core.backups.settle();
 }
 
 OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
@@ -143,7 +143,12 @@ void Saver::prepare_backup() {
       }
     }
   }
-  for (const auto& [pool, bytes] : wanted) pool->start_growth(bytes);
+  std::size_t shared = 0;
+  for (const auto& [pool, bytes] : wanted) {
+    if (core.backups.shared() == nullptr) pool->start_growth(bytes);
+    shared += bytes;
+  }
+  if (core.backups.shared() != nullptr) core.backups.shared()->prepare_beyond(shared);
   for (const int device : digesting) {
     core.driver->prepare_digest(device);
     if (core.backups.packs()) core.driver->prepare_packing(device);
@@ -162,6 +167,7 @@ void Saver::wait_until_prepared() {
   }
   try {
     for (HostPool* const pool : core.backups.pools()) pool->wait_for_growth();
+    if (core.backups.shared() != nullptr) core.backups.shared()->wait_until_prepared();
   } catch (const Error& error) {
     Error named = error;  // other threads may wait for the same one
     throw named.with_tag(tags);
@@ -213,11 +219,17 @@ BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
   return view;
 }
 
-void Saver::drop_backups(const Tags& tags) {
+void Saver::drop_backups(const Tags& tags, bool keep_memory) {
   core_->check_process();
   const Lock operation(core_->backups.operation_mutex);
   core_->drop_backups(tags);
-  core_->backups.files().punch_holes();
+  core_->backups.settle();
+  if (!keep_memory) core_->backups.trim_later();
+}
+
+void Saver::trim_backup_memory() {
+  core_->check_process();
+  const Lock operation(core_->backups.operation_mutex);
   core_->backups.trim_later();
 }
 
@@ -243,7 +255,12 @@ SaverStatus Saver::status() const {
     const Lock lock(core.map.mutex);
     core.map.describe(status);
     status.pool = core.backups.pool_status();
-    status.prepared = status.pool.capacity_bytes - status.pool.used_bytes >= core.map.unprepared_bytes();
+    if (core.backups.shared() != nullptr) status.shared = core.backups.shared()->status();
+    const std::size_t ready =
+        core.backups.shared() == nullptr
+            ? status.pool.capacity_bytes - status.pool.used_bytes
+            : status.shared.pinned_bytes - std::min(status.shared.pinned_bytes, status.shared.held_bytes);
+    status.prepared = ready >= core.map.unprepared_bytes();
   }
   status.reserved_by_device = core.reservation.bytes_by_device();
   status.file_bytes = core.backups.files().used_bytes();

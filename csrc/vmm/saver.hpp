@@ -61,8 +61,11 @@ class Saver {
   // dropped. Copies it to `to` if that is not null and all of it is in host memory. Waits for an operation under way.
   // ErrorKind::configuration if the range is not within a live allocation, which must not be freed meanwhile.
   [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
-  // Drops the backups of resident memory under `tags`, and unpins unused host memory in the background.
-  void drop_backups(const Tags& tags);
+  // Drops the backups of resident memory under `tags`, and unpins unused host memory in the background unless it is to
+  // be kept for the next release.
+  void drop_backups(const Tags& tags, bool keep_memory = false);
+  // Unpins unused host memory in the background.
+  void trim_backup_memory();
   // Moves backup files to `folder`; backups on disk of resident memory may be dropped for that. With backups of
   // released memory in the old folder this is ErrorKind::configuration.
   void set_file_folder(const std::string& folder);

@@ -28,8 +28,9 @@ struct Settings {
   std::string file_folder = "/tmp";
   Retention retention = Retention::keep;
   VerifyChoice verify = VerifyChoice::automatic;
-  bool pack = true;          // keep content packed where that saves an eighth
-  bool peer_access = false;  // let every visible device reach the memory
+  bool pack = true;            // keep content packed where that saves an eighth
+  std::string shared_backups;  // the name of a store of host memory that other processes use, too; empty: none
+  bool peer_access = false;    // let every visible device reach the memory
 };
 
 }  // namespace memsaver

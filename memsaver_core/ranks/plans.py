@@ -135,6 +135,8 @@ def _check_disk(needed: int) -> None:
 def _free_host_bytes(status: Status) -> int:
     """Return how much more backups may take: within the limit, and of what the host has beyond the pool's memory."""
     backup = status.host_backup
+    if backup.shared_store is not None:  # what it lacks shows only while content is saved
+        return 1 << 62
     used = backup.bytes - backup.file_bytes
     pinned = max(backup.capacity_bytes, backup.target_bytes)
     return max(0, min(backup.limit_bytes, pinned + _native.available_memory_bytes()) - used)

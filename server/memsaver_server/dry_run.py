@@ -162,6 +162,8 @@ def _general_blockers(status: Status, request: OperationRequest, running: Operat
 
 def _free_host_bytes(backup: HostBackupStatus) -> int:
     """Return what backups may still take: memory that is pinned and unused, and what the host and the limit allow."""
+    if backup.shared_store is not None:  # what it lacks shows only while content is saved
+        return 1 << 62
     used = backup.bytes - backup.file_bytes
     unused = max(0, backup.capacity_bytes - used)
     return max(0, min(backup.limit_bytes - used, unused + available_host_bytes()))

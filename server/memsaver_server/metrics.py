@@ -95,7 +95,7 @@ class Metrics:
                 self._moved["resume"] += operation.report.resumed_bytes
                 for tag in operation.report.tags:
                     self._copied["to_host", "false"] += tag.backed_up_bytes
-                    self._copied["to_host", "true"] += tag.unchanged_bytes
+                    self._copied["to_host", "true"] += tag.unchanged_bytes + tag.shared_bytes
                     self._copied["to_device", "false"] += tag.restored_bytes
 
     def scrape(self) -> bytes:
@@ -153,6 +153,14 @@ class Metrics:
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "What backups take in host memory and in files, pinned memory allocated for them, and its limit."
         yield gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
+        if (store := backup.shared_store) is not None:
+            help_text = "The store of host memory that several processes use: blocks that this one holds, its share of "
+            help_text += "them, blocks in use by any, and the store's memory and its limit."
+            kinds = ("held", "share", "used", "total", "limit")
+            sizes = {(kind,): getattr(store, f"{kind}_bytes") for kind in kinds}
+            yield gauges("memsaver_shared_store_bytes", help_text, ["kind"], sizes)
+            help_text = "Processes that use the same store of host memory, this one included."
+            yield gauges("memsaver_shared_store_processes", help_text, ["store"], {(store.name,): store.processes})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
             yield gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)

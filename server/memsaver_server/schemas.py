@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, Field
 
+from memsaver_server.backup_schemas import HostBackupAnswer
+
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
@@ -130,6 +132,7 @@ class TagAnswer(Model):
     resumed_bytes: int
     backed_up_bytes: int
     unchanged_bytes: int
+    shared_bytes: int = 0
     zero_bytes: int
     restored_bytes: int
     kept_bytes: int = 0
@@ -248,7 +251,8 @@ class OperationStatusAnswer(Model):
     seconds: float
     progress: ProgressAnswer | None
     phases: list[PhaseAnswer]
-    answer: OperationAnswer | ErrorAnswer | None
+    # A fleet's answer to an operation that failed has the fields of both.
+    answer: ErrorAnswer | OperationAnswer | None = Field(union_mode="left_to_right")
 
 
 class OperationsAnswer(Model):
@@ -291,14 +295,6 @@ class TagStatusAnswer(Model):
     kept_bytes: int = 0
     allocations: int
     chunks: int
-
-
-class HostBackupAnswer(Model):
-    bytes: int
-    capacity_bytes: int
-    limit_bytes: int
-    file_bytes: int
-    prepared: bool
 
 
 class AdmissionAnswer(Model):

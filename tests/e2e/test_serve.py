@@ -244,3 +244,25 @@ def test_two_engines_of_one_host_device_take_turns(tmp_path: Path) -> None:
         assert one.generate("take turns", max_new_tokens=8, temperature=0)["output_ids"] == before
         assert first.end() == 0
     assert not Path(f"/dev/shm/memsaver-{os.getuid()}-e2e-{os.getpid()}").exists()
+
+
+@pytest.mark.guards("each of several replicas pinned its own copy of the same weights")
+def test_two_engines_keep_their_weights_once() -> None:
+    """Released one after the other, the second copies nothing; status and metrics show its share and the store."""
+    store = {"MEMSAVER_SHARED_BACKUPS": f"e2e-{os.getpid()}"}
+    with serving(changes=store) as first, serving(changes=store) as second:
+        clients = [Client(server.url) for server in (first, second)]
+        before = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]
+        copied, found = [client.release(tags=["weights"]).tags[0] for client in clients]
+        content = copied.backed_up_bytes + copied.shared_bytes  # some of its own is equal, too
+        assert (found.backed_up_bytes, found.shared_bytes) == (0, content)
+        for client, server in zip(clients, (first, second), strict=True):
+            shown = client.occupation().host_backup.shared_store
+            assert shown is not None
+            assert (shown.processes, shown.held_bytes) == (2, copied.backed_up_bytes)
+            assert shown.share_bytes == pytest.approx(shown.held_bytes / 2, abs=64)
+            assert shown.held_bytes <= shown.used_bytes <= shown.total_bytes < 1.1 * content
+            assert 'memsaver_shared_store_bytes{kind="share"}' in httpx.get(f"{server.url}/metrics").text
+            client.resume()
+        after = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]
+        assert after == before

@@ -65,10 +65,13 @@ class LightMemory:
         self._failing: dict[str, MemsaverError] = {}
         self._holding: dict[str, threading.Event] = {}
         self.reached: dict[str, int] = {}
+        self._ends = False
+        self._ended = ""
 
-    def fail(self, call: str, error: MemsaverError) -> None:
-        """Make the next ``call`` fail before it does anything."""
+    def fail(self, call: str, error: MemsaverError, *, ends: bool = False) -> None:
+        """Make the next ``call`` fail before it does anything; ``ends``: for good, as if a rank had ended."""
         self._failing[call] = error
+        self._ends = ends
 
     def hold(self, call: str) -> None:
         """From now on, hold ``call`` until ``heal``."""
@@ -77,6 +80,7 @@ class LightMemory:
     def heal(self) -> None:
         """Undo ``fail`` and ``hold``; held calls continue."""
         self._failing.clear()
+        self._ended = ""
         for event in self._holding.values():
             event.set()
         self._holding.clear()
@@ -114,14 +118,17 @@ class LightMemory:
         status = LOCAL_MEMORY.status()
         tags = tuple(replace(tag, tag=self._short(tag.tag)) for tag in status.tags if tag.tag.startswith(self._prefix))
         released = any(tag.released_bytes for tag in tags)
-        return replace(status, tags=tags, state="released" if released else "resident")
+        state: Any = "failed" if self._ended else "released" if released else "resident"
+        return replace(status, tags=tags, state=state, failure=self._ended)
 
     def _reach(self, call: str) -> None:
         self.reached[call] = self.reached.get(call, 0) + 1
         if call in self._holding:
             self._holding[call].wait()
         if call in self._failing:
-            raise self._failing.pop(call)
+            error = self._failing.pop(call)
+            self._ended = str(error) if self._ends else ""
+            raise error
 
     def _own(self, options: Any) -> Any:
         tags = self._long(options.tags or self.names)

@@ -74,6 +74,18 @@ def test_one_that_fails_to_commit_is_undone_on_all(fleet: Fleet, sites: Sites, v
     assert getattr(fleet, verb)().success  # and can be repeated
 
 
+def test_one_that_fails_for_good_is_not_called_as_before(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("rank 1 has ended"), ends=True)
+    result = fleet.release()
+    assert states(result) == {"a": "resident", "b": "failed", "c": "resident"}
+    assert not result.rolled_back
+    assert "b failed while committing: rank 1 has ended" in result.message
+    assert "undone, but not on b, which is failed" in result.message
+    again = fleet.release()
+    assert [engine.name for engine in again.failed] == ["b"]
+    assert "All engines are as before" in again.message
+
+
 def test_an_undo_leaves_released_what_was_released_before(fleet: Fleet, sites: Sites) -> None:
     assert fleet.release(Selector(names=("a",))).success
     assert fleet.release(Selector(names=("c",)), tags=["kv_cache"]).success

@@ -29,6 +29,7 @@ from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
 from memsaver_server.fleet import Member, StaticMembership
+from tests.e2e.serving import memsaver
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -244,6 +245,15 @@ def test_our_own_client(fleet: httpx.Client) -> None:
         assert [event.name for event in client.events(started.operation_id)][-1] == "done"
         client.resume(wait=True)
         client.flush_cache()
+
+
+def test_our_own_command_fails_if_the_operation_does(fleet: httpx.Client, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("check_release", MemsaverError("no room for b"))
+    failed = memsaver("release", "--url", str(fleet.base_url))
+    assert failed.returncode == 1
+    assert "b failed while preparing: no room for b" in failed.stderr
+    assert memsaver("release", "--url", str(fleet.base_url)).returncode == 0
+    assert states(sites) == ["released"] * 3
 
 
 # -- all or none, and what the answers say -----------------------------------------------------------------------------

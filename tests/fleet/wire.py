@@ -11,8 +11,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 #: What becomes of a request: it is lost, with the connection or without a sign; or its answer is, once the engine has
-#: acted; or it waits until ``heal``.
-Fault = Literal["reset", "silence", "reset_answer", "silence_answer", "delay"]
+#: acted; or it waits until ``heal``; or it is passed on.
+Fault = Literal["reset", "silence", "reset_answer", "silence_answer", "delay", "none"]
 
 
 @dataclass

@@ -22,7 +22,7 @@ VARIABLES = {
     "MEMSAVER_API_KEY": KEY,
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/fleet_on_ray/standin"), str(ROOT)]),
 }
 
 
@@ -46,10 +46,17 @@ def cluster() -> Iterator[Cluster]:
         os.environ.update(saved)
 
 
+@pytest.fixture(scope="session")
+def nodes(cluster: Cluster) -> list[str]:
+    """The ids of the two nodes, by rack; ``cluster.worker_nodes`` has no order."""
+    racks = {node["Labels"].get("rack", ""): node["NodeID"] for node in ray.nodes()}
+    return [racks["r1"], racks["r2"]]
+
+
 @pytest.fixture
-def site(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(nodes: list[str], request: pytest.FixtureRequest) -> Iterator[Site]:
     """A fleet of its own for one test."""
-    made = Site(request.node.name, [node.node_id for node in cluster.worker_nodes])
+    made = Site(request.node.name, nodes)
     yield made
     made.close()
 

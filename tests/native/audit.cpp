@@ -125,6 +125,7 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
   std::map<int, std::size_t> device_bytes;
   std::size_t host_bytes = 0;
   std::size_t file_bytes = 0;
+  std::map<std::uint32_t, std::size_t> entries;  // of the shared store; several blocks may use one
   const Lock operation(core.backups.operation_mutex);
   for (const int device : core.map.devices()) device_bytes[device] = core.backups.device_bytes(device);
   const auto orphans = core.orphans.list();
@@ -142,7 +143,8 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
       device_bytes[arena->key().device] += arena->mapped_bytes();
       for (const auto& [address, allocation] : arena->allocations()) {
         for (const auto& block : allocation.blocks) {
-          host_bytes += sum_of(block.host);
+          if (!block.shared) host_bytes += sum_of(block.host);
+          if (block.shared) entries[*block.shared] = core.backups.shared()->stored_bytes(*block.shared);
           file_bytes += block.file.bytes;
         }
       }
@@ -154,6 +156,11 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
                        std::to_string(expected) + " are accounted for");
   };
   compare("host memory", core.backups.pool_status().used_bytes, host_bytes);
+  if (const SharedStore* const store = core.backups.shared()) {
+    std::size_t bytes = 0;
+    for (const auto& [entry, each] : entries) bytes += each;
+    compare("shared store", store->status().held_bytes, bytes);
+  }
   compare("backup file", core.backups.files().used_bytes(), file_bytes);
   for (const auto& [device, bytes] : device_bytes) {
     const MemoryInfo memory = core.driver->memory_info(device);

@@ -1,8 +1,11 @@
 // For the sanitizers: threads allocate, free and read backups while others release and resume.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -111,12 +114,40 @@ void backups_have_one_user_at_a_time() {
   CHECK(audit(saver).empty());
 }
 
+// Two savers of one process, with the same content, release and resume at the same time into one store.
+void savers_share_backups() {
+  Settings settings;
+  settings.shared_backups = "saver-threads-" + std::to_string(getpid());
+  const auto replica = [&] {
+    Saver saver(open_host_driver({}, kCapacity), settings);
+    const Address kept = saver.allocate({0, "kept", Restore::host}, kKeptBytes);
+    auto* const data = reinterpret_cast<unsigned char*>(kept);
+    for (int cycle = 0; cycle < 40; ++cycle) {
+      for (std::size_t at = 0; at < kKeptBytes; at += kPage)
+        data[at] = static_cast<unsigned char>(cycle + at / kPage + 1);
+      saver.release({}, {}, {});
+      if (cycle % 8 == 0) CHECK(saver.status().shared.used_bytes >= kKeptBytes / 2);  // some of it is packed
+      saver.resume({});
+      for (std::size_t at = 0; at < kKeptBytes; at += kPage) {
+        CHECK(data[at] == static_cast<unsigned char>(cycle + at / kPage + 1));
+      }
+      if (cycle % 5 == 0) saver.drop_backups({});
+    }
+    CHECK(audit(saver).empty());
+    saver.free(kept);
+  };
+  std::thread other(replica);
+  replica();
+  other.join();
+}
+
 }  // namespace
 
 int main() {
   ranges_merge_and_split();
   threads_do_not_disturb_each_other();
   backups_have_one_user_at_a_time();
+  savers_share_backups();
   std::printf("threads: no disturbance\n");
   return 0;
 }

@@ -31,6 +31,15 @@ def test_saver_under_threads(build: Path) -> None:
     run(build / "saver_threads")
 
 
+@pytest.mark.guards(
+    "each of several replicas pinned its own copy of the same weights",
+    "the process that had written a shared backup died",
+)
+def test_shared_store_of_several_processes(build: Path) -> None:
+    """One copy; limits; two users and two keys; stopped processes; one killed at each of its steps."""
+    run(build / "shared_store")
+
+
 def test_packed_content_comes_back(build: Path) -> None:
     run(build / "packing")
 

@@ -42,8 +42,9 @@ std::size_t threads() {
 std::size_t threads_at_rest = 0;  // this one, and those of a sanitizer
 
 // What the saver pins and unpins beside its calls, it does in threads that end.
-void wait_for_background() {
-  while (threads() > threads_at_rest) std::this_thread::yield();
+void wait_for_background(const World::Options& options) {
+  const std::size_t keeper = options.settings.shared_backups.empty() ? 0 : 1;
+  while (threads() > threads_at_rest + keeper) std::this_thread::yield();
 }
 
 // What one look at the memory that is available opens, control group by control group.
@@ -194,7 +195,7 @@ bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, boo
   bool met = false;
   try {
     scenario.prepare(world);
-    wait_for_background();
+    wait_for_background(scenario.options);
     const std::size_t times = for_good ? kForGood : 1;
     if (fault.of_system) {
       system_faults().plan(fault.call, nth, fault.code, times);
@@ -214,7 +215,7 @@ bool run_case(const Scenario& scenario, const Fault& fault, std::size_t nth, boo
       threw = true;
       if (undo_fails == nullptr || undo_fails == std::string("destroy_stream")) check_error(error, fault, world);
     }
-    wait_for_background();
+    wait_for_background(scenario.options);
     met = fault.of_system ? system_faults().met() : world.faulty->failures() > 0;
     lost = fault.kind == ErrorKind::context_lost && met;
     if (lost) {
@@ -266,14 +267,14 @@ std::map<std::string, std::size_t> count_calls(const Scenario& scenario, bool of
   std::map<std::string, std::size_t> calls;
   try {
     scenario.prepare(world);
-    wait_for_background();
+    wait_for_background(scenario.options);
     const auto counts = [&] {
       const std::lock_guard<std::mutex> lock(system_faults().mutex);
       return of_system ? system_faults().counts : world.faulty->counts();
     };
     auto before = counts();
     scenario.act(world);
-    wait_for_background();
+    wait_for_background(scenario.options);
     world.check();
     for (const auto& [call, count] : counts()) {
       if (count > before[call]) calls[call] = count - before[call];
@@ -305,7 +306,7 @@ void run_ends(const std::string& name, const World::Options& options, const std:
         World world(options);
         try {
           prepare(world);
-          wait_for_background();
+          wait_for_background(options);
           const auto held = world.ledger->held();
           const auto found = held.find(kind);
           occurrences = found == held.end() ? 0 : found->second;

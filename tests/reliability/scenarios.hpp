@@ -125,6 +125,19 @@ inline std::vector<Scenario> scenarios() {
     close(open(left_behind.c_str(), O_CREAT | O_WRONLY, 0600));
     world.allocate("disk", Restore::file, 11);
   };
+  World::Options shared = full;
+  shared.settings.shared_backups = "every-call-" + std::to_string(getpid());
+  list.push_back(release_of("release into a shared store", every_policy, shared));
+  list.push_back(resume_of("resume from a shared store", every_policy, shared));
+  list.push_back(release_of(
+      "release of changed content into a shared store",
+      [every_policy](World& world) {
+        every_policy(world);
+        world.release();
+        world.resume();
+        world.rewrite_what_is_here();
+      },
+      shared));
   list.push_back({"allocate", {}, nothing, [](World& world) { world.allocate("t", Restore::zero, 3); }, {}});
   list.push_back(
       {"allocate kept, several chunks", {}, nothing, [](World& world) { world.allocate("t", Restore::host, 50); }, {}});

@@ -217,34 +217,47 @@ saver.resume()
     )
 
 
-@pytest.mark.parametrize("retain", ["0", "1"])
+@pytest.mark.parametrize(("retain", "plenty"), [("0", False), ("0", True), ("1", False)])
 @pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
-def test_resident_memory_after_a_resume(retain: str) -> None:
-    """Without retention the host memory of backups is returned to the kernel; with it, it stays."""
+def test_resident_memory_after_a_resume(retain: str, plenty: bool) -> None:
+    """Without retention the host memory of backups is returned to the kernel if the host lacks memory, and kept for the
+    next pause if it has plenty; with retention it stays."""
     run(
         INSTALL
         + """
 import os, time, torch
+import memsaver_core as ms
+from memsaver_core.compat.torch_memory_saver import spare_memory
 from torch_memory_saver import torch_memory_saver as saver
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
+plenty, asked = os.environ["PLENTY"] == "True", []
+spare_memory.is_plentiful = lambda spare: asked.append(spare) or plenty
 with saver.region(enable_cpu_backup=True):
     tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
 expected = tensor.clone()
 before = rss()
 saver.pause()
 saver.resume()
-retained = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
+kept = plenty or os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
 deadline = time.monotonic() + 30
-while not retained and rss() > before + 32:
+while rss() > before + 32 if not kept else plenty and len(asked) < 2:
     assert time.monotonic() < deadline, (before, rss())
     time.sleep(0.01)
-assert (rss() > before + 160) == retained, (before, rss())
+assert (rss() > before + 160) == kept, (before, rss())
+backup = ms.status().host_backup
+assert (backup.unused_bytes >= 192 << 20) == plenty
 assert torch.equal(tensor, expected)
+if plenty:  # until the host lacks memory
+    plenty = False
+    while ms.status().host_backup.unused_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 """,
         TMS_RETAIN_CPU_BACKUP=retain,
+        PLENTY=str(plenty),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import memsaver_core as ms
 from memsaver_core import _native, process
+from memsaver_core.compat.torch_memory_saver.spare_memory import SpareMemory
 from memsaver_core.errors import ConfigurationError, UnknownTagError
 from memsaver_core.policies import ZEROED_TAGS
 
@@ -60,6 +61,7 @@ class State:
         self._initialized = False
         self.retaining = False  # whether a resume leaves backups in host memory
         self._retained_tags: set[str] = set()  # their last resume did
+        self._spare = SpareMemory()
 
     def attach_library(self) -> str:
         """Connect the preload library, if this process was started with it, to the saver.
@@ -123,7 +125,8 @@ class State:
         self._forget(names)
 
     def resume(self, tag: str | None) -> None:
-        """Resume a tag, or all; their backups are dropped unless retained. An unknown tag is ignored."""
+        """Resume a tag, or all; their backups are dropped unless retained, and their memory if the host lacks it. An
+        unknown tag is ignored."""
         names = [tag] if tag else []
         try:
             ms.resume(names)
@@ -136,7 +139,8 @@ class State:
             self._retained_tags.update(names or saver.known_tags())
         else:
             self._forget(names)
-            saver.drop_backups(names)
+            saver.drop_backups(names, keep_memory=True)
+            self._spare.keep(saver)
 
     def is_retained(self, tag: str) -> bool:
         """Return whether the last resume of ``tag`` left its backup in place."""

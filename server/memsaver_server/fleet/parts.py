@@ -92,7 +92,10 @@ class Part:
 
     def is_stray(self, verb: Verb) -> bool:
         """Return whether it is not as before ``verb``, which was given up, or does not say."""
-        return self.after is None or self.after.operation_id is not None or bool(self.moved(verb))
+        now, before = self.after, self.before
+        if now is None or (now.state == "failed" and (before is None or before.state != "failed")):
+            return True
+        return now.operation_id is not None or bool(self.moved(verb))
 
     @property
     def state(self) -> str:

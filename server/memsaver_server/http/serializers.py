@@ -9,7 +9,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from memsaver_core.reports import DeviceMemory, OperationReport, PhaseReport, TagStatus
+from memsaver_core.reports import DeviceMemory, HostBackupStatus, OperationReport, PhaseReport, TagStatus
+from memsaver_server.backup_schemas import HostBackupAnswer
 from memsaver_server.device_monitor import Sample
 from memsaver_server.dry_run import Plan
 from memsaver_server.engine import Engine, model_name_of
@@ -17,7 +18,7 @@ from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
 from memsaver_server.operation import Operation
-from memsaver_server.schemas import DeviceAnswer, HostBackupAnswer, MeteredDeviceAnswer, TagStatusAnswer
+from memsaver_server.schemas import DeviceAnswer, MeteredDeviceAnswer, TagStatusAnswer
 
 
 def operation_answer(operation: Operation) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> d
         "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
         "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
-        "host_backup": _fields(HostBackupAnswer, status.host_backup),
+        "host_backup": _host_backup(status.host_backup),
         "ranks": [asdict(rank) for rank in status.ranks],
     }
 
@@ -216,6 +217,11 @@ def phase_answer(phase: PhaseReport) -> dict[str, Any]:
 def _fields(model: type[BaseModel], source: object) -> dict[str, Any]:
     """Return the attributes of ``source`` that are fields of ``model``."""
     return {name: getattr(source, name) for name in model.model_fields}
+
+
+def _host_backup(backup: HostBackupStatus) -> dict[str, Any]:
+    store = backup.shared_store
+    return {**_fields(HostBackupAnswer, backup), "shared_store": asdict(store) if store is not None else None}
 
 
 def _tag_status(tag: TagStatus, *, lost: bool) -> dict[str, Any]:

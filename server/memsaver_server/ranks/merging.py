@@ -14,6 +14,7 @@ from memsaver_core.reports import (
     OperationReport,
     PhaseReport,
     Progress,
+    SharedStoreStatus,
     Status,
     TagReport,
     TagStatus,
@@ -62,14 +63,16 @@ class RankDevices:
             return Status(False, "none", "resident", "", (), HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0))
         tags = [self._renumbered(rank, tag) for rank, status in told for tag in status.tags]
         backups = [status.host_backup for _, status in told]
-        sums = {each.name: sum(getattr(backup, each.name) for backup in backups) for each in fields(HostBackupStatus)}
+        sizes = [each.name for each in fields(HostBackupStatus) if each.name not in ("prepared", "shared_store")]
+        sums = {name: sum(getattr(backup, name) for backup in backups) for name in sizes}
+        prepared = all(backup.prepared for backup in backups)
         return Status(
             enabled=True,
             driver=told[0][1].driver,
             state=_worst(status.state for _, status in told),
             failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in told if status.failure),
             tags=merged_tags(tags),
-            host_backup=HostBackupStatus(**{**sums, "prepared": all(backup.prepared for backup in backups)}),
+            host_backup=HostBackupStatus(**sums, prepared=prepared, shared_store=_merged_store(backups)),
             progress=Progress("", 0, 0, 0, 0.0),
             reserved_by_device=self._reserved(told),
             hibernated=any(status.hibernated for _, status in told),
@@ -108,6 +111,15 @@ class RankDevices:
         return replace(
             tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
         )
+
+
+def _merged_store(backups: Sequence[HostBackupStatus]) -> SharedStoreStatus | None:
+    """The store that the ranks use, with the blocks of all of them; its own figures are the same for all."""
+    stores = [backup.shared_store for backup in backups if backup.shared_store is not None]
+    if not stores:
+        return None
+    held, share = sum(store.held_bytes for store in stores), sum(store.share_bytes for store in stores)
+    return replace(stores[0], held_bytes=held, share_bytes=share)
 
 
 def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:

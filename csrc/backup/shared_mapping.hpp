@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "backup/block.hpp"
+#include "backup/shared_index.hpp"
+#include "driver/driver.hpp"
+#include "support/mutex.hpp"
+
+namespace memsaver {
+
+// The slabs of a store as one process has them: mapped, and registered with the driver.
+class SharedMapping {
+ public:
+  SharedMapping(Driver& driver, int file) : driver_(driver), file_(file) {}
+  // Unregisters and unmaps all.
+  ~SharedMapping();
+
+  // Held while a slab is registered: one at a time.
+  Mutex pin_mutex ACQUIRED_BEFORE(mutex_);
+
+  // Maps a slab unless it is. Throws ErrorKind::out_of_host_memory.
+  void map(std::uint32_t slab, std::size_t bytes) EXCLUDES(mutex_);
+  // Makes the pages of a mapped slab, with several threads, on a NUMA node (-1: any).
+  void touch(std::uint32_t slab, int numa_node) EXCLUDES(mutex_);
+  // Registers a mapped slab unless it is. Throws as Driver::register_host().
+  void pin(std::uint32_t slab) EXCLUDES(mutex_, pin_mutex);
+  // The same for the slabs around `ranges`.
+  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex);
+
+  // The addresses of pieces in mapped slabs, `bytes` in all.
+  [[nodiscard]] std::vector<HostRange> ranges_of(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes) const
+      EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<std::uint32_t> unpinned() const EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t pinned_bytes() const EXCLUDES(mutex_);
+
+  struct Mapped {
+    std::uintptr_t address;
+    std::size_t bytes;
+    bool pinned = false;
+  };
+  // Forgets slabs, so that map() maps them anew, for the caller to pass to let_go().
+  [[nodiscard]] std::map<std::uint32_t, Mapped> forget(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex)
+      EXCLUDES(mutex_);
+  // Unregisters and unmaps.
+  void let_go(const std::map<std::uint32_t, Mapped>& slabs);
+  [[nodiscard]] std::vector<std::uint32_t> slabs() const EXCLUDES(mutex_);
+
+ private:
+  Driver& driver_;
+  const int file_;
+  mutable Mutex mutex_;
+  std::map<std::uint32_t, Mapped> slabs_ GUARDED_BY(mutex_);
+};
+
+}  // namespace memsaver

@@ -1,0 +1,174 @@
+"""Several processes that keep their backups in one store: one copy, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from memsaver_core import _native
+from memsaver_core.errors import ConfigurationError, OutOfHostMemoryError
+from tests.unit.saver_memory import MIB, content, fill
+from tests.waiting import wait_until
+
+FORK = multiprocessing.get_context("fork")
+WEIGHTS = 200 * MIB  # several blocks, and more than one slab
+
+
+def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
+    """A process with memory, which does what it is told: ``(operation, argument)``, answered with a result."""
+    saver = _native.Saver(driver="host", host_capacity=1 << 30, verify="full", shared_backups=store, **settings)
+    address = saver.allocate(0, "weights", "host", WEIGHTS)
+    written = b""
+    while True:
+        operation, argument = pipe.recv()
+        answer: Any = None
+        try:
+            if operation == "write":
+                written = fill(address, WEIGHTS, argument)
+            elif operation == "release":
+                answer = saver.release([], [], {})["tags"][0]
+            elif operation == "resume":
+                saver.resume([])
+                answer = content(address, WEIGHTS) == written
+            elif operation == "hold":
+                saver.delay("copy_to_host", 3600)
+                continue
+            elif operation == "status":
+                answer = saver.status()["shared_store"]
+            elif operation == "audit":
+                answer = saver.audit()
+        except OutOfHostMemoryError as error:
+            answer = str(error)
+        pipe.send(answer)
+
+
+class Replica:
+    def __init__(self, store: str, **settings: Any) -> None:
+        self.pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=replica, args=(store, theirs, settings))
+        self.process.start()
+        theirs.close()
+
+    def tell(self, operation: str, argument: Any = None) -> None:
+        self.pipe.send((operation, argument))
+
+    def ask(self, operation: str, argument: Any = None) -> Any:
+        self.tell(operation, argument)
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def store() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def replicas(store: str) -> Iterator[list[Replica]]:
+    """Three replicas with equal content."""
+    three = [Replica(store) for _ in range(3)]
+    for each in three:
+        each.tell("write", 7)
+    for each in three:
+        each.pipe.recv()
+    yield three
+    for each in three:
+        each.kill()
+
+
+def all_at_once(replicas: list[Replica], operation: str) -> list[Any]:
+    for each in replicas:
+        each.tell(operation)
+    return [each.pipe.recv() for each in replicas]
+
+
+@pytest.mark.guards("each of several replicas pinned its own copy of the same weights")
+def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
+    """Released together, each copies a part; content that changed is written anew."""
+    for seed in (7, 8):
+        for each in replicas:
+            each.ask("write", seed)
+        reports = all_at_once(replicas, "release")
+        assert sum(report["backed_up_bytes"] for report in reports) == WEIGHTS
+        assert all(report["backed_up_bytes"] + report["shared_bytes"] == WEIGHTS for report in reports)
+        status = replicas[0].ask("status")
+        assert status["processes"] == 3
+        assert status["held_bytes"] == status["used_bytes"] <= 1.01 * WEIGHTS
+        assert status["used_bytes"] <= status["total_bytes"] <= status["limit_bytes"]
+        assert abs(3 * status["share_bytes"] - status["held_bytes"]) < MIB
+        assert all_at_once(replicas, "resume") == [True] * 3
+    # One changes its content: the others' is not touched.
+    replicas[1].ask("write", 9)
+    assert [report["unchanged_bytes"] for report in all_at_once(replicas, "release")] == [WEIGHTS, 0, WEIGHTS]
+    assert all_at_once(replicas, "resume") == [True] * 3
+    assert all_at_once(replicas, "audit") == [[]] * 3
+
+
+@pytest.mark.guards("the process that had written a shared backup died")
+def test_the_others_keep_what_a_dead_process_wrote(replicas: list[Replica]) -> None:
+    writer, *others = replicas
+    assert writer.ask("release")["backed_up_bytes"] == WEIGHTS
+    for report in all_at_once(others, "release"):
+        assert report["shared_bytes"] == WEIGHTS
+    writer.kill()
+    assert all_at_once(others, "resume") == [True] * 2
+    wait_until(lambda: others[0].ask("status")["processes"] == 2)
+    others[1].kill()
+    wait_until(lambda: others[0].ask("status")["processes"] == 1)
+    assert others[0].ask("release")["unchanged_bytes"] == WEIGHTS
+    assert others[0].ask("resume")
+    status = others[0].ask("status")
+    assert status["share_bytes"] == status["held_bytes"] == status["used_bytes"]
+
+
+@pytest.mark.guards("the process that had written a shared backup died")
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_one_ends_in_the_middle_of_its_share(replicas: list[Replica], end: str) -> None:
+    """The others copy what it had claimed."""
+    dying, *others = replicas
+    dying.tell("hold")
+    dying.tell("release")
+    wait_until(lambda: others[0].ask("status")["used_bytes"] > 0)  # it has claimed a block
+    for each in others:
+        each.tell("release")
+    if end == "killed":
+        dying.kill()
+    else:
+        os.kill(dying.process.pid or 0, signal.SIGSTOP)
+    reports = [each.pipe.recv() for each in others]
+    assert sum(report["backed_up_bytes"] for report in reports) >= WEIGHTS
+    assert all_at_once(others, "resume") == [True] * 2
+    assert all_at_once(others, "audit") == [[]] * 2
+
+
+def test_it_is_bounded_for_all_together(store: str) -> None:
+    """The limit holds for the store, not for each process; what does not fit is refused and undone."""
+    first = Replica(store, host_backup_limit=int(1.5 * WEIGHTS))
+    second = Replica(store, host_backup_limit=int(1.5 * WEIGHTS))
+    try:
+        first.ask("write", 1)
+        second.ask("write", 2)
+        assert first.ask("release")["backed_up_bytes"] == WEIGHTS
+        assert "shared store is bounded" in second.ask("release")
+        assert second.ask("resume")  # it is resident, with its content
+        second.ask("write", 1)
+        assert second.ask("release")["shared_bytes"] == WEIGHTS
+        assert [first.ask("resume"), second.ask("resume")] == [True, True]
+    finally:
+        first.kill()
+        second.kill()
+
+
+def test_a_name_that_cannot_be_used() -> None:
+    with pytest.raises(ConfigurationError, match="MEMSAVER_SHARED_BACKUPS"):
+        _native.Saver(driver="host", host_capacity=MIB, shared_backups="a/b")
