@@ -3,7 +3,8 @@ them, and what it needs; with a model of larger fleets, fitted to what was measu
 
 The engines are real services over the real core on the host driver, 2 MiB each, many to a process. The coordinator is
 this process. Engines and coordinator share the processors here, so that a time over all engines is mostly the engines'
-own work; the coordinator's processor time is given apart.
+own work; the coordinator's processor time is given apart. What it takes beyond the slowest engine is measured on
+stand-ins, which repeat a real engine's answers and only wait in their commit.
 
     python benchmarks/fleet.py
     python benchmarks/fleet.py --sizes 50,100 --rounds 3 --out /tmp
@@ -21,6 +22,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PER_PROCESS = 10
 #: The fleet that the model speaks of.
 LARGE = 10_000
+#: What a stand-in's commit takes, seconds.
+STAND_IN_S = 1.0
 
 
 class TimedRecord(MemoryRecord):
@@ -134,6 +139,33 @@ async def measure(engines: Engines, size: int, rounds: int) -> dict[str, Any]:
     return {"engines": size, "seconds": {name: statistics.median(each) for name, each in figures.items()}, **about}
 
 
+@contextmanager
+def stand_ins(count: int) -> Iterator[list[Member]]:
+    """Run stand-ins while the block runs."""
+    command_line = [sys.executable, str(ROOT / "benchmarks/_standins.py"), str(count), str(STAND_IN_S)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield [Member(f"e{number}", url) for number, url in enumerate(json.loads(process.stdout.readline()))]
+        process.stdin.close()
+
+
+async def beyond(members: list[Member], size: int, rounds: int) -> dict[str, float]:
+    """Return what operations take beyond the commit of a stand-in, medians, seconds."""
+    figures: dict[str, list[float]] = defaultdict(list)
+    async with AsyncFleet(StaticMembership(members[:size])) as fleet:
+        await fleet.status()  # connects
+        for _ in range(rounds):
+            for verb in (fleet.release, fleet.resume):
+                result = await verb()
+                assert result.success, result.message
+                figures[f"{result.operation}: beyond the slowest engine"].append(result.seconds - STAND_IN_S)
+    return {name: statistics.median(each) for name, each in figures.items()}
+
+
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Return ``a`` and ``b`` of the least squares line y = a + b x."""
     fitted = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
@@ -178,7 +210,8 @@ def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], abo
             "",
             f"{about['machine']}, Python {about['python']}, host driver. Engines of 2 MiB, {PER_PROCESS} to a process;",
             f"medians of {about['rounds']} rounds, seconds. Engines and coordinator share the processors: a time over",
-            "all engines is mostly the engines' own work.",
+            "all engines is mostly the engines' own work. What is beyond the slowest engine is measured on stand-ins",
+            f"that repeat a real engine's answers, and whose commit waits for {STAND_IN_S:g} s.",
             "",
             row("what", *sizes, *heads),
             row("---", *["---:"] * (len(sizes) + len(heads))),
@@ -191,8 +224,8 @@ def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], abo
             "",
             "The last columns are a model, not measured: the line a + b n, fitted to the measured sizes, for one",
             f"coordinator of {LARGE:,} engines; and 2 a + 2 b sqrt(n) for one coordinator of {LARGE**0.5:.0f} others,",
-            f"each of {LARGE**0.5:.0f} engines. They hold for engines that share processors as here; where engines",
-            "have machines of their own, the coordinator's processor time is what grows with their number.",
+            f"each of {LARGE**0.5:.0f} engines. They hold for engines that share processors as here; if engines have",
+            "machines of their own, what is beyond the slowest engine is all that grows with their number.",
             "",
             f"Repeat: `{about['command']}`",
             "",
@@ -207,14 +240,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results" / date.today().isoformat())
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
+    results: list[dict[str, Any]] = []
     engines = Engines(max(sizes))
     try:
-        results = []
         for size in sizes:
             results.append(asyncio.run(measure(engines, size, options.rounds)))
             print(json.dumps(results[-1]), file=sys.stderr)
     finally:
         engines.close()
+    with stand_ins(max(sizes)) as members:
+        for each in results:
+            each["seconds"] |= asyncio.run(beyond(members, each["engines"], options.rounds))
     about = {
         "machine": f"{os.cpu_count()} processors ({platform.machine()})",
         "python": platform.python_version(),
