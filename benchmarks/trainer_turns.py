@@ -1,6 +1,6 @@
 """SGLang and a trainer on one GPU that release their memory in turns: the time of a step, stock and by memsaver.
 
-Starts a SGLang server and, in a process of its own, a trainer with optimizer state. Each step is as slime's: rollout, the
+Starts a SGLang server and, in a process of its own, a trainer with optimizer state. A step is slime's: rollout, the
 server's own release, the trainer's resume, training, its pause, the server's resume. Both sides use torch_memory_saver
 (stock), or memsaver in its place.
 
