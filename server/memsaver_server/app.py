@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Protocol
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Lifespan
 
 from memsaver_core import MemsaverError
 from memsaver_server.engine import Engine
 from memsaver_server.http.errors import ErrorResponse, ForbiddenError, UnauthorizedError, error_response
-from memsaver_server.http.fairness import FairnessMiddleware
+from memsaver_server.http.fairness import FairnessMiddleware, FairQueue
 from memsaver_server.http.requests import service_of
 from memsaver_server.http.service import Service
 from memsaver_server.http.shutdown import ShutdownMiddleware
@@ -39,10 +42,26 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         yield
         service.close()
 
+    routers = [router for router, capability in ROUTERS if isinstance(engine, capability)]
+    about = "Give a GPU back while the inference engine that fills it stays alive."
+    return compose(service, "memsaver", about, routers, lifespan)
+
+
+class Composed(Protocol):
+    """What an application needs of the state behind its routes."""
+
+    fair_queue: FairQueue
+    closing: threading.Event
+
+
+def compose(
+    service: Composed, title: str, description: str, routers: Iterable[APIRouter], lifespan: Lifespan[FastAPI]
+) -> FastAPI:
+    """Return an application with these routes over ``service``, which answers every error with the service's JSON."""
     app = FastAPI(
-        title="memsaver",
+        title=title,
         version=version("memsaver"),
-        description="Give a GPU back while the inference engine that fills it stays alive.",
+        description=description,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -50,19 +69,13 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
     app.add_middleware(ShutdownMiddleware, closing=service.closing)
-    for router, capability in ROUTERS:
-        if isinstance(engine, capability):
-            app.include_router(router)
-    add_error_answers(app)
-    return app
-
-
-def add_error_answers(app: FastAPI) -> None:
-    """Have ``app`` answer every error with the service's JSON."""
+    for router in routers:
+        app.include_router(router)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(Exception, _answer_unexpected)
+    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

@@ -19,6 +19,7 @@ from memsaver_core.reports import OperationReport
 from memsaver_server.cancellation import OperationCancelledError
 from memsaver_server.engine import LOCAL_MEMORY, Memory
 from memsaver_server.heap_reserve import reserved_heap
+from memsaver_server.lease import LEASE_END
 from memsaver_server.operation import Operation, OperationRequest, tag_list
 from memsaver_server.threads import start_thread
 
@@ -169,7 +170,7 @@ class OperationQueue:
         Args:
             wait: queue behind a conflicting operation instead of failing.
             key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,
-                however long ago that was, unless it failed.
+                however long ago that was, unless it failed or its lease ended.
 
         Raises:
             ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
@@ -222,13 +223,14 @@ class OperationQueue:
     # With the lock held.
 
     def _replayed(self, request: OperationRequest, key: str | None) -> Operation | None:
-        """Return the operation that a call under ``key`` got before, unless that failed."""
+        """Return the operation that a call under ``key`` got before, unless that failed or its lease ended."""
         if key is None or key not in self._by_key:
             return None
         first, operation = self._by_key[key]
         if first != request:
             raise IdempotencyKeyError(key, operation)
-        if operation.status != "failed":
+        expired = operation.has_ended and operation.cancellation.cancelled_by == LEASE_END
+        if operation.status != "failed" and not expired:
             return operation
         del self._by_key[key]
         operation.keys.remove(key)  # which names another operation from now on

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -79,6 +80,36 @@ def test_what_is_loaded_is_left_out_of_full_garbage_collections() -> None:
         assert server.end() == 0
         [count] = [int(line.split()[-1]) for line in server.log.splitlines() if line.startswith("left out:")]
         assert count > 100_000
+
+
+#: A signal whose handler raises in ``__del__``, from which Python passes on no exception.
+SIGNALLED = """
+import signal
+class Last:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+set_handler = signal.signal
+def set_and_signal(number, handler):
+    before = set_handler(number, handler)
+    if number == signal.SIGINT and callable(handler):
+        Last()
+    return before
+signal.signal = set_and_signal
+from memsaver_server.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [("serve",), ("fleet", "serve", "--members", "members.yaml")])
+def test_a_signal_whose_exception_is_lost_ends_it(command: Sequence[str], tmp_path: Path) -> None:
+    (tmp_path / "members.yaml").write_text("[]")
+    program = [sys.executable, "-c", SIGNALLED, *command, "--port", "0"]
+    ran = subprocess.run(
+        program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0
+    assert "Exception ignored" in ran.stderr
+    assert "serving" in ran.stdout
 
 
 def test_a_unix_socket_is_the_users_alone_and_goes_with_the_process(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_server.fleet import Fleet, FleetError, FleetResult, Member, Selector, StaticMembership
+from memsaver_server.fleet.results import Mode
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -209,6 +210,16 @@ def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> Non
     fleet.resume()
     assert fleet.release(operation_id="once", mode="best_effort") == first
     assert all(site.is_serving for site in sites.values())
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, mode: Mode) -> None:
+    for _ in range(2):
+        sites["b"].engine.memory.fail("release", MemsaverError("no"))
+        assert not fleet.release(operation_id="again", mode=mode).success
+        assert [site.is_serving for site in sites.values()] == [mode == "all", True, mode == "all"]
+    assert fleet.release(operation_id="again", mode=mode).success
+    assert all(site.is_released for site in sites.values())
 
 
 def test_engines_that_cannot_prepare_are_refused(fleet: Fleet, sites: Sites) -> None:

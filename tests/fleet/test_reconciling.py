@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from memsaver_server.fleet import (
     AsyncFleet,
+    FileRecord,
     Fleet,
     FleetEvent,
     Member,
@@ -112,6 +114,42 @@ def test_it_reconciles_when_members_change(sites: Sites, tmp_path: Path) -> None
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_no_error_ends_the_reconciling(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    class Buggy(StaticMembership):
+        def __init__(self) -> None:
+            super().__init__([sites["a"].member])
+            self.bugs = ["members", "members", "changed"]
+
+        async def members(self) -> list[Member]:
+            return await super().members() if "members" not in self.bugs else self._fail("members")
+
+        async def changed(self) -> None:
+            return await super().changed() if "changed" not in self.bugs else self._fail("changed")
+
+        def _fail(self, name: str) -> NoReturn:
+            self.bugs.remove(name)
+            raise TypeError(f"a bug in {name}")
+
+    members = Buggy()
+
+    async def run() -> None:
+        record = MemoryRecord()
+        async with AsyncFleet(StaticMembership([sites["a"].member]), record=record) as other:
+            assert (await other.release()).success
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        async with AsyncFleet(members, record=record, silence_s=SILENCE_S) as fleet:
+            keeping = asyncio.create_task(fleet.keep(interval_s=0.05))
+            while members.bugs or not sites["a"].is_released:
+                assert not keeping.done()
+                await asyncio.sleep(0.02)
+            keeping.cancel()
+
+    with caplog.at_level(logging.ERROR, "memsaver"):
+        asyncio.run(asyncio.wait_for(run(), 30))
+        for name in ("members", "changed"):
+            wait_until(lambda name=name: sum(f"a bug in {name}" in message for message in caplog.messages) == 1)
+
+
 def test_watching(fleet: Fleet, sites: Sites) -> None:
     events = fleet.watch(interval_s=0.05)
     seen: list[FleetEvent] = []
@@ -186,22 +224,59 @@ def test_an_end_that_could_not_be_written_counts(coordinate: Callable[..., Fleet
     assert content.wanted[-1].state == "released"
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"version": 2}', "version is 2, but should be 1"),
+        (
+            '{"wanted": [{"state": "asleep"}]}',
+            "wanted.0.selector is missing; wanted.0.state is 'asleep', but should be 'released'",
+        ),
+        ('{"wanted": [', "it is no JSON (EOF while parsing"),
+        ("5", "the whole is 5, but should be an object"),
+    ],
+)
+def test_a_strange_record_is_told_in_one_sentence(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(RecordError) as refused:
+        asyncio.run(FileRecord(path).load())
+    assert f"the record {path} cannot be read: {why}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith("; repair or remove it")
+
+
 class NoEngine(BaseHTTPRequestHandler):
     """Something else that answers at the address of a member."""
 
+    encoding, content = "gzip", b"no gzip."
+
     def do_GET(self) -> None:
         self.send_response(200)
-        self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", "8")
+        self.send_header("Content-Encoding", self.encoding)
+        self.send_header("Content-Length", str(len(self.content)))
         self.end_headers()
-        self.wfile.write(b"no gzip.")
+        self.wfile.write(self.content)
 
     def log_message(self, *_arguments: object) -> None:
         pass
 
 
-def test_an_answer_that_cannot_be_read_concerns_one_engine(sites: Sites) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoEngine) as server:
+class OtherJson(NoEngine):
+    encoding, content = "identity", b'{"tags": "none", "driver": "host"}'
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "why"),
+    [
+        (NoEngine, "unreadable", "an answer that cannot be read"),
+        (OtherJson, "http_200", "did not answer as a memsaver service does: enabled is missing; state is missing; "),
+    ],
+)
+def test_an_answer_that_cannot_be_read_concerns_one_engine(
+    sites: Sites, handler: type[NoEngine], kind: str, why: str
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -209,7 +284,9 @@ def test_an_answer_that_cannot_be_read_concerns_one_engine(sites: Sites) -> None
             with Fleet(StaticMembership([sites["a"].member, other]), silence_s=SILENCE_S) as fleet:
                 assert [engine.alive for engine in fleet.status().engines] == [True, False]
                 (told,) = fleet.reconcile()
-                assert (told.name, told.kind) == ("x", "unreadable")
+                assert (told.name, told.kind) == ("x", kind)
+                assert why in told.error
+                assert "\n" not in told.error
                 assert fleet.release(Selector(names=("a",))).success
         finally:
             server.shutdown()

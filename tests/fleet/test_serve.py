@@ -324,6 +324,10 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     released = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
     again = fleet.post("/release_memory_occupation", headers={"Idempotency-Key": "key 1"}).json()
     assert again == released
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    resumed = [fleet.post("/resume_memory_occupation", headers={"Idempotency-Key": "key 2"}) for _ in range(2)]
+    assert [answer.status_code for answer in resumed] == [500, 200]
+    assert resumed[0].json()["operation_id"] == resumed[1].json()["operation_id"]
     other = fleet.post("/release_memory_occupation", json={"tags": ["weights"]}, headers={"Idempotency-Key": "key 1"})
     assert other.status_code == 422
     assert fleet.delete(f"/operations/{released['operation_id']}").status_code == 409

@@ -238,7 +238,8 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
     """A trainer that uses the memory must not lose it to a request."""
     _, beta = engines
     with turns(engines) as http:
-        http.post("/release_memory_occupation", json={"model": "beta"}).raise_for_status()
+        released = {"model": "beta", "operation_id": "turn-1"}
+        http.post("/release_memory_occupation", json=released).raise_for_status()
         refused = http.post("/v1/completions", json=asked("beta"))
         assert refused.status_code == 503
         assert "has to resume it" in refused.json()["message"]
@@ -345,7 +346,7 @@ def test_options_of_models_come_from_the_list_of_members(tmp_path: Path) -> None
     assert options.of("qwen") == ModelOptions(idle_release_s=60, awake_s=2)
     assert options.of("llama") == ModelOptions(queue_limit=3)
     file.write_text("models: {qwen: {idle: 60}}")
-    with pytest.raises(ValueError, match="idle_release_s"):
+    with pytest.raises(ValueError, match=r"model 'qwen' in .*: idle does not exist; the options are idle_release_s, "):
         TurnOptions.read(file)
     file.write_text("- http://a:1\n")
     assert TurnOptions.read(file).of("qwen") == ModelOptions()

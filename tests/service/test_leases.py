@@ -270,6 +270,16 @@ def test_the_idempotency_key_of_a_prepare(http: httpx.Client) -> None:
     assert http.post(RELEASE, json={"prepare": True}, headers=key).json() == done
 
 
+def test_a_key_does_not_keep_a_prepare_whose_lease_has_ended(http: httpx.Client) -> None:
+    key = {"Idempotency-Key": "a key"}
+    first = http.post(RELEASE, json={"prepare": True, "lease_s": 0.05}, headers=key).json()
+    wait_until(lambda: operation(http, first["operation_id"])["status"] == "cancelled")
+    again = http.post(RELEASE, json={"prepare": True, "lease_s": 60}, headers=key)
+    assert again.status_code == 200
+    assert prepared(http) is not None
+    assert post(http, RELEASE, commit=again.json()["operation_id"]).json()["success"] is True
+
+
 def test_the_clients(http: httpx.Client) -> None:
     with Client(str(http.base_url)) as client:
         answer = client.release(prepare=True, lease_s=60)

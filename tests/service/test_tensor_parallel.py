@@ -227,7 +227,9 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
         is_dead(four, f"rank 2 (process {pid})")
         with pytest.raises(RuntimeError, match=who):
             four.engine.submit(PROMPT)
-        assert four.http.post("/generate", json=PROMPT).status_code >= 500
+        refused = four.http.post("/generate", json=PROMPT)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "engine_dead")
+        assert re.search(who, refused.json()["message"])
     finally:
         four.close()  # a process has one group of ranks
 
@@ -261,6 +263,25 @@ def test_a_frozen_rank_is_not_ready() -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_until(lambda: served.http.get("/readyz").status_code == 200)
+        assert served.tokens() == served.expected
+
+
+def test_an_abort_does_not_wait_for_a_frozen_rank() -> None:
+    with closing(Served(2)) as served:
+        pid = served.pids()[1]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            accepted = served.post("/release_memory_occupation", {"prepare": True, "async": True}, 202)
+            address = accepted["location"]
+            wait_until(lambda: served.http.get(address).json()["phase"] == "check")
+            late = served.post(f"{address}/abort", status=504)
+            assert late["error"]["type"] == "phase_timeout"
+            assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in late["message"]
+            assert served.http.get(address).json()["status"] == "running"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: served.http.get(address).json()["status"] == "cancelled")
+        assert served.post(f"{address}/abort")["status"] == "cancelled"
         assert served.tokens() == served.expected
 
 

@@ -13,7 +13,7 @@ import typer
 
 from memsaver_server.cli.connection import print_error
 from memsaver_server.cli.fleet_tables import fleet_result_view, fleet_status_view
-from memsaver_server.cli.options import ApiKey, ExitCode, Json, Tags, finite
+from memsaver_server.cli.options import ApiKey, ExitCode, Json, Tags, WaitForMemory, finite
 from memsaver_server.cli.tables import make_console, plain
 
 if TYPE_CHECKING:
@@ -113,15 +113,7 @@ def resume(
     gpus: Gpus = None,
     record: Record = None,
     best_effort: BestEffort = False,
-    wait_for_memory: Annotated[
-        float | None,
-        typer.Option(
-            "--wait-for-memory",
-            help="Seconds to retry while other processes hold the devices' memory.",
-            metavar="SECONDS",
-            callback=finite,
-        ),
-    ] = None,
+    wait_for_memory: WaitForMemory = None,
     as_json: Json = False,
 ) -> None:
     """Bring TAGS (default: all) back on every selected engine, or on none. Ctrl-C gives up before memory is moved."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memsaver_server.cli.connection import print_error
-from memsaver_server.cli.options import ExitCode
-from memsaver_server.cli.serve import END_S, Ended, end_on_signals, settings_of
-from memsaver_server.log_output import LogStream, hold_standard_files
-from memsaver_server.missing_package import missing_package
-from memsaver_server.systemd import notify
+from memsaver_server.cli.serving import (
+    Certificate,
+    Host,
+    Port,
+    PrivateKey,
+    UnixSocket,
+    settings_of,
+    starting,
+    until_ended,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -56,30 +57,18 @@ def serve(
             show_envvar=True,
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)] = 30000,
-    uds: Annotated[
-        Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
-    ] = None,
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
-    ] = None,
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 30000,
+    uds: UnixSocket = None,
+    ssl_keyfile: PrivateKey = None,
+    ssl_certfile: Certificate = None,
 ) -> None:
     """Serve all engines as one: release, resume, status and dashboard together, and requests for their models.
 
     A request for a model wakes an engine of it; engines that share its GPUs make room. MEMSAVER_* variables set the
     other settings. SIGTERM and SIGINT end it with exit code 0; the engines keep their state.
     """
-    hold_standard_files()
-    sys.stderr = stream = LogStream("stderr", 2)
-    atexit.register(stream.settle, END_S)
-    end_on_signals()
-    try:
+    with starting("server,fleet"):
         settings = settings_of()
         from memsaver_server.attachment import serve_app
         from memsaver_server.fleet.turns.options import TurnOptions
@@ -88,22 +77,9 @@ def serve(
         turns = TurnOptions.read(file) if file is not None else TurnOptions()
         app = partial(_app, members, record, settings, turns, engine_api_key)
         attachment = serve_app(app, settings, host, port, uds, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile)
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
-        reason = missing_package(error, "server,fleet") if isinstance(error, ImportError) else str(error)
-        print_error(f"cannot start: {reason}")
-        raise typer.Exit(int(ExitCode.FAILED)) from error
-    except Ended:
-        raise typer.Exit from None
-    try:
-        notify("READY=1")
+    with attachment, until_ended():
         # One line on stdout, from which a caller learns the address if the port is 0.
         typer.echo(f"serving the fleet of {members} on {attachment.url}")
-        while True:
-            signal.pause()
-    except Ended:
-        notify("STOPPING=1")
-    finally:
-        attachment.close()
 
 
 def _app(members: str, record: Path | None, settings: Settings, turns: TurnOptions, engine_key: str | None) -> FastAPI:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
-from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url, finite
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url, WaitForMemory, finite
 from memsaver_server.cli.progress import until_ended
 from memsaver_server.cli.tables import make_console, operation_view, status_view
 
@@ -99,15 +99,7 @@ def resume(
     uds: Uds = None,
     api_key: ApiKey = None,
     as_json: Json = False,
-    wait_for_memory: Annotated[
-        float | None,
-        typer.Option(
-            "--wait-for-memory",
-            help="Seconds to retry while other processes hold the device's memory.",
-            metavar="SECONDS",
-            callback=finite,
-        ),
-    ] = None,
+    wait_for_memory: WaitForMemory = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:

@@ -40,6 +40,17 @@ def finite(seconds: float | None) -> float | None:
     return seconds
 
 
+WaitForMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--wait-for-memory",
+        help="Seconds to retry while other processes hold the device's memory.",
+        metavar="SECONDS",
+        callback=finite,
+    ),
+]
+
+
 class ExitCode(IntEnum):
     """The exit codes; 2 is also that of a wrong option or argument."""
 

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
-import signal
-import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from memsaver_server.cli.connection import print_error, size_of
-from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.connection import size_of
+from memsaver_server.cli.serving import (
+    Certificate,
+    Host,
+    Port,
+    PrivateKey,
+    UnixSocket,
+    settings_of,
+    starting,
+    until_ended,
+)
 from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_seconds
-from memsaver_server.log_output import LogStream, hold_standard_files
-from memsaver_server.missing_package import missing_package
-from memsaver_server.systemd import notify
 
 if TYPE_CHECKING:
     import torch
-
-    from memsaver_server.settings import Settings
-
-#: Time for what is left for stderr to be written at the end, seconds.
-END_S = 1.0
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -69,19 +66,11 @@ def serve(
         str | None, typer.Option(help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)] = 30000,
-    uds: Annotated[
-        Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
-    ] = None,
-    ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
-    ] = None,
-    ssl_certfile: Annotated[
-        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 30000,
+    uds: UnixSocket = None,
+    ssl_keyfile: PrivateKey = None,
+    ssl_certfile: Certificate = None,
     while_released: Annotated[
         str | None,
         typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
@@ -94,16 +83,11 @@ def serve(
 
     MEMSAVER_* variables set the other settings of the service. SIGTERM and SIGINT end it with exit code 0.
     """
-    hold_standard_files()
-    # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
-    sys.stderr = stream = LogStream("stderr", 2)
-    atexit.register(stream.settle, END_S)
-    console = make_console(stderr=True)
-    end_on_signals()
-    sizes = _numbers(batch_sizes)
-    cache = size_of(kv_cache_bytes)
     began = time.monotonic()
-    try:
+    with starting("engine"):
+        console = make_console(stderr=True)
+        sizes = _numbers(batch_sizes)
+        cache = size_of(kv_cache_bytes)
         settings = settings_of(while_released=while_released, verify_tokens=verify_tokens)
         from memsaver_server import audit
         from memsaver_server.attachment import GRACE_S, attach, check_place
@@ -130,27 +114,18 @@ def serve(
             ssl_keyfile=ssl_keyfile,
             ssl_certfile=ssl_certfile,
         )
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
-        reason = missing_package(error, "engine") if isinstance(error, ImportError) else str(error)
-        print_error(f"cannot start: {reason}")
-        raise typer.Exit(int(ExitCode.FAILED)) from error
-    except Ended:
-        raise typer.Exit from None
-    audit.to_stderr()
-    # torch and transformers load about 350,000 objects: a full garbage collection would block all requests for 0.2 s.
-    gc.collect()
-    gc.freeze()
     try:
-        notify("READY=1")
-        # One line on stdout, from which a caller learns the address if the port is 0.
-        typer.echo(f"serving {engine.model_name} on {attachment.url}")
-        about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
-        ready = f"ready after {format_seconds(time.monotonic() - began)}: "
-        console.print(Text.assemble(ready, plain(about), style="dim"))
-        while True:
-            signal.pause()
-    except Ended:
-        notify("STOPPING=1")
+        with until_ended():
+            audit.to_stderr()
+            # torch and transformers load about 350,000 objects: a full garbage collection would block all requests for
+            # 0.2 s.
+            gc.collect()
+            gc.freeze()
+            # One line on stdout, from which a caller learns the address if the port is 0.
+            typer.echo(f"serving {engine.model_name} on {attachment.url}")
+            about = ", ".join(f"{name} {value}" for name, value in engine.describe().items() if name != "model")
+            ready = f"ready after {format_seconds(time.monotonic() - began)}: "
+            console.print(Text.assemble(ready, plain(about), style="dim"))
         console.print("ending", style="dim")
     finally:
         # A thread that waits for a frozen rank would keep the process from ending.
@@ -160,36 +135,6 @@ def serve(
         attachment.close()
         engine.close()
         late.cancel()
-
-
-def settings_of(**given: str | bool | None) -> Settings:
-    """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
-
-    Raises:
-        ConfigurationError: one cannot be used.
-    """
-    from memsaver_core.settings import CoreSettings
-    from memsaver_server.settings import Settings, warn_of_misspelt_variables
-
-    warn_of_misspelt_variables()
-    CoreSettings()
-    values: dict[str, Any] = {name: value for name, value in given.items() if value}
-    return Settings(**values)
-
-
-class Ended(BaseException):
-    """SIGTERM or SIGINT was received."""
-
-
-def end_on_signals() -> None:
-    def end(number: int, _frame: FrameType | None) -> None:
-        # A second signal ends the process at once.
-        for one in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(one, signal.SIG_DFL)
-        raise Ended
-
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, end)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

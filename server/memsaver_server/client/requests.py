@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from memsaver_server.api_key import parse_api_key
 from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
 from memsaver_server.client.address import parse_address
 from memsaver_server.client.errors import AnswerError, error_for
 from memsaver_server.schemas import ReleaseArguments
+from memsaver_server.wrong_fields import wrong_fields
 
 #: Delay before the second attempt, seconds; doubled before each further one.
 FIRST_DELAY_S = 0.2
@@ -159,9 +160,9 @@ def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
     body = parse_json(response)
     try:
         return model.model_validate(body)
-    except ValueError as error:
+    except ValidationError as error:
         raise AnswerError(
-            response.status_code, f"{response.url} did not answer as a memsaver service does: {error}"
+            response.status_code, f"{response.url} did not answer as a memsaver service does: {wrong_fields(error)}"
         ) from error
 
 

@@ -100,7 +100,8 @@ class AsyncFleet:
                 is not. ``best_effort``: on each by itself.
             drain: what becomes of requests in flight, the field ``mode`` of an engine's release.
             timeout_s: deadline of the drain on each engine, seconds.
-            operation_id: the id of this operation; a repeat with the same id does nothing twice.
+            operation_id: the id of this operation; a repeat with the same id does nothing twice. It carries out what
+                has failed.
             options: ``restore``, ``trim`` and ``verify`` of ``schemas.ReleaseFields``.
 
         Returns:
@@ -204,11 +205,13 @@ class AsyncFleet:
 
     async def _run(self, request: FleetRequest) -> FleetResult:
         ended = self._results.get(request.operation_id)
-        if ended is not None:
+        if ended is not None and ended.success:
             return ended
         operation = self._operations.get(request.operation_id)
         if operation is None:
-            operation = self._operations[request.operation_id] = FleetOperation(request)
+            self._results.pop(request.operation_id, None)
+            operation = FleetOperation(request, after_failure=ended is not None)
+            self._operations[request.operation_id] = operation
             operation.task = asyncio.create_task(self._perform(operation))
         assert operation.task is not None
         return await asyncio.shield(operation.task)
@@ -238,10 +241,13 @@ class AsyncFleet:
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.request, operation.parts
-        if any(wish.operation_id == request.operation_id for wish in (await self._keeper.load()).wanted):
+        wanted = (await self._keeper.load()).wanted
+        if not operation.after_failure and any(wish.operation_id == request.operation_id for wish in wanted):
             for part in parts:
                 part.found_done(request.state)
-            return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
+            result = self._finish(operation, Outcome(request, parts, "each", self._lease_s))
+            del self._results[request.operation_id]  # a repeat finds this out again
+            return result
         if request.mode == "best_effort":
             await run_alone(request, parts, self._keeper, lambda stage: self._tell(operation, stage))
             return self._finish(operation, Outcome(request, parts, "each", self._lease_s))

@@ -18,6 +18,7 @@ class FleetOperation:
     Attributes:
         cancelled: set to give up; too late once the stage is ``committing``.
         began: on the monotonic clock.
+        after_failure: it repeats one that has failed here.
     """
 
     request: FleetRequest
@@ -26,6 +27,7 @@ class FleetOperation:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[FleetResult] | None = None
+    after_failure: bool = False
 
     @property
     def can_be_cancelled(self) -> bool:

@@ -21,6 +21,9 @@ from memsaver_server.fleet.status import wishes_for
 
 logger = logging.getLogger("memsaver")
 
+#: Pause after an error, seconds.
+AGAIN_S = 1.0
+
 
 class Reconciler:
     """Use it in one event loop."""
@@ -33,18 +36,28 @@ class Reconciler:
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
-        """Call ``once`` for ever: at each interval, and when the members change."""
+        """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
         trouble = ""
         while True:
             try:
                 await once()
+                await self._changed(interval_s)
                 trouble = ""
-            except (MembershipError, RecordError) as error:
+            except Exception as error:
                 if str(error) != trouble:
-                    logger.error("the fleet cannot be reconciled: %s", error)
+                    bug = None if isinstance(error, (MembershipError, RecordError)) else error
+                    logger.error("the fleet cannot be reconciled now, which is tried again: %s", error, exc_info=bug)
                 trouble = str(error)
-            changed = asyncio.ensure_future(self._roster.membership.changed())
+                await asyncio.sleep(min(interval_s, AGAIN_S))
+
+    async def _changed(self, interval_s: float) -> None:
+        """Wait until the members change, at most ``interval_s`` seconds."""
+        changed = asyncio.ensure_future(self._roster.membership.changed())
+        try:
             await asyncio.wait({changed}, timeout=interval_s)
+            if changed.done():
+                changed.result()
+        finally:
             changed.cancel()
 
     async def once(self) -> list[EngineResult]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memsaver_server.fleet.selectors import Selector
+from memsaver_server.wrong_fields import wrong_fields
 
 
 class Wanted(BaseModel):
@@ -118,8 +119,11 @@ class FileRecord:
             return RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
         except FileNotFoundError:
             return RecordContent()
-        except (OSError, ValidationError) as error:
-            raise RecordError(f"the record {self._path} cannot be read: {error}; repair or remove it") from None
+        except OSError as error:
+            raise RecordError(f"the record {self._path} cannot be read: {error}") from None
+        except ValidationError as error:
+            why = wrong_fields(error)
+            raise RecordError(f"the record {self._path} cannot be read: {why}; repair or remove it") from None
 
     async def save(self, content: RecordContent) -> None:
         text = json.dumps(content.model_dump(mode="json"), indent=1) + "\n"

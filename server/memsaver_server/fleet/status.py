@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.parts import Part, state_of
 from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus, FleetProgress, FleetStatus
+from memsaver_server.schemas import OccupationAnswer
 
 
 def status_of(parts: Sequence[Part], wanted: Sequence[Wanted], progress: FleetProgress | None) -> FleetStatus:
     """Return the status of the fleet; every part was asked."""
-    engines = [engine_status(part, wanted) for part in parts]
-    states = {engine.state for engine in engines if engine.alive}
-    return FleetStatus(
-        state=states.pop() if len(states) == 1 else "mixed" if states else "",
-        engines=engines,
-        wanted=list(wanted),
-        progress=progress,
-    )
+    engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
+    return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=progress)
 
 
-def engine_status(part: Part, wanted: Sequence[Wanted]) -> EngineStatus:
-    """Return the status of one engine."""
-    member = part.member
-    wishes = {wish.state for wish in wishes_for(member, wanted).values() if wish is not None}
+def engine_status(
+    member: Member, occupation: OccupationAnswer | None, error: str, wanted: Sequence[Wanted] = ()
+) -> EngineStatus:
+    """Return the status of one engine; ``error`` is why it does not answer, if it does not."""
+    wishes = {wish.state for wish in wishes_for(member, wanted).values()}
     return EngineStatus(
         name=member.name,
         url=member.url,
@@ -33,12 +29,18 @@ def engine_status(part: Part, wanted: Sequence[Wanted]) -> EngineStatus:
         labels=dict(member.labels),
         host=member.host,
         gpus=member.gpus,
-        alive=part.before is not None,
-        state=state_of(part.before) if part.before is not None else "unknown",
+        alive=occupation is not None,
+        state=state_of(occupation) if occupation is not None else "unknown",
         wanted="mixed" if len(wishes) > 1 else next(iter(wishes), ""),
-        error=str(part.failure or ""),
-        occupation=part.before,
+        error=error,
+        occupation=occupation,
     )
+
+
+def common_state(engines: Iterable[EngineStatus]) -> str:
+    """Return the state that all engines that answer have, or ``mixed``; empty if none answers."""
+    states = {engine.state for engine in engines if engine.alive}
+    return states.pop() if len(states) == 1 else "mixed" if states else ""
 
 
 def wishes_for(member: Member, wanted: Sequence[Wanted]) -> dict[str | None, Wanted]:

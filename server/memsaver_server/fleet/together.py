@@ -202,7 +202,7 @@ class Together:
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
                 back = opposite(request.operation)
-                key, limit_s = f"{request.operation_id}-undo", request.timeout_s + self._silence_s
+                key, limit_s = f"{part.operation_id}-undo", request.timeout_s + self._silence_s
                 await part.connection.perform(back, tags, await self._arguments_back(), key=key, limit_s=limit_s)
             if part.failure is None:
                 part.stage = "undone"

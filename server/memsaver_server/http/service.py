@@ -28,6 +28,7 @@ from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import Metrics
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, Stall
+from memsaver_server.ranks.watch import stopped_ranks
 from memsaver_server.schemas import Fields, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
@@ -35,6 +36,8 @@ from memsaver_server.two_phases import TwoPhaseFields, TwoPhaseReleaseFields, Tw
 
 #: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
 STALL_CHECK_S = 0.5
+#: How long a call that cancels waits for the end of the operation, seconds.
+CANCEL_S = 5.0
 #: Time for the lines of the audit file to be written when the service closes, seconds.
 AUDIT_CLOSE_S = 1.0
 
@@ -52,6 +55,20 @@ class PhaseTimeoutError(MemsaverError):
 
     def details(self) -> dict[str, Any]:
         return {"phase": self.phase, "operation_id": self.operation.id}
+
+
+class CancelTimeoutError(PhaseTimeoutError):
+    """``operation`` was cancelled, in a step that is not interrupted. It ends with that step."""
+
+    def __init__(self, operation: Operation, stopped: str) -> None:
+        self.operation = operation
+        self.phase = operation.phase
+        MemsaverError.__init__(
+            self,
+            f"{operation.request.operation} {operation.id} is cancelled, but its phase {operation.phase!r} cannot be "
+            f"interrupted and has not ended in {CANCEL_S:g} s. Memory and admission are as before once it has; "
+            f"GET /operations/{operation.id} shows that{f'; {stopped}' if stopped else ''}",
+        )
 
 
 class Service:
@@ -205,6 +222,18 @@ class Service:
             Also the error of a rank of the engine that has ended, whose drain may take long.
         """
         await self._reached(operation.ended(), operation)
+
+    async def cancelled(self, operation: Operation) -> None:
+        """Wait until ``operation``, which was cancelled, has ended.
+
+        Raises:
+            CancelTimeoutError: it has not for ``CANCEL_S``.
+            Also the errors of ``finished``.
+        """
+        try:
+            await asyncio.wait_for(self.finished(operation), CANCEL_S)
+        except asyncio.TimeoutError:
+            raise CancelTimeoutError(operation, stopped_ranks(self.lifecycle.memory.status().ranks)) from None
 
     async def _reached(self, ended: asyncio.Future[None], operation: Operation) -> None:
         """Wait for ``ended``, a future of ``operation``; raises as ``finished``."""

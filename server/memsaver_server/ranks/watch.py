@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from memsaver_core.reports import RankStatus
+
 logger = logging.getLogger("memsaver")
 
 
@@ -55,6 +57,13 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
+
+
+def stopped_ranks(ranks: Iterable[RankStatus]) -> str:
+    """Return which ranks are stopped, or an empty string. One that is continued computes as before."""
+    stopped = [each for each in ranks if each.pid and each.alive and is_stopped(each.pid)]
+    names = [f"rank {each.rank} (process {each.pid})" for each in stopped]
+    return f"stopped by a signal or a debugger: {' and '.join(names)}; continue with kill -CONT" if names else ""
 
 
 def _watch(selector: selectors.BaseSelector, stop: int, on_end: weakref.WeakMethod[Callable[[int], None]]) -> None:

@@ -194,7 +194,7 @@ class TransformersEngine:
         Raises:
             AdmissionClosedError: the engine takes no requests now.
             ValueError: the request cannot be served; the message says why.
-            RuntimeError: the engine is dead.
+            EngineDeadError: the engine is dead.
         """
         return self._answer(await asyncio.wrap_future(self.submit(request)))
 

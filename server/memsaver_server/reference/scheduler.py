@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from memsaver_core import MemsaverError
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
 from memsaver_server.threads import start_thread
@@ -27,6 +28,16 @@ _Result = TypeVar("_Result")
 
 #: How long closing waits for a step, seconds; a step takes milliseconds unless the device hangs.
 _LAST_STEP_S = 30.0
+
+
+class EngineDeadError(MemsaverError):
+    """The engine can compute nothing more, for ``reason``. Nothing was computed."""
+
+    kind = "engine_dead"
+    status = 503
+
+    def __init__(self, reason: BaseException | str) -> None:
+        super().__init__(f"the engine is dead: {reason}")
 
 
 class Scheduler:
@@ -64,11 +75,11 @@ class Scheduler:
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
-            RuntimeError: the engine is dead.
+            EngineDeadError: the engine is dead.
         """
         with self._changed:
             if self._failure is not None:
-                raise RuntimeError(f"the engine is dead: {self._failure}")
+                raise EngineDeadError(self._failure)
             if self._stopping:
                 raise AdmissionClosedError("the engine is shutting down")
             if self._closed is not None:
@@ -135,7 +146,7 @@ class Scheduler:
         future: Future[_Result] = Future()
         with self._changed:
             if not self.alive:
-                raise RuntimeError(f"the engine is dead: {self._failure or 'it was shut down'}")
+                raise EngineDeadError(self._failure or "it was shut down")
             self._calls.append((work, future))
             self._changed.notify_all()
         return future.result()
@@ -249,7 +260,7 @@ class Scheduler:
             reason = self._failure or AdmissionClosedError("the engine was shut down")
             self._fail([*self._running, *self._waiting], reason)
             for _, future in self._calls:
-                future.set_exception(RuntimeError(f"the engine is dead: {reason}"))
+                future.set_exception(EngineDeadError(reason))
             self._calls.clear()
             self._changed.notify_all()
 

@@ -31,7 +31,7 @@ _MISSING: Responses = {
 }
 _TOO_LATE: Responses = {
     409: {**ERROR_RESPONSES[409], "description": "It unmaps or maps memory already and will complete, or has ended."},
-    504: {**ERROR_RESPONSES[504], "description": "Its drain has not ended yet, with which it will be cancelled."},
+    504: {**ERROR_RESPONSES[504], "description": "It is cancelled, but in a step that is not interrupted."},
 }
 _NoFieldsOf = Annotated[NoFields, Depends(fields_of(NoFields))]
 #: Poll interval of an event stream, seconds.
@@ -61,7 +61,7 @@ async def cancel(request: Request, service: ServiceOf, operation_id: str) -> dic
     """
     operation = service.find(operation_id)
     service.lifecycle.operations.cancel(operation, caller(request))
-    await service.finished(operation)
+    await service.cancelled(operation)
     return operation_status(operation)
 
 

@@ -16,7 +16,7 @@ from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import ERROR_RESPONSES, REFUSED_RESPONSES, Responses, ServiceOf, guard, guard_probes
 from memsaver_server.http.service import Service
 from memsaver_server.lifecycle import Snapshot
-from memsaver_server.ranks.watch import is_stopped
+from memsaver_server.ranks.watch import stopped_ranks
 from memsaver_server.schemas import HealthAnswer
 
 
@@ -105,14 +105,7 @@ def _failed_reason(service: Service, now: Snapshot) -> str:
 
 def _unready_reason(service: Service, now: Snapshot) -> str:
     """Return why the engine accepts no requests now, or an empty string."""
-    return _failed_reason(service, now) or now.closed_reason or _stopped_reason(now)
-
-
-def _stopped_reason(now: Snapshot) -> str:
-    """Return which ranks are stopped, or an empty string. One that is continued computes as before."""
-    ranks = [rank for rank in now.status.ranks if rank.pid is not None and rank.alive and is_stopped(rank.pid)]
-    stopped = " and ".join(f"rank {rank.rank} (process {rank.pid})" for rank in ranks)
-    return stopped and f"stopped by a signal or a debugger: {stopped}; continue with kill -CONT"
+    return _failed_reason(service, now) or now.closed_reason or stopped_ranks(now.status.ranks)
 
 
 def _health(now: Snapshot, reason: str) -> JSONResponse:

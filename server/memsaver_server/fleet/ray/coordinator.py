@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -15,23 +14,18 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.ray.cluster import NAMESPACE
-from memsaver_server.fleet.ray.membership import Death, RayMembership
+from memsaver_server.fleet.ray.membership import RayMembership
 from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
 from memsaver_server.fleet.results import (
     EngineResult,
-    EngineStatus,
     FleetEvent,
     FleetProgress,
     FleetResult,
     FleetStatus,
 )
 from memsaver_server.fleet.selectors import Selector
-
-logger = logging.getLogger("memsaver")
-
-#: After ``keep`` failed, seconds.
-_AGAIN_S = 1.0
+from memsaver_server.fleet.status import engine_status
 
 
 class Coordinator:
@@ -46,7 +40,7 @@ class Coordinator:
         self._membership = RayMembership(fleet)
         key = os.environ.get("MEMSAVER_API_KEY")
         self._fleet = AsyncFleet(self._membership, record=RayRecord(fleet), **{"api_key": key, **options})
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping = asyncio.create_task(self._fleet.keep())
 
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
         return self._told(await self._fleet.release(selector, **options), selector)
@@ -56,7 +50,10 @@ class Coordinator:
 
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
-        dead = [_dead(death) for death in self._membership.deaths(selector)]
+        dead = [
+            engine_status(death.member, None, f"its actor died: {death.cause}")
+            for death in self._membership.deaths(selector)
+        ]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
 
     async def cancel(self, operation_id: str) -> FleetResult:
@@ -79,36 +76,12 @@ class Coordinator:
         """Return the id of the node that it is on, and of its process."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await self._fleet.keep()
-            except Exception:
-                logger.exception("engines are not brought to what is wanted for now")
-            await asyncio.sleep(_AGAIN_S)
-
     def _told(self, result: FleetResult, selector: Selector | None) -> FleetResult:
         """Return the result, with those engines named that cannot be asked any more."""
         dead = [f"{death.member.name} ({death.cause})" for death in self._membership.deaths(selector)]
         if not dead:
             return result
         return result.model_copy(update={"message": f"{result.message}; not in the fleet any more: {', '.join(dead)}"})
-
-
-def _dead(death: Death) -> EngineStatus:
-    member = death.member
-    return EngineStatus(
-        name=member.name,
-        url=member.url,
-        model=member.model,
-        labels=dict(member.labels),
-        host=member.host,
-        gpus=member.gpus,
-        alive=False,
-        state="unknown",
-        wanted="",
-        error=f"its actor died: {death.cause}",
-    )
 
 
 def coordinator(fleet: str = "default", actor_options: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -157,9 +130,7 @@ class RayFleet:
         **options: Any,
     ) -> FleetResult:
         """See ``Fleet.release``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        result: FleetResult = _get(self.actor.release.remote(selector, asked))
-        return result
+        return self._operate(self.actor.release, selector, tags, operation_id, options)
 
     def resume(
         self,
@@ -170,9 +141,7 @@ class RayFleet:
         **options: Any,
     ) -> FleetResult:
         """See ``Fleet.resume``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        result: FleetResult = _get(self.actor.resume.remote(selector, asked))
-        return result
+        return self._operate(self.actor.resume, selector, tags, operation_id, options)
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``Fleet.status``. Engines whose actors have died for good are listed for an hour."""
@@ -209,6 +178,18 @@ class RayFleet:
     def stop(self) -> None:
         """End the coordinator for good. Engines keep their state, and the record is kept."""
         ray.kill(self.actor)
+
+    def _operate(
+        self,
+        method: Any,
+        selector: Selector | None,
+        tags: Sequence[str] | None,
+        operation_id: str | None,
+        options: Mapping[str, Any],
+    ) -> FleetResult:
+        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
+        result: FleetResult = _get(method.remote(selector, asked))
+        return result
 
 
 def _get(answer: Any) -> Any:

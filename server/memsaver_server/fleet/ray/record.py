@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from memsaver_server.fleet.ray.cluster import read_key, write_key
 from memsaver_server.fleet.record import RecordContent, RecordError
+from memsaver_server.wrong_fields import wrong_fields
 
 
 class RayRecord:
@@ -25,7 +26,8 @@ class RayRecord:
             stored = await asyncio.to_thread(read_key, self._key)
             return RecordContent() if stored is None else RecordContent.model_validate_json(stored)
         except ValidationError as error:
-            raise RecordError(f"the record {self._key!r} in Ray's store is not one of this version: {error}") from None
+            why = wrong_fields(error)
+            raise RecordError(f"the record {self._key!r} in Ray's store is not one of this version: {why}") from None
         except Exception as error:  # Ray's client raises many kinds
             raise RecordError(f"the record cannot be read from Ray's store: {error}") from error
 

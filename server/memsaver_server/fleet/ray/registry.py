@@ -71,8 +71,8 @@ def register(
     """Enter the engine of this actor into a fleet. Call it in the actor; after its restart, call it again.
 
     Args:
-        service: the address of a service that runs already, what ``attach`` returned, or an engine, which is then
-            served on the node's address and a free port, for which ``MEMSAVER_API_KEY`` must be set.
+        service: the address of a service that runs already, or what ``attach`` returned, or an engine. An engine is
+            served on the node's address and a free port. This needs ``MEMSAVER_API_KEY``.
         fleet: the fleet's name; its coordinator is made by ``RayFleet``.
         name: unique in the fleet. The default is the actor's name, or ``engine-`` and its id.
         model: what it serves; the default is what the service says.

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from memsaver_server.app import add_error_answers
+from memsaver_server.app import compose
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.serve.routes import ROUTERS
 from memsaver_server.fleet.serve.service import FleetService
 from memsaver_server.fleet.turns.options import TurnOptions
-from memsaver_server.http.fairness import FairnessMiddleware
-from memsaver_server.http.shutdown import ShutdownMiddleware
 from memsaver_server.settings import Settings
 
 
@@ -40,18 +37,5 @@ def create_fleet_app(
         yield
         await service.end()
 
-    app = FastAPI(
-        title="memsaver fleet",
-        version=version("memsaver"),
-        description="Many engines, released together or not at all, and woken by the requests for their models.",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.state.memsaver = service
-    app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
-    app.add_middleware(ShutdownMiddleware, closing=service.closing)
-    for router in ROUTERS:
-        app.include_router(router)
-    add_error_answers(app)
-    return app
+    about = "Many engines, released together or not at all, and woken by the requests for their models."
+    return compose(service, "memsaver fleet", about, ROUTERS, lifespan)

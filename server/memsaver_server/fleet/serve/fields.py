@@ -33,7 +33,7 @@ class FleetFields(SelectedFields):
 
     fleet_mode: Mode = Field(default="all", description="All engines or none; or each by itself (best_effort).")
     operation_id: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = Field(
-        default=None, description="The id of the operation; a repeat with the same id does nothing twice."
+        default=None, description="The id of the operation; a repeat carries out only what has failed."
     )
 
 

@@ -14,6 +14,7 @@ from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.results import EngineStatus, FleetStatus
 from memsaver_server.fleet.selectors import Selector
+from memsaver_server.fleet.status import common_state, engine_status
 
 logger = logging.getLogger("memsaver")
 
@@ -114,31 +115,15 @@ class Observer:
         for name in self._engines.keys() - self.members.keys():
             del self._engines[name]
         engines = [
-            self._engines[name][1] if name in self._engines else _unseen(self.members[name]) for name in self.members
+            self._engines[name][1] if name in self._engines else engine_status(member, None, "it has not answered yet")
+            for name, member in self.members.items()
         ]
-        states = {engine.state for engine in engines if engine.alive}
-        state = states.pop() if len(states) == 1 else "mixed" if states else ""
-        self.status = status.model_copy(update={"engines": engines, "state": state})
+        self.status = status.model_copy(update={"engines": engines, "state": common_state(engines)})
 
     def _complain(self, trouble: str, bug: Exception | None = None) -> None:
         if trouble != self.trouble:
             logger.error("the fleet cannot be looked at: %s", trouble, exc_info=bug)
         self.trouble = trouble
-
-
-def _unseen(member: Member) -> EngineStatus:
-    return EngineStatus(
-        name=member.name,
-        url=member.url,
-        model=member.model,
-        labels=dict(member.labels),
-        host=member.host,
-        gpus=member.gpus,
-        alive=False,
-        state="unknown",
-        wanted="",
-        error="it has not answered yet",
-    )
 
 
 def _used_bytes(status: FleetStatus) -> int:

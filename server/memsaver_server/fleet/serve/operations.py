@@ -122,7 +122,7 @@ class Operations:
         """Begin an operation, or join an equal one that runs.
 
         Args:
-            key: a repeat with the same key is the same operation, also when it has ended.
+            key: a repeat with the same key is the same operation, also when it has ended, unless it failed.
 
         Raises:
             KeyReusedError: the key belongs to another request.
@@ -241,6 +241,9 @@ class Operations:
         known = self._known.get(key)
         if known is not None and known.asked != asked:
             raise KeyReusedError(f"{key!r} belongs to a different {known.asked.verb}; use a new one for a new request")
+        if known is not None and known.status == "failed":
+            del self._known[key]
+            return None
         return known
 
     def _opposes(self, asked: Asked, running: ServedOperation) -> bool:

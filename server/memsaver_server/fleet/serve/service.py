@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import uuid
 from typing import Annotated, Any, cast
@@ -12,8 +11,6 @@ from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.members import MembershipError
-from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.request import Verb
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.serve.answers import operation_response
@@ -35,12 +32,8 @@ from memsaver_server.http.request_signing import NonceCache
 from memsaver_server.log_output import relay
 from memsaver_server.settings import Settings
 
-logger = logging.getLogger("memsaver")
-
 #: Time for operations in progress when the service ends, seconds.
 GRACE_S = 5.0
-#: Interval at which the record is tried again if it cannot be read, seconds.
-RETRY_S = 5.0
 #: Fields of a fleet that an engine does not have.
 _OURS = frozenset(("selector", "model", "fleet_mode", "operation_id", "wake_on_request", "run_async", "wait"))
 
@@ -68,7 +61,7 @@ class FleetService:
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
         await self.observer.begin()
-        self._kept = [asyncio.create_task(self.observer.keep()), asyncio.create_task(self._reconcile())]
+        self._kept = [asyncio.create_task(self.observer.keep()), asyncio.create_task(self.fleet.keep())]
 
     async def end(self) -> None:
         """End what ``start`` began. Operations in progress have ``GRACE_S``; another coordinator can carry them on."""
@@ -161,17 +154,6 @@ class FleetService:
             fields.options(),
             wakes,
         )
-
-    async def _reconcile(self) -> None:
-        """Keep the engines as they are wanted; what cannot be read is tried again."""
-        while True:
-            try:
-                await self.fleet.keep()
-            except (MembershipError, RecordError) as error:
-                logger.error("the fleet cannot be reconciled: %s", error)
-            except Exception:
-                logger.exception("the fleet cannot be reconciled now; this is tried again in %g s", RETRY_S)
-            await asyncio.sleep(RETRY_S)
 
 
 def _verb(fields: FleetReleaseFields | FleetResumeFields) -> Verb:

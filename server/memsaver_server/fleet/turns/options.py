@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from memsaver_server.schemas import Seconds
+from memsaver_server.wrong_fields import wrong_fields
 
 #: The name of the entry that holds for all models without one of their own.
 OTHERS = "*"
@@ -63,6 +64,5 @@ def _options(name: object, given: object, path: object) -> ModelOptions:
     try:
         return ModelOptions.model_validate(given or {})
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         known = ", ".join(ModelOptions.model_fields)
-        raise ValueError(f"model {name!r} in {path}: {wrong}; the options are {known}") from None
+        raise ValueError(f"model {name!r} in {path}: {wrong_fields(error)}; the options are {known}") from None

@@ -11,8 +11,8 @@ from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.status import wishes_for
 
-#: Operations whose id begins with it released an engine only until the next request.
-TURN_PREFIX = "turn-"
+#: Operations whose id begins with it released an engine only until the next request. Ids of callers have no slash.
+TURN_PREFIX = "turn/"
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
@@ -26,7 +26,7 @@ class Seat:
         free: free bytes of each GPU, by UUID.
         moving: how many operations move its memory, or are about to; it takes no request meanwhile.
         yielding: it makes room: it takes no new request, and is released when those in flight have ended.
-        extra: how many engines more than its size demands must make room for it, as it could not be resumed.
+        extra: how many more engines must make room for it than its size demands. Grows if it cannot be resumed.
         not_before: when to try again after a failure, on the monotonic clock.
     """
 

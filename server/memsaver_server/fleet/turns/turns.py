@@ -1,9 +1,9 @@
 """Whose turn it is: each request gets an engine of its model that is ready; models are served as they were asked for.
 
-A model with waiting requests claims the GPUs of one of its engines; the claim whose oldest request came first is served
-first, and a later one gets none of the GPUs that it claims. Engines that have to make room take no new requests from
-then on: those are behind the claim. So no model waits longer than the requests in flight, the minimum time awake and
-the moves of the claims before it take.
+A model with waiting requests claims the GPUs of one of its engines. Claims are served in the order of their oldest
+requests: a later claim gets none of the GPUs of an earlier one. Engines that have to make room take no new requests
+from then on: those are behind the claim. So a model waits for three things at most: the requests in flight, the minimum
+time awake, and the moves of earlier claims.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""What ``memsaver serve`` and ``memsaver fleet serve`` have in common: where they listen, how they begin and end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memsaver_server.cli.connection import print_error
+from memsaver_server.cli.options import ExitCode
+from memsaver_server.log_output import LogStream, hold_standard_files
+from memsaver_server.missing_package import missing_package
+from memsaver_server.systemd import notify
+
+if TYPE_CHECKING:
+    from memsaver_server.settings import Settings
+
+Host = Annotated[str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")]
+Port = Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)]
+UnixSocket = Annotated[
+    Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
+]
+PrivateKey = Annotated[
+    Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
+]
+Certificate = Annotated[Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)]
+
+#: Time for what is left for stderr to be written at the end, seconds.
+END_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Ended(BaseException):
+    """SIGTERM or SIGINT was received."""
+
+
+@contextmanager
+def starting(extra: str) -> Iterator[None]:
+    """Begin to serve. Errors inside end the command with a sentence, signals with exit code 0.
+
+    Args:
+        extra: the extras of the package without which an import fails.
+    """
+    hold_standard_files()
+    # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
+    sys.stderr = stream = LogStream("stderr", 2)
+    atexit.register(stream.settle, END_S)
+    _end_on_signals()
+    try:
+        yield
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        reason = missing_package(error, extra) if isinstance(error, ImportError) else str(error)
+        print_error(f"cannot start: {reason}")
+        raise typer.Exit(int(ExitCode.FAILED)) from error
+    except Ended:
+        raise typer.Exit from None
+
+
+@contextmanager
+def until_ended() -> Iterator[None]:
+    """Serve until SIGTERM or SIGINT is received. What is inside tells that requests are answered."""
+    try:
+        notify("READY=1")
+        yield
+        _wait_for_signal()
+    except Ended:
+        notify("STOPPING=1")
+
+
+def settings_of(**given: str | bool | None) -> Settings:
+    """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
+
+    Raises:
+        ConfigurationError: one cannot be used.
+    """
+    from memsaver_core.settings import CoreSettings
+    from memsaver_server.settings import Settings, warn_of_misspelt_variables
+
+    warn_of_misspelt_variables()
+    CoreSettings()
+    values: dict[str, Any] = {name: value for name, value in given.items() if value}
+    return Settings(**values)
+
+
+#: The pipe into which the interpreter writes the number of each signal.
+_received = -1
+
+
+def _end_on_signals() -> None:
+    """Have SIGTERM and SIGINT raise Ended in the main thread. A second signal ends the process at once."""
+    global _received
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        for one in _SIGNALS:
+            signal.signal(one, signal.SIG_DFL)
+        raise Ended
+
+    _received, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written)
+    for one in _SIGNALS:
+        signal.signal(one, end)
+
+
+def _wait_for_signal() -> None:
+    """Raise Ended once a signal was received.
+
+    Its handler may have raised before: Python drops what is raised in ``__del__`` or a weak reference's callback. The
+    pipe has the number also then, and if the signal came between a check and the wait.
+    """
+    while os.read(_received, 1)[0] not in _SIGNALS:
+        pass
+    raise Ended
