@@ -198,8 +198,8 @@ def bench(kind: Kind, folder: Path) -> Iterator[Bench]:
         yield Bench(kind, engines, stack.enter_context(httpx.Client(base_url=served.url, timeout=120)))
 
 
-def measured(kind: Kind, rounds: int) -> dict[str, Any]:
-    """Return the rows of each case, and why a case was not measured."""
+def measured(kind: Kind, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield after each case the rows of all so far, and why a case was not measured."""
     cases: dict[str, list[dict[str, Any]]] = {}
     obstacles: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder, bench(kind, Path(folder)) as both:
@@ -212,7 +212,7 @@ def measured(kind: Kind, rounds: int) -> dict[str, Any]:
                     print(case, cases[case][-1], file=sys.stderr, flush=True)
             except RuntimeError as error:
                 obstacles[case] = str(error)
-    return {"cases": cases, "obstacles": obstacles}
+            yield {"cases": cases, "obstacles": obstacles}
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -260,18 +260,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="measured requests for each model and case")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
     options = parser.parse_args()
-    result = {"date": date.today().isoformat(), "command": command("turns.py"), "rounds": options.rounds}
+    result: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "command": command("turns.py"),
+        "rounds": options.rounds,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         if options.engine == "vllm":
             touch_host_memory()
             write_checkpoint(options.config, Path(folder))
-            result |= about_gpu(options.utilization) | measured(vllm(folder, options.utilization), options.rounds)
+            result |= about_gpu(options.utilization)
+            kind = vllm(folder, options.utilization)
         else:
             result |= {"machine": "host driver, no GPU", "about": "Reference engines, which do not stream."}
-            result |= measured(reference(), options.rounds)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "turns.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "turns.md").write_text(to_markdown(result))
+            kind = reference()
+        for cases in measured(kind, options.rounds):
+            result |= cases
+            (options.out / "turns.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "turns.md").write_text(to_markdown(result))
     print((options.out / "turns.md").read_text())
 
 
