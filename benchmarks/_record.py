@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 
@@ -14,4 +15,4 @@ def command(script: str) -> str:
             next(arguments, None)
         elif not argument.startswith("--out="):
             kept.append(argument)
-    return " ".join(["python", f"benchmarks/{script}", *kept])
+    return shlex.join(["python", f"benchmarks/{script}", *kept])

@@ -1,193 +1,284 @@
-"""A SGLang server seen from outside: its own release and resume, and memsaver's service where that is attached.
+"""SGLang seen from outside: release and resume by torch_memory_saver, by memsaver in its place, and by its service.
 
-Starts one server, measures, and prints a table in Markdown. Run it for each set-up in the environment that has it:
+Writes a checkpoint of seeded random weights, starts one server after the other, and last all three at once, of which
+each in turn answers the same requests. What is measured is written at once, whatever becomes of the next row.
 
-    python benchmarks/sglang_sleep.py stock --model DIR      # torch_memory_saver installed
-    python benchmarks/sglang_sleep.py drop-in --model DIR    # memsaver-torch-memory-saver installed in its place
-    python benchmarks/sglang_sleep.py service --model DIR    # the same, and memsaver's service
-    ... -- --attention-backend triton                        # more arguments for SGLang; --quick for a few cycles
+    python benchmarks/sglang_sleep.py --stock DIR   # a folder with torch_memory_saver; needs SGLang and a GPU
+    python benchmarks/sglang_sleep.py --parts drop-in --cycles 3 --out /tmp
+    ... --sglang "--attention-backend triton --enable-deterministic-inference"
 
-Tokens are compared after ``/flush_cache``, as a cached prefix is another computation. With ``stock`` no release is
-asked for while requests run: it would end the server.
+Tokens are compared after ``/flush_cache``, as a cached prefix is another computation. Requests in flight are compared
+with the same ones undisturbed; their batches differ, so all are equal only if SGLang computes deterministically.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
-import signal
+import importlib.metadata
+import json
+import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
+import pynvml
+import torch
+from _record import command
+from _sglang_server import Answer, Server, prompts, started
+from vllm_sleep import CONFIG, ROOT, touch_host_memory, used_mib, write_checkpoint
 
-ALL: dict[str, Any] = {}
-SERVER = ["--skip-tokenizer-init", "--grammar-backend", "none", "--enable-memory-saver", "--enable-weights-cpu-backup"]
-#: How long a server may take to start, seconds.
-START_S = 300.0
+MODES = ("stock", "drop-in", "service")
+LOAD = "load"
+COLUMNS = ("what", "cycles", "release, ms", "resume, ms", "first token after it, ms", "MiB left", "outcome")
+#: Requests in flight at a release, and their tokens.
+REQUESTS, LENGTH = 20, 400
+#: Requests that load a server, their tokens, and how many turns of them it takes.
+LOAD_REQUESTS, LOAD_TOKENS, TURNS = 64, 128, 9
+#: Memory for the load alone, so that three servers find room.
+LOAD_ARGUMENTS = ("--max-total-tokens", "65536")
+
+Call = Callable[..., Answer]
 
 
-def used_mib() -> str:
-    """What nvidia-smi counts on the first device, MiB."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except OSError:
-        return "no GPU"
+class Table:
+    """The rows of one part. Writes the whole record whenever one is added."""
+
+    def __init__(self, record: dict[str, Any], part: str, out: Path) -> None:
+        self._record, self._out = record, out
+        self._rows: list[list[str]] = []
+        record["parts"][part] = self._rows
+
+    def add(self, *cells: str) -> None:
+        self._rows.append(list(cells))
+        print("|", " | ".join(cells), "|", flush=True)
+        (self._out / "sglang.json").write_text(json.dumps(self._record, indent=1) + "\n")
+        (self._out / "sglang.md").write_text(to_markdown(self._record))
 
 
-class Engine:
-    """The server's endpoints; ``own`` are SGLang's, ``service`` memsaver's. Calls return milliseconds."""
+def first_and_later(values: list[float]) -> str:
+    later = values[1:] or values
+    return f"{values[0]:.0f}; {statistics.median(later):.0f} (at most {max(later):.0f})"
 
-    def __init__(self, port: int, service_port: int, lengths: tuple[int, ...], tokens: int) -> None:
-        self._own, self._service = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{service_port}"
-        self._http = httpx.Client(timeout=180)
-        drawn = random.Random(3)
-        self._prompts = [[drawn.randrange(10, 1000) for _ in range(length)] for length in lengths]
-        self._tokens = tokens
 
-    def _call(self, url: str, body: dict[str, Any], status: int) -> float:
-        begun = time.perf_counter()
-        answer = self._http.post(url, json=body)
-        took = time.perf_counter() - begun
-        assert answer.status_code == status, f"{url}: {answer.status_code} {answer.text[:300]}"
-        return took * 1e3
+class Measured:
+    """One server, its table, and the tokens that it must answer."""
 
-    def own(self, path: str, body: dict[str, Any] = ALL, status: int = 200) -> float:
-        return self._call(self._own + path, body, status)
-
-    def service(self, path: str, body: dict[str, Any] = ALL, status: int = 200) -> float:
-        return self._call(self._service + path, body, status)
-
-    def generate(self, prompt: list[int], count: int) -> list[int]:
-        parameters = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": parameters}
-        answer = self._http.post(self._own + "/generate", json=body)
-        return list(answer.json().get("output_ids") or []) if answer.status_code == 200 else []
+    def __init__(self, engine: Server, table: Table, quick: bool) -> None:
+        self.engine, self.table = engine, table
+        self._prompts = prompts(7, 300, 1500)
+        self._tokens = 8 if quick else 24
+        self._in_flight = prompts(*[12] * REQUESTS)
+        self._length = 100 if quick else LENGTH
+        self._undisturbed: list[list[int]] = []
+        self.expected = self.tokens()
+        distinct = len({token for each in self.expected for token in each})
+        same = "repeatable" if self.tokens() == self.expected else "NOT REPEATABLE"
+        table.add("loaded", "", "", "", "", f"{used_mib():,.0f}", f"tokens {same}, {distinct} distinct ones")
 
     def tokens(self) -> list[list[int]]:
-        self.own("/flush_cache")
-        return [self.generate(prompt, self._tokens) for prompt in self._prompts]
+        self.engine.flush()
+        return [self.engine.generate(prompt, self._tokens) for prompt in self._prompts]
 
-    def is_up(self) -> bool:
-        try:
-            return self._http.get(self._own + "/health_generate").status_code == 200
-        except httpx.HTTPError:
-            return False
+    def cycles(self, name: str, call: Call, count: int, body: dict[str, Any]) -> None:
+        """Release and resume ``count`` times: first, median and longest time, the longest wait for a token."""
+        released, resumed, to_token, left, equal = [], [], [], [], 0
+        phases: dict[str, list[float]] = {}
+        for _ in range(count):
+            answers = [call("/release_memory_occupation", body)]
+            left.append(used_mib())
+            begun = time.perf_counter()
+            answers.append(call("/resume_memory_occupation", {"tags": body["tags"]} if "tags" in body else {}))
+            self.engine.generate(self._prompts[0], 1)
+            to_token.append((time.perf_counter() - begun) * 1e3)
+            released.append(answers[0].ms)
+            resumed.append(answers[1].ms)
+            for answer, step in zip(answers, ("release", "resume"), strict=True):
+                for phase in (answer.body or {}).get("phases", []):
+                    phases.setdefault(f"{step} {phase['name']}", []).append(phase["seconds"] * 1e3)
+            equal += self.tokens() == self.expected
+        times = [first_and_later(each) for each in (released, resumed, to_token)]
+        self.table.add(name, str(count), *times, f"{max(left):,.0f}", f"tokens equal after {equal} of {count}")
+        if phases:
+            told = ", ".join(f"{phase} {statistics.median(each):.1f}" for phase, each in phases.items())
+            self.table.add(f"{name}: phases, median ms", "", "", "", "", "", told)
 
-    def probe_ms(self) -> float:
-        begun = time.perf_counter()
-        assert self._http.get(self._service + "/livez").status_code == 200
-        return (time.perf_counter() - begun) * 1e3
-
-
-Call = Callable[..., float]
-
-
-@contextmanager
-def running(arguments: argparse.Namespace) -> Iterator[Engine]:
-    environment = dict(os.environ)
-    if arguments.setup == "service":
-        environment["MEMSAVER_SGLANG"] = f"127.0.0.1:{arguments.service_port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(arguments.model), "--host"]
-    command += ["127.0.0.1", "--port", str(arguments.port), *SERVER, *arguments.sglang]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    engine = Engine(arguments.port, arguments.service_port, (7, 300, 1500), 16 if arguments.quick else 48)
-    try:
-        begun = time.monotonic()
-        while "fired up and ready" not in Path(log.name).read_text(errors="replace"):
-            if server.poll() is not None or time.monotonic() > begun + START_S:
-                raise SystemExit(f"the server did not start; see {log.name}")
-            time.sleep(0.5)
-        yield engine
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def row(*cells: object) -> None:
-    print("|", " | ".join(str(each) for each in cells), "|", flush=True)
-
-
-def cycles(engine: Engine, name: str, call: Call, count: int, body: dict[str, Any]) -> None:
-    """Release and resume ``count`` times: first and median milliseconds, memory left, tokens."""
-    expected = engine.tokens()
-    released, resumed, left, equal = [], [], "", True
-    for _ in range(count):
-        released.append(call("/release_memory_occupation", body))
-        left = used_mib()
-        resumed.append(call("/resume_memory_occupation", {"tags": body["tags"]} if "tags" in body else {}))
-        equal = equal and engine.tokens() == expected
-    later = [f"{each[0]:.0f} / {statistics.median(each[1:] or each):.0f}" for each in (released, resumed)]
-    row(name, count, *later, left, "equal" if equal else "NOT EQUAL")
-
-
-def in_flight(engine: Engine, name: str, call: Call, body: dict[str, Any], requests: int, status: int = 200) -> None:
-    """Release while requests run: what they are answered."""
-    prompts = [[*range(20, 30), 40 + number] for number in range(requests)]
-    length = 400
-    expected = [engine.generate(prompt, length) for prompt in prompts]
-    with ThreadPoolExecutor(requests) as pool:
-        running: list[Future[list[int]]] = [pool.submit(engine.generate, prompt, length) for prompt in prompts]
-        time.sleep(0.3)
+    def in_flight(self, name: str, call: Call, body: dict[str, Any], status: int = 200) -> None:
+        """Release while requests run: what they are answered."""
+        self._undisturbed = self._undisturbed or [each.whole.result() for each in self._start()]
+        running = self._start()
+        had = [list(each.tokens) for each in running]
         released = call("/release_memory_occupation", body, status)
         left = used_mib()
-        resumed = call("/resume_memory_occupation", {})
-        got = [each.result() for each in running]
-    whole = sum(one == other for one, other in zip(got, expected, strict=True))
-    begun = sum(one == other[: len(one)] and len(one) < len(other) for one, other in zip(got, expected, strict=True))
-    answers = f"{whole} of {requests} in full and equal, {begun} cut off"
-    row(name, 1, f"{released:.0f}", f"{resumed:.0f}", left, answers)
-
-
-def measure(engine: Engine, arguments: argparse.Namespace) -> None:
-    count = 3 if arguments.quick else 10
-    row("what", "cycles", "release, first / later ms", "resume, first / later ms", "MiB left", "tokens")
-    row(*["---"] * 6)
-    row("loaded", "", "", "", used_mib(), "repeatable" if engine.tokens() == engine.tokens() else "NOT REPEATABLE")
-    cycles(engine, "SGLang's own call", engine.own, count, {})
-    for tag in ("kv_cache", "weights", "cuda_graph"):
-        cycles(engine, f"its own call, {tag} alone", engine.own, count, {"tags": [tag]})
-    if arguments.setup != "stock":
-        in_flight(engine, "its own call, 20 requests in flight", engine.own, {}, 20)
-    if arguments.setup == "service":
-        cycles(engine, "service", engine.service, count, {})
-        cycles(engine, "service, hibernated", engine.service, count, {"hibernate": True})
-        for mode in ("wait", "abort", "keep"):
-            in_flight(engine, f"service, {mode}, 20 requests in flight", engine.service, {"mode": mode}, 20)
-        in_flight(engine, "service, no time to drain", engine.service, {"timeout_s": 0}, 4, 504)
-        probes = sorted(engine.probe_ms() for _ in range(200))
-        row(
-            "service, probe beside an idle scheduler, median / longest ms", 200, f"{probes[100]:.1f} / {probes[-1]:.1f}"
+        resumed = call("/resume_memory_occupation")
+        got = [each.whole.result() for each in running]
+        whole = sum(len(each) == self._length for each in got)
+        continued = sum(one[: len(begun)] == begun for one, begun in zip(got, had, strict=True))
+        equal = sum(one == other for one, other in zip(got, self._undisturbed, strict=True))
+        outcome = (
+            f"{whole} of {len(got)} answered in full, {equal} as undisturbed; {continued} begin with what they had "
+            f"({min(map(len, had))} tokens or more)"
         )
-    cycles(engine, "endurance, SGLang's own call", engine.own, 5 if arguments.quick else 50, {})
-    row("server afterwards", "", "", "", used_mib(), "alive" if engine.is_up() else "DEAD")
+        self.table.add(name, "1", f"{released.ms:.0f}", f"{resumed.ms:.0f}", "", f"{left:,.0f}", outcome)
+
+    def _start(self) -> Any:
+        self.engine.flush()
+        return self.engine.start(self._in_flight, self._length)
+
+    def new_weights(self, model: Path) -> None:
+        """Discard the weights; SGLang's update writes them."""
+        engine = self.engine
+        released = engine.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
+        left = used_mib()
+        resumed = engine.service("/resume_memory_occupation")
+        engine.own("/generate", {"input_ids": [20], "sampling_params": {"max_new_tokens": 1}}, 503)
+        update = engine.own("/update_weights_from_disk", {"model_path": str(model)})
+        equal = "equal" if self.tokens() == self.expected else "NOT EQUAL"
+        outcome = f"refused until the update ({update.ms:.0f} ms), then tokens {equal}"
+        self.table.add(
+            "service, weights discarded and updated", "1", f"{released.ms:.0f}", f"{resumed.ms:.0f}", "",
+            f"{left:,.0f}", outcome,
+        )  # fmt: skip
+
+    def probes(self) -> None:
+        for state, running in (("at rest", []), ("under load", self._start())):
+            for path in ("/livez", "/metrics"):
+                times = [self.engine.probe_ms(path) for _ in range(50)]
+                told = f"median {statistics.median(times):.1f}, at most {max(times):.1f} ms"
+                self.table.add(f"service, GET {path} of an engine {state}", "50", "", "", "", "", told)
+            for each in running:
+                each.whole.result()
+
+    def unsafe_release(self) -> None:
+        """What SGLang's own call does to running requests without memsaver."""
+        running = self._start()
+        try:
+            outcome = f"answered after {self.engine.own('/release_memory_occupation').ms:.0f} ms"
+        except Exception as error:
+            outcome = f"no answer ({type(error).__name__})"
+        whole = sum(each.whole.exception() is None and len(each.tokens) == self._length for each in running)
+        up = "alive" if self.engine.is_up() else "the server has ended"
+        outcome += f"; {whole} of {len(running)} requests answered in full; {up}"
+        self.table.add(f"SGLang's own call, {REQUESTS} requests in flight", "1", "", "", "", "", outcome)
+
+
+def measure(mode: str, engine: Server, table: Table, options: argparse.Namespace, model: Path) -> None:
+    measured = Measured(engine, table, options.cycles < 5)
+    endurance = 10 * options.cycles if mode == "drop-in" else options.cycles
+    measured.cycles("SGLang's own call", engine.own, endurance, {})
+    for tag in ("kv_cache", "weights", "cuda_graph") if mode != "service" else ():
+        measured.cycles(f"SGLang's own call, {tag} alone", engine.own, options.cycles, {"tags": [tag]})
+    if mode == "stock":
+        measured.unsafe_release()
+        return
+    measured.in_flight(f"SGLang's own call, {REQUESTS} requests in flight", engine.own, {})
+    if mode == "service":
+        measured.cycles("service", engine.service, 2 * options.cycles, {})
+        measured.cycles("service, hibernated", engine.service, options.cycles, {"hibernate": True})
+        for drain in ("wait", "abort", "keep"):
+            name = f"service, {drain}, {REQUESTS} requests in flight"
+            measured.in_flight(name, engine.service, {"mode": drain})
+        deadline = f"service, 0.1 s to drain {REQUESTS} requests: 504"
+        measured.in_flight(deadline, engine.service, {"timeout_s": 0.1}, 504)
+        measured.new_weights(model)
+        measured.probes()
+    up = "alive" if engine.is_up() else "THE SERVER HAS ENDED"
+    equal = "equal" if measured.tokens() == measured.expected else "NOT EQUAL"
+    table.add("afterwards", "", "", "", "", f"{used_mib():,.0f}", f"{up}, tokens {equal}")
+
+
+def load(engines: dict[str, Server], table: Table, quick: bool) -> None:
+    """Tokens per second of each server while nothing is released, in turns."""
+    asked = prompts(*[64] * (8 if quick else LOAD_REQUESTS))
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(3 if quick else TURNS):
+        for name in engines if turn % 2 else reversed(engines):
+            engines[name].flush()
+            begun = time.perf_counter()
+            made = sum(len(each.whole.result()) for each in engines[name].start(asked, LOAD_TOKENS))
+            rates[name].append(made / (time.perf_counter() - begun))
+    for name, values in rates.items():
+        later = values[1:]  # the first one compiles
+        told = f"{statistics.median(later):,.0f} tokens/s ({min(later):,.0f} to {max(later):,.0f})"
+        if name != MODES[0] and MODES[0] in rates:
+            ratios = [one / other for one, other in zip(later, rates[MODES[0]][1:], strict=True)]
+            told += f", {statistics.median(ratios) - 1:+.1%} beside stock, median over the turns"
+        table.add(f"{name}, {len(asked)} requests at once", str(len(later)), "", "", "", "", told)
+
+
+def run(part: str, model: Path, table: Table, options: argparse.Namespace) -> None:
+    arguments = shlex.split(options.sglang)
+    modes = [part]
+    if part == LOAD:
+        modes, arguments = list(MODES), [*arguments, *LOAD_ARGUMENTS]
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        engines = {
+            mode: stack.enter_context(started(mode, model, options.stock, options.port + 10 * place, arguments))
+            for place, mode in enumerate(modes)
+        }
+        for engine in engines.values():
+            engine.wait_until_up()
+        table.add(f"start, {time.monotonic() - begun:.0f} s", *[""] * 6)
+        if part == LOAD:
+            load(engines, table, options.cycles < 5)
+        else:
+            measure(part, engines[part], table, options, model)
+
+
+def to_markdown(record: dict[str, Any]) -> str:
+    lines = [
+        f"# SGLang {record['sglang']}: {record['gpu']}, driver {record['driver']}, torch {record['torch']}",
+        "",
+        f"{record['date']}, `{record['command']}`. Device memory as nvidia-smi counts it; times as the caller sees "
+        "them: the first; the median and the longest of the others. CUDA graphs on.",
+    ]
+    for part, rows in record["parts"].items():
+        lines += ["", f"## {part}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def device() -> dict[str, str]:
+    pynvml.nvmlInit()
+    name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return {"gpu": name, "driver": pynvml.nvmlSystemGetDriverVersion()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setup", choices=("stock", "drop-in", "service"))
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
+    parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
+    parser.add_argument("--parts", nargs="+", choices=[*MODES, LOAD], default=[*MODES, LOAD])
+    parser.add_argument("--cycles", type=int, default=5, help="of each kind; ten times as many of the drop-in's")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--service-port", type=int, default=30100)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("sglang", nargs="*", help="after --: arguments for SGLang")
-    arguments = parser.parse_args()
-    with running(arguments) as engine:
-        measure(engine, arguments)
+    parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    record: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command("sglang_sleep.py"),
+        **device(),
+        "sglang": importlib.metadata.version("sglang"),
+        "torch": torch.__version__,
+        "parts": {},
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    touch_host_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(options.config, Path(folder))
+        for part in options.parts:
+            table = Table(record, part, options.out)
+            try:
+                run(part, Path(folder), table, options)
+            except Exception:
+                told = traceback.format_exc()
+                print(told, flush=True)
+                table.add("FAILED", *[""] * 5, told.strip().splitlines()[-1][:300])
 
 
 if __name__ == "__main__":

@@ -144,6 +144,11 @@ bool BackupStore::short_of_room(std::size_t bytes) {
   return true;
 }
 
+void BackupStore::end() noexcept {
+  const Lock lock(mutex_);
+  for (const auto& [node, pool] : pools_) pool->end();
+}
+
 std::vector<HostPool*> BackupStore::pools() const {
   const Lock lock(mutex_);
   std::vector<HostPool*> pools;

@@ -89,6 +89,9 @@ class BackupStore {
   // unpins unused host memory at once.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex);
 
+  // The process is ending, and the driver before it: no host memory is unpinned from now on.
+  void end() noexcept EXCLUDES(mutex_);
+
   [[nodiscard]] std::vector<HostPool*> pools() const EXCLUDES(mutex_);
   // Sum over all pools.
   [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_);

@@ -290,10 +290,12 @@ void HostPool::trim() {
   for (const auto& slice : touched) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
   // Without the lock: status() must not wait for the driver.
   for (const auto& slice : pinned) {
+    if (ended_) return;
     try {
       driver_.unregister_host(reinterpret_cast<void*>(slice.address));
       munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
     } catch (const std::exception& error) {
+      if (ended_) return;
       warn(std::string("a slice of backup memory stays pinned: ") + error.what());
       const Lock lock(mutex_);
       add_slice(slice);

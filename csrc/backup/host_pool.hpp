@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <exception>
@@ -70,6 +71,8 @@ class HostPool {
 
   // Unpins and unmaps every unused slice. Logs a warning for slices that the driver fails to unpin, and keeps them.
   void trim();
+  // The process is ending, and the driver before it: from now on trim() unpins nothing.
+  void end() noexcept { ended_ = true; }
 
   [[nodiscard]] HostPoolStatus status() const;
   [[nodiscard]] int numa_node() const { return numa_node_; }
@@ -92,6 +95,7 @@ class HostPool {
   Driver& driver_;
   const std::size_t limit_;
   const int numa_node_;
+  std::atomic<bool> ended_ = false;
 
   mutable Mutex mutex_;
   std::condition_variable_any changed_;

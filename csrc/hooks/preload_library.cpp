@@ -44,7 +44,7 @@ struct Region {
   bool cpu_backup = flag_from_environment("TMS_INIT_ENABLE_CPU_BACKUP");
   bool disk_backup = flag_from_environment("TMS_INIT_ENABLE_DISK_BACKUP");
   char tag[kTagBytes] = "default";
-  char backend[16] = "";
+  char backend[16] = "pinned";
 
   Region() {
     if (const char* const value = std::getenv("TMS_INIT_CPU_BACKUP_BACKEND")) set(backend, value);
@@ -170,7 +170,7 @@ MEMSAVER_EXPORT void tms_set_current_tag(const char* value) {
 }
 MEMSAVER_EXPORT const char* tms_get_cpu_backup_backend() { return region().backend; }
 MEMSAVER_EXPORT void tms_set_cpu_backup_backend(const char* value) {
-  Region::set(region().backend, value != nullptr ? value : "");
+  if (value != nullptr) Region::set(region().backend, value);
 }
 
 // Returns 0 if done or if there is nothing to do, 1 on failure, with a message on standard error.

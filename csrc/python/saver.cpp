@@ -87,7 +87,7 @@ void bind_operations(SaverClass& saver) {
           },
           "address"_a, "bytes"_a, "to"_a)
       .def("drop_backups", &Saver::drop_backups, "tags"_a, "keep_memory"_a = false, NoGil())
-      .def("trim_backup_memory", &Saver::trim_backup_memory, NoGil())
+      .def("trim_backup_memory", &Saver::trim_backup_memory, "at_once"_a = false, NoGil())
       .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
       .def("synchronize", &Saver::synchronize, NoGil())
       .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)

@@ -233,10 +233,14 @@ void Saver::drop_backups(const Tags& tags, bool keep_memory) {
   if (!keep_memory) core_->backups.trim_later();
 }
 
-void Saver::trim_backup_memory() {
+void Saver::trim_backup_memory(bool at_once) {
   core_->check_process();
-  const Lock operation(core_->backups.operation_mutex);
-  core_->backups.trim_later();
+  if (at_once) {
+    for (HostPool* const pool : core_->backups.pools()) pool->trim();
+  } else {
+    const Lock operation(core_->backups.operation_mutex);
+    core_->backups.trim_later();
+  }
 }
 
 void Saver::set_file_folder(const std::string& folder) {
@@ -301,7 +305,10 @@ Driver& Saver::driver() { return *core_->driver; }
 
 void Saver::check_usable() const { core_->check_usable(); }
 
-void Saver::close() noexcept { core_->closed = true; }
+void Saver::close() noexcept {
+  core_->closed = true;
+  core_->backups.end();
+}
 
 bool Saver::ended() const noexcept { return core_->closed || getpid() != core_->process; }
 

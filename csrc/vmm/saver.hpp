@@ -64,8 +64,8 @@ class Saver {
   // Drops the backups of resident memory under `tags`, and unpins unused host memory in the background unless it is to
   // be kept for the next release.
   void drop_backups(const Tags& tags, bool keep_memory = false);
-  // Unpins unused host memory in the background.
-  void trim_backup_memory();
+  // Unpins unused host memory, in the background unless `at_once`.
+  void trim_backup_memory(bool at_once = false);
   // Moves backup files to `folder`; backups on disk of resident memory may be dropped for that. With backups of
   // released memory in the old folder this is ErrorKind::configuration.
   void set_file_folder(const std::string& folder);
@@ -80,7 +80,7 @@ class Saver {
   [[nodiscard]] Driver& driver();
   // Throws as every function.
   void check_usable() const;
-  // The process is ending: from now on free() does nothing.
+  // The process is ending: from now on free() does nothing, and no host memory is unpinned.
   void close() noexcept;
   // After close(), and in a forked child: nothing is to be given back.
   [[nodiscard]] bool ended() const noexcept;

@@ -12,14 +12,15 @@ import pytest
 from .serving import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEP = re.compile(r"step \d+: released (\d+) MiB, trained with (\d+) MiB, reward")
+STEP = re.compile(r"step \d+: (?:engine )?released (\d+) MiB, train(?:ed with|er resumed) (\d+) MiB, reward")
 
 
 @pytest.mark.slow
-def test_engine_and_trainer_take_turns_on_a_device_that_has_not_room_for_both() -> None:
+@pytest.mark.parametrize("script", ["rl_loop.py", "trainer_in_turns.py"])
+def test_engine_and_trainer_take_turns_on_a_device_that_has_not_room_for_both(script: str) -> None:
     capacity_mib = 128
     ran = subprocess.run(
-        [sys.executable, EXAMPLES / "rl_loop.py", "--steps", "2"],
+        [sys.executable, EXAMPLES / script, "--steps", "2"],
         capture_output=True,
         text=True,
         env=environment({"MEMSAVER_HOST_CAPACITY": f"{capacity_mib}MiB"}),

@@ -154,6 +154,18 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     wait_until(lambda: saver.status()["pool_capacity_bytes"] == 0)
 
 
+def test_a_process_that_ends_unpins_nothing() -> None:
+    """The driver may have ended before: each slice would fail, with a warning."""
+    saver = _native.Saver(driver="host", host_capacity=64 * MIB, verify="full")
+    fill(saver.allocate(0, "t", "host", 4 * MIB), 4 * MIB, 1)
+    saver.release([], [], {})
+    saver.resume([])
+    saver.drop_backups([], keep_memory=True)
+    saver.close()
+    saver.trim_backup_memory(at_once=True)
+    assert saver.counts().get("unregister_host", 0) == 0
+
+
 @pytest.mark.parametrize("retention", ["trim", "free"])
 @pytest.mark.guards("an operation waited forever, and nothing said why", "memory grew with every cycle")
 def test_retention_never_blocks(retention: str) -> None:

@@ -112,7 +112,7 @@ class ResumeMemoryOccupationReqOutput(ReleaseMemoryOccupationReqOutput):
 
 @dataclass
 class FlushCacheReqInput:
-    timeout_s: float | None = None
+    rid: str = ""
 
 
 @dataclass
@@ -394,6 +394,8 @@ class Scheduler:
             with torch.no_grad():
                 self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
             return UpdateWeightsFromTensorReqOutput(True)
+        elif isinstance(request, FlushCacheReqInput):
+            return FlushCacheReqOutput(self.flush_cache())
         else:
             raise TypeError(request)
         return None

@@ -262,6 +262,28 @@ def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     assert serving.answer(rid).output_ids == expected
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_flush_while_a_request_is_about_to_leave(serve: Callable[..., Serving], paused: bool) -> None:
+    """SGLang answers a pause before its scheduler has received it, and a request before its scheduler is idle."""
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+
+    def both(scheduler: standin.Scheduler) -> None:
+        if paused:
+            scheduler.received.put(standin.PauseGenerationReqInput("retract"))
+        scheduler.received.put(standin.FlushCacheReqInput(rid="flush"))
+        scheduler.stalled = False
+
+    serving.scheduler.received.put(standin.Run(0, both))
+    assert serving.answer("flush").success
+    assert not serving.scheduler.tree_cache.prefixes
+    serving.scheduler.received.put(standin.ContinueGenerationReqInput())
+    assert serving.answer(rid).output_ids == expected
+
+
 @pytest.mark.guards(
     "health probes confused a sleeping engine with a dead one",
     "an operation waited forever, and nothing said why",

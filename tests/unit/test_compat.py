@@ -310,7 +310,7 @@ def test_regions_nest_and_leave_the_threads_state_as_it_was(tag: str) -> None:
     def state() -> tuple[object, ...]:
         return tuple(each() for each in read)
 
-    outside = (False, b"default", False, False, b"")
+    outside = (False, b"default", False, False, b"pinned")
     assert state() == outside
     with torch_memory_saver.region(tag, enable_cpu_backup=True, cpu_backup_backend="mmap"):
         assert state() == (True, tag.encode(), True, False, b"mmap")
@@ -377,7 +377,7 @@ def test_arguments_that_exclude_each_other(tag: str) -> None:
     with pytest.raises(AssertionError), torch_memory_saver.region(tag, enable_cpu_backup=True, enable_disk_backup=True):
         pass
     with (
-        pytest.raises(ValueError, match="enable_cpu_backup"),
+        pytest.raises(ValueError, match="requires enable_cpu_backup"),
         torch_memory_saver.region(tag, cpu_backup_backend="mmap"),
     ):
         pass

@@ -261,6 +261,49 @@ if plenty:  # until the host lacks memory
     )
 
 
+def test_a_process_that_ends_just_after_a_resume() -> None:
+    """While a thread of memsaver's asks the native core how much memory is unused."""
+    run(
+        INSTALL
+        + """
+import torch
+from torch_memory_saver import torch_memory_saver as saver
+with saver.region(enable_cpu_backup=True):
+    tensor = torch.ones(1000)
+saver.pause()
+saver.resume()
+"""
+    )
+
+
+@pytest.mark.parametrize("how", ["environment", "region"])
+@pytest.mark.guards("host memory stayed resident after a resume, or freeing it slowed the resume")
+def test_resident_memory_at_the_return_of_a_resume(how: str) -> None:
+    """``mmap`` is asked for by those who look at the process's memory as soon as ``resume`` returns."""
+    run(
+        INSTALL
+        + """
+import os, torch
+from torch_memory_saver import torch_memory_saver as saver
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+backend = None if "TMS_INIT_CPU_BACKUP_BACKEND" in os.environ else "mmap"
+with saver.region(enable_cpu_backup=True, cpu_backup_backend=backend):
+    tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
+expected = tensor.clone()
+before = rss()
+for _ in range(2):
+    saver.pause()
+    saver.resume()
+    assert rss() < before + 32, (before, rss())
+assert torch.equal(tensor, expected)
+""",
+        **({"TMS_INIT_CPU_BACKUP_BACKEND": "mmap"} if how == "environment" else {}),
+    )
+
+
 def preloaded(cudart: str, code: str, **environment: str) -> str:
     return run(RAW_CUDA + code, FAKE_CUDART=cudart, LD_PRELOAD=PRELOAD, **environment)
 
@@ -288,6 +331,25 @@ assert api.cudaFree(None) == 0 and runtime.fake_frees() == 1
 """,
         TMS_INIT_ENABLE="1",
         TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
+def test_functions_of_the_runtime_by_the_private_library(cudart: str) -> None:
+    """As by a library that is linked with the runtime; inside a region they are memsaver's."""
+    preloaded(
+        cudart,
+        INSTALL
+        + """
+from torch_memory_saver import torch_memory_saver as saver
+import memsaver_core as ms
+cdll = saver._ensure_initialized()._binary_wrapper.cdll
+pointer = ctypes.c_void_p()
+with saver.region("raw"):
+    assert cdll.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(1 << 20)) == 0
+assert [tag.bytes for tag in ms.status().tags if tag.tag == "raw"] == [1 << 20]
+assert cdll.cudaFree(pointer) == 0
+assert not hasattr(cdll, "cudaNoSuchFunction")
+""",
     )
 
 

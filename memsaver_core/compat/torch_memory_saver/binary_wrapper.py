@@ -7,7 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
+
+import torch
 
 from memsaver_core import process
 from memsaver_core.compat.torch_memory_saver import state
@@ -33,7 +36,7 @@ class _ThreadState(threading.local):
         self.enable_cpu_backup = state.flag("TMS_INIT_ENABLE_CPU_BACKUP")
         self.enable_disk_backup = state.flag("TMS_INIT_ENABLE_DISK_BACKUP")
         self.current_tag = b"default"
-        self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "").encode()
+        self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned").encode()
 
 
 class _LibraryState:
@@ -67,6 +70,15 @@ _suspension = _Suspension()
 _states: dict[str, Any] = {}
 
 
+@cache
+def _cuda_runtime() -> ctypes.CDLL:
+    """Return where torch's calls of CUDA's runtime go; without CUDA, where this process's global functions are."""
+    everything = ctypes.CDLL(None)
+    if torch.version.cuda is None or hasattr(everything, "cudaGetDeviceCount"):
+        return everything
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+
+
 class NativeFunctions:
     """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
 
@@ -77,6 +89,12 @@ class NativeFunctions:
 
     def __init__(self, path: str) -> None:
         self._state = _states.setdefault(path, _LibraryState(path) if path else _ThreadState())
+
+    def __getattr__(self, name: str) -> Any:
+        """Resolve functions of CUDA's runtime, as a library that is linked with it does."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_cuda_runtime(), name)
 
     def tms_get_interesting_region(self) -> bool:
         return bool(self._state.interesting_region)
@@ -138,8 +156,9 @@ class NativeFunctions:
         return bytes(self._state.cpu_backup_backend)
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
-        """Set ``pinned`` or ``mmap``: both are pinned memory that is unmapped when it is given back."""
+        """Set ``pinned`` or ``mmap``; with the latter each resume of the process unmaps unused memory at once."""
         self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
+        state.this_process.frees_at_once |= value == b"mmap"
 
     def tms_pause(self, tag: bytes | None) -> int:
         state.this_process.pause(tag.decode() if tag else None)

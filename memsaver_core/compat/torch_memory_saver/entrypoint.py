@@ -51,7 +51,8 @@ class TorchMemorySaver:
             enable_cpu_backup: keep the content in host memory while paused. Without a backup, content is undefined
                 after a resume (under the tags ``kv_cache`` and ``workspace``: zeros).
             enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
-            cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory that is unmapped when it is given back.
+            cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory. Once ``mmap`` was asked for, each resume
+                returns after the memory of its backups is unmapped.
 
         Raises:
             ConfigurationError: the arguments exclude each other, or memory cannot be saved in this process.
@@ -281,7 +282,7 @@ class MemPools:
 
 def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
     if backend is not None and not enable_cpu_backup:
-        raise MisuseError("cpu_backup_backend is for enable_cpu_backup=True")
+        raise MisuseError("cpu_backup_backend requires enable_cpu_backup=True")
 
 
 def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:

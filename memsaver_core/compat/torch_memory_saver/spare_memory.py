@@ -5,6 +5,7 @@ It is kept as long as the host has plenty, at most for some minutes.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,9 @@ class SpareMemory:
         self._lock = threading.Lock()
         self._until = 0.0
         self._watching = False
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        atexit.register(self._end)
 
     def keep(self, saver: _native.Saver) -> None:
         """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it."""
@@ -50,7 +54,14 @@ class SpareMemory:
             if self._watching:
                 return
             self._watching = True
-        threading.Thread(target=self._watch, args=(saver,), name="memsaver-spare-memory", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(saver,), name="memsaver-spare-memory", daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        """Python ends a thread that returns from native code after this, and C++ then aborts the process."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _watch(self, saver: _native.Saver) -> None:
         while True:
@@ -62,4 +73,5 @@ class SpareMemory:
             if over:
                 saver.trim_backup_memory()
                 return
-            time.sleep(_EVERY_S)
+            if self._ending.wait(_EVERY_S):
+                return

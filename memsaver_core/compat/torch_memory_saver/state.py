@@ -62,6 +62,7 @@ class State:
         self.retaining = False  # whether a resume leaves backups in host memory
         self._retained_tags: set[str] = set()  # their last resume did
         self._spare = SpareMemory()
+        self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
 
     def attach_library(self) -> str:
         """Connect the preload library, if this process was started with it, to the saver.
@@ -102,7 +103,8 @@ class State:
                         f"{name}: expandable_segments is not supported, because torch maps such memory past every "
                         "hook; remove it"
                     )
-            check_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", ""), "TMS_INIT_CPU_BACKUP_BACKEND")
+            backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "")
+            self.frees_at_once = check_backend(backend, "TMS_INIT_CPU_BACKUP_BACKEND") == "mmap"
             if flag("TMS_INIT_ENABLE_CPU_BACKUP") and flag("TMS_INIT_ENABLE_DISK_BACKUP"):
                 raise ConfigurationError(
                     "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
@@ -125,8 +127,8 @@ class State:
         self._forget(names)
 
     def resume(self, tag: str | None) -> None:
-        """Resume a tag, or all; their backups are dropped unless retained, and their memory if the host lacks it. An
-        unknown tag is ignored."""
+        """Resume a tag, or all; their backups are dropped unless retained, and their memory if the host lacks it, or if
+        it was asked for by ``mmap``. An unknown tag is ignored."""
         names = [tag] if tag else []
         try:
             ms.resume(names)
@@ -140,7 +142,10 @@ class State:
         else:
             self._forget(names)
             saver.drop_backups(names, keep_memory=True)
-            self._spare.keep(saver)
+            if self.frees_at_once:
+                saver.trim_backup_memory(at_once=True)
+            else:
+                self._spare.keep(saver)
 
     def is_retained(self, tag: str) -> bool:
         """Return whether the last resume of ``tag`` left its backup in place."""

@@ -28,6 +28,9 @@ logger = logging.getLogger("memsaver")
 #: Who called, in operations and logs.
 CLIENT = "sglang"
 
+#: How long a flush waits for requests that are about to end, or to be set aside by a pause before it, seconds.
+SETTLING_S = 1.0
+
 
 class _NotWrittenError(Exception):
     """SGLang has answered that it wrote no weights."""
@@ -39,9 +42,9 @@ class _Engine(Protocol):
     @property
     def is_open(self) -> bool: ...
     @property
-    def holds_requests(self) -> bool: ...
+    def is_idle(self) -> bool: ...
     def flush_cache(self) -> None: ...
-    def when_still(self, timeout_s: float, then: Callable[[], None]) -> None: ...
+    def when_still(self, timeout_s: float, then: Callable[[], None] = ...) -> None: ...
 
 
 class Controls:
@@ -77,7 +80,7 @@ class Controls:
         work: Callable[[], None] | None = None
         if name in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
             work = partial(self._operate, request)
-        elif name == "FlushCacheReqInput" and (closed or self._engine.holds_requests):
+        elif name == "FlushCacheReqInput" and (closed or not self._engine.is_idle):
             work = partial(self._flush, request)
         elif name.startswith("UpdateWeight") and "From" in name:
             work = partial(self._update, request)
@@ -125,8 +128,10 @@ class Controls:
         return self._lifecycle.resume(ResumeRequest(ResumeOptions(tags)), wait=True, client=CLIENT)
 
     def _flush(self, request: Any) -> None:
+        """By SGLang alone it fails beside requests that a pause has set aside, and just after the last answer."""
         output = self._messages.FlushCacheReqOutput(success=True)
         try:
+            self._engine.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
             self._engine.flush_cache()
         except Exception as error:
             output = self._messages.FlushCacheReqOutput(success=False, message=str(error))

@@ -87,9 +87,9 @@ class SglangEngine(Engine):
         return self._intake.is_open
 
     @property
-    def holds_requests(self) -> bool:
-        """Whether requests wait that were set aside. In the scheduler's thread."""
-        return self._work.is_still() and not self._scheduler.is_fully_idle()
+    def is_idle(self) -> bool:
+        """Whether there are no requests. In the scheduler's thread."""
+        return bool(self._scheduler.is_fully_idle())
 
     # The methods of ``Engine``.
 
