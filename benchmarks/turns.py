@@ -1,8 +1,9 @@
 """Two engines that share one GPU by turns: the time from a request to its first token, while the model sleeps and while
 it is awake.
 
-Either engine takes most of the GPU. The first is released before the second is started; from then on `memsaver fleet
-serve`'s application, in this process, passes requests on to whichever engine they name, and moves memory for them.
+Either engine takes most of the GPU, so the first is released before the second is started. From then on the
+application of `memsaver fleet serve`, in this process, passes requests on to the engine that they name. It moves memory
+for them.
 
     python benchmarks/turns.py                          # two vLLM engines of Qwen2-1.5B's shape on the first GPU
     python benchmarks/turns.py --engine reference       # two reference engines on the host driver, without a GPU

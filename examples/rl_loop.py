@@ -17,10 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from memsaver_server.client import Client
 
@@ -83,20 +84,27 @@ def train(model_dir: Path, rollouts: list[Rollout], checkpoint: Path) -> int:
     ms.adopt(model, "trainer")
     with ms.region("trainer"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, foreach=False)
-        start = len(rollouts[0][0])
-        ids = torch.tensor([prompt + answer for prompt, answer in rollouts], device=device)
-        rewards = (ids[:, start:] % 2 == 0).float()
-        for _ in range(4):
-            optimizer.zero_grad()
-            logits = model(ids).logits[:, start - 1 : -1]
-            chosen = logits.log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2)
-            (-(rewards - rewards.mean()) * chosen).mean().backward()
-            optimizer.step()
+        improve(model, optimizer, rollouts)
     taken = sum(tag.bytes for tag in ms.status().tags)
     model.save_pretrained(checkpoint)
     if (model_dir / "tokenizer.json").exists():
         AutoTokenizer.from_pretrained(model_dir).save_pretrained(checkpoint)
     return taken
+
+
+def improve(model: Any, optimizer: Any, rollouts: list[Rollout]) -> None:
+    """Take four policy-gradient steps on the model's device."""
+    import torch
+
+    start = len(rollouts[0][0])
+    ids = torch.tensor([prompt + answer for prompt, answer in rollouts], device=model.device)
+    rewards = (ids[:, start:] % 2 == 0).float()
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = model(ids).logits[:, start - 1 : -1]
+        chosen = logits.log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2)
+        (-(rewards - rewards.mean()) * chosen).mean().backward()
+        optimizer.step()
 
 
 def in_a_process_of_its_own(work, *arguments):  # type: ignore[no-untyped-def]
@@ -138,8 +146,10 @@ def serving(model: Path) -> Iterator[str]:
         engine.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str, run: Callable[[Client, Path, Path, int], object]) -> None:
+    """Call ``run`` with the engine that the command line names, or one that is started, its model's folder, a folder to
+    work in and the number of steps."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running engine; without it one is started")
     parser.add_argument("--model", type=Path, help="the folder that the running engine serves")
     parser.add_argument("--steps", type=int, default=3)
@@ -161,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

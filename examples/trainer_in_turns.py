@@ -11,9 +11,6 @@ for both.
 
 from __future__ import annotations
 
-import argparse
-import os
-import tempfile
 from pathlib import Path
 
 import memsaver_core.compat
@@ -21,7 +18,7 @@ import memsaver_core.compat
 memsaver_core.compat.install()  # or install the distribution memsaver-torch-memory-saver
 
 import torch  # noqa: E402
-from rl_loop import Rollout, make_model, mean_reward, roll_out, serving  # noqa: E402
+from rl_loop import Rollout, improve, main, mean_reward, roll_out  # noqa: E402
 from torch_memory_saver import torch_memory_saver  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
@@ -60,17 +57,8 @@ class Trainer:
         self.optimizer.zero_grad()
         torch_memory_saver.pause(TAG)
 
-    def train(self, rollouts: list[Rollout], steps: int = 4) -> None:
-        device = ms.torch_device()
-        start = len(rollouts[0][0])
-        ids = torch.tensor([prompt + answer for prompt, answer in rollouts], device=device)
-        rewards = (ids[:, start:] % 2 == 0).float()
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            logits = self.model(ids).logits[:, start - 1 : -1]
-            chosen = logits.log_softmax(-1).gather(2, ids[:, start:, None]).squeeze(2)
-            (-(rewards - rewards.mean()) * chosen).mean().backward()
-            self.optimizer.step()
+    def train(self, rollouts: list[Rollout]) -> None:
+        improve(self.model, self.optimizer, rollouts)
 
     def bytes(self) -> int:
         return sum(tag.bytes for tag in ms.status().tags if tag.tag == TAG)
@@ -104,27 +92,5 @@ def run(engine: Client, model: Path, work: Path, steps: int) -> list[float]:
     return rewards
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a running engine; without it one is started")
-    parser.add_argument("--model", type=Path, help="the folder that the running engine serves")
-    parser.add_argument("--steps", type=int, default=3)
-    options = parser.parse_args()
-    if bool(options.url) != bool(options.model):
-        parser.error("give --url and --model together, or neither")
-    with tempfile.TemporaryDirectory(prefix="memsaver-turns-") as folder:
-        work = Path(folder)
-        if options.url:
-            with Client(options.url) as engine:
-                run(engine, options.model, work, options.steps)
-            return
-        # Without a GPU: one host device for both processes, too small to hold both at once.
-        os.environ.setdefault("MEMSAVER_HOST_DEVICE", f"turns-{os.getpid()}")
-        os.environ.setdefault("MEMSAVER_HOST_CAPACITY", "128MiB")
-        model = make_model(work / "model")
-        with serving(model) as url, Client(url) as engine:
-            run(engine, model, work, options.steps)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
@@ -52,6 +52,11 @@ class SleepFields(Fields):
     dry_run: DryRun = False
     wait: bool = False
 
+    @property
+    def restore(self) -> dict[str, Any]:
+        """The ``restore`` of the release: level 2 discards the weights if they are among the tags."""
+        return {"weights": "discard"} if self.level == 2 and (not self.tags or "weights" in self.tags) else {}
+
 
 class WakeFields(Fields):
     """vLLM's wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
@@ -78,13 +83,12 @@ async def sleep(
     if fields.level == 0:
         await service.pause(fields.mode, fields.timeout_s, asleep=True)
         return message_answer("Scheduling paused; memory stays.")
-    discards = fields.level == 2 and (not fields.tags or "weights" in fields.tags)
     release = ReleaseFields(
         tags=fields.tags,
         mode=fields.mode,
         timeout_s=fields.timeout_s,
         wait=fields.wait,
-        restore={"weights": "discard"} if discards else {},
+        restore=fields.restore,
         hibernate=fields.level == 3,
     )
     if fields.dry_run:

@@ -68,12 +68,11 @@ class AtomicSleepMixin:
         asked = _fields(SleepFields, body)
         if asked.level == 0:
             raise HTTPException(400, "level 0 keeps the memory and only pauses generation: call /pause instead")
-        discards = asked.level == 2 and (not asked.tags or "weights" in asked.tags)
         options = {
             "tags": asked.tags,
             "drain": asked.mode,
             "hibernate": asked.level == 3,
-            "restore": {"weights": "discard"} if discards else {},
+            "restore": asked.restore,
             **({} if asked.timeout_s is None else {"timeout_s": asked.timeout_s}),
         }
         return await self._operate("release", body.model, options)

@@ -99,12 +99,11 @@ async def sleep(
     if asked.level == 0:
         query = {"level": 0, "mode": asked.mode, "dry_run": asked.dry_run}
         return await service.call(asked, "Scheduling paused", "POST", "/sleep", query=query)
-    discards = asked.level == 2 and (not asked.tags or "weights" in asked.tags)
     release = FleetReleaseFields(
         **_shared(asked),
         mode=asked.mode,
         timeout_s=asked.timeout_s,
-        restore={"weights": "discard"} if discards else {},
+        restore=asked.restore,
         hibernate=asked.level == 3,
     )
     return await service.answer(request, release)
