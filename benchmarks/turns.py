@@ -12,7 +12,6 @@ for them.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -26,15 +25,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from _record import command
-from vllm_sleep import CONFIG, PROMPTS, ROOT, touch_host_memory, write_checkpoint
+from _checkpoint import CONFIG, PROMPTS, write_checkpoint
+from _machine import about_gpu, touch_host_memory
+from _record import new_parser, new_result, write
 
 from memsaver_server import Settings
 from memsaver_server.attachment import serve_app
@@ -241,46 +239,36 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def about_gpu(utilization: float) -> dict[str, str]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    versions = f"vLLM {importlib.metadata.version('vllm')}, torch {torch.__version__}"
+def about_engines(utilization: float) -> dict[str, str]:
+    found = about_gpu()
+    versions = f"vLLM {importlib.metadata.version('vllm')}, torch {found['torch']}"
     return {
-        "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}, {versions}",
+        "machine": f"{found['gpu']}, driver {found['driver']}, {versions}",
         "about": f"Each engine takes {utilization:.0%} of the GPU while it is awake; CUDA graphs on.",
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape that vLLM serves")
     parser.add_argument("--utilization", type=float, default=0.8, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--rounds", type=int, default=10, help="measured requests for each model and case")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
     options = parser.parse_args()
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": command("turns.py"),
-        "rounds": options.rounds,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {**new_result("turns.py"), "rounds": options.rounds}
     with tempfile.TemporaryDirectory() as folder:
         if options.engine == "vllm":
             touch_host_memory()
             write_checkpoint(options.config, Path(folder))
-            result |= about_gpu(options.utilization)
+            result |= about_engines(options.utilization)
             kind = vllm(folder, options.utilization)
         else:
             result |= {"machine": "host driver, no GPU", "about": "Reference engines, which do not stream."}
             kind = reference()
         for cases in measured(kind, options.rounds):
             result |= cases
-            (options.out / "turns.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / "turns.md").write_text(to_markdown(result))
-    print((options.out / "turns.md").read_text())
+            page = write("turns", result, to_markdown, options.out)
+    print(page)
 
 
 if __name__ == "__main__":
