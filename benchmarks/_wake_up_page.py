@@ -15,14 +15,13 @@ HEAD = (
 
 
 def to_markdown(parts: list[dict[str, Any]]) -> str:
-    shapes = ", ".join(sorted({part["shape"] for part in parts}))
     lines = [
         "# From the wake-up call to the first token",
         "",
-        f"Shape of the model: {shapes}, random weights in bfloat16. Released, left alone for a while, woken up and asked "
-        "for tokens at once, by one client over HTTP. Medians unless it says otherwise; device memory as nvidia-smi "
-        "counts it, without what others use. vLLM and SGLang stream; the reference engine is asked for one token first. "
-        "Tokens are right if they equal those from before the first release.",
+        "Random weights in bfloat16. Released, left alone, woken up and asked for tokens at once, by one client over "
+        "HTTP. Medians unless it says otherwise; device memory as nvidia-smi counts it, without what others use. vLLM and "
+        "SGLang stream; the reference engine is asked for one token alone. Tokens are right if they equal those from "
+        "before the first release.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|{'---|' * len(HEAD)}",
@@ -44,7 +43,7 @@ def to_markdown(parts: list[dict[str, Any]]) -> str:
 
 
 def name_of(part: dict[str, Any]) -> str:
-    return f"{part['engine']}, {part['mode']}"
+    return f"{part['engine']}, {part['shape']}, {part['mode']}"
 
 
 def cells(part: dict[str, Any]) -> list[str]:

@@ -78,7 +78,10 @@ class RestoreTask {
     if (block != blocks_.size()) throw Error(ErrorKind::backup, "content to restore is not in one of the chunks");
     first.insert(first.end(), last.begin(), last.end());
     blocks_.swap(first);
-    if (!packed.empty()) lend(others);
+    if (!packed.empty()) {
+      lend(others);
+      ahead_.assign(others.begin(), others.end());
+    }
     return packed;
   }
 
@@ -99,11 +102,21 @@ class RestoreTask {
     acquire_(index);
   }
 
+  // Acquires one more chunk while packed content is on its way. That waits for buffers, so that of the chunks after it
+  // only those that are acquired meanwhile cost no time.
+  void acquire_ahead() {
+    while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
+    if (!ahead_.empty()) acquire(ahead_.front());
+  }
+
   void restore_chunk(std::size_t index) {
     const ChunkRange& chunk = chunks_[index];
     acquire(index);
     if (chunk.zero) fill_zero(chunk);
-    while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) restore_next_block();
+    while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) {
+      restore_next_block();
+      acquire_ahead();
+    }
   }
 
   void fill_zero(const ChunkRange& chunk) {
@@ -285,6 +298,7 @@ class RestoreTask {
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
   std::set<std::size_t> acquired_;  // chunks
+  std::deque<std::size_t> ahead_;   // those without packed content, if any has some
   bool verifying_ = false;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;     // block to look at for the next read from the file
