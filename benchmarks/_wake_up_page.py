@@ -19,9 +19,9 @@ def to_markdown(parts: list[dict[str, Any]]) -> str:
         "# From the wake-up call to the first token",
         "",
         "Random weights in bfloat16. Released, left alone, woken up and asked for tokens at once, by one client over "
-        "HTTP. Medians unless it says otherwise; device memory as nvidia-smi counts it, without what others use. vLLM and "
-        "SGLang stream; the reference engine is asked for one token alone. Tokens are right if they equal those from "
-        "before the first release.",
+        "HTTP. Medians unless it says otherwise; device memory as nvidia-smi counts it, without what others use. vLLM "
+        "and SGLang stream; the reference engine is asked for one token alone. Tokens are right if they equal those "
+        "from before the first release.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|{'---|' * len(HEAD)}",
