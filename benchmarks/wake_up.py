@@ -172,6 +172,8 @@ def measure(engine: Engine, empty: float, options: argparse.Namespace) -> Iterat
         at, tokens = engine.ask()
         result["awake"].append(at - begin)
         answers.append(tokens)
+    if len(answers[0]) != TOKENS:
+        raise RuntimeError(f"{len(answers[0])} tokens instead of {TOKENS}")
     result["repeatable"] = all(tokens == answers[0] for tokens in answers)
     result["distinct_tokens"] = len(set(answers[0]))
     time.sleep(IDLE_S)
