@@ -115,7 +115,7 @@ def greedy(count: int) -> Any:
 
 def _log_failure(done: Future[Any]) -> None:
     if not done.cancelled() and done.exception() is not None:
-        logger.error("vLLM did not continue: %s", done.exception())
+        logger.error("vLLM did not continue as it should after a wake-up: %s", done.exception())
 
 
 class HttpAdmission:
