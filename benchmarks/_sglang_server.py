@@ -31,7 +31,7 @@ ARGUMENTS = (
     "--enable-weights-cpu-backup", "--cuda-graph-backend-prefill", "disabled", "--host", "127.0.0.1",
 )  # fmt: skip
 #: How long a server may take to start, seconds.
-START_S = 180.0
+START_S = 300.0
 #: How long it may take to answer, seconds.
 ANSWER_S = 60.0
 

@@ -10,23 +10,18 @@ do, and processes that see their own alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pynvml
 import torch
-from _record import command
+from _record import new_parser, new_result, write
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 PROGRAM = """
 import sys, torch, memsaver_core as ms
@@ -135,16 +130,14 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--most", type=int, default=0, metavar="PROCESSES", help="default: as many as there are GPUs")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
     options = parser.parse_args()
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
     result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": command("checkpoint_side_by_side.py"),
+        **new_result("checkpoint_side_by_side.py"),
         "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}",
         "rounds": options.rounds,
         "seconds": {
@@ -152,10 +145,7 @@ def main() -> None:
             for seen in ("all GPUs", "its own GPU")
         },
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "checkpoint-side-by-side.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "checkpoint-side-by-side.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("checkpoint-side-by-side", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

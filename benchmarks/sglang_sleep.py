@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import shlex
 import statistics
 import tempfile
@@ -26,11 +25,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pynvml
-import torch
-from _record import command
+from _checkpoint import CONFIG, write_checkpoint
+from _machine import about_gpu, touch_host_memory, used_mib
+from _record import new_parser, new_result, write
 from _sglang_server import Answer, Server, prompts, started
-from vllm_sleep import CONFIG, ROOT, touch_host_memory, used_mib, write_checkpoint
 
 MODES = ("stock", "drop-in", "service")
 LOAD = "load"
@@ -56,8 +54,7 @@ class Table:
     def add(self, *cells: str) -> None:
         self._rows.append(list(cells))
         print("|", " | ".join(cells), "|", flush=True)
-        (self._out / "sglang.json").write_text(json.dumps(self._record, indent=1) + "\n")
-        (self._out / "sglang.md").write_text(to_markdown(self._record))
+        write("sglang", self._record, to_markdown, self._out)
 
 
 def first_and_later(values: list[float]) -> str:
@@ -243,31 +240,21 @@ def to_markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def device() -> dict[str, str]:
-    pynvml.nvmlInit()
-    name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return {"gpu": name, "driver": pynvml.nvmlSystemGetDriverVersion()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
     parser.add_argument("--parts", nargs="+", choices=[*MODES, LOAD], default=[*MODES, LOAD])
     parser.add_argument("--cycles", type=int, default=5, help="of each kind; ten times as many of the drop-in's")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("sglang_sleep.py"),
-        **device(),
+        **new_result("sglang_sleep.py"),
+        **about_gpu(),
         "sglang": importlib.metadata.version("sglang"),
-        "torch": torch.__version__,
         "parts": {},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     touch_host_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
