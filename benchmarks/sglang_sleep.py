@@ -104,14 +104,17 @@ class Measured:
             told = ", ".join(f"{phase} {statistics.median(each):.1f}" for phase, each in phases.items())
             self.table.add(f"{name}: phases, median ms", "", "", "", "", "", told)
 
-    def in_flight(self, name: str, call: Call, body: dict[str, Any], status: int = 200) -> None:
+    def in_flight(
+        self, name: str, call: Call, body: dict[str, Any], status: int = 200,
+        paths: tuple[str, str] = ("/release_memory_occupation", "/resume_memory_occupation"),
+    ) -> None:  # fmt: skip
         """Release while requests run: what they are answered."""
         self._undisturbed = self._undisturbed or [each.whole.result() for each in self._start()]
         running = self._start()
         had = [list(each.tokens) for each in running]
-        released = call("/release_memory_occupation", body, status)
+        released = call(paths[0], body, status)
         left = used_mib()
-        resumed = call("/resume_memory_occupation")
+        resumed = call(paths[1])
         got = [each.whole.result() for each in running]
         whole = sum(len(each) == self._length for each in got)
         continued = sum(one[: len(begun)] == begun for one, begun in zip(got, had, strict=True))
@@ -170,6 +173,9 @@ def measure(mode: str, engine: Server, table: Table, options: argparse.Namespace
     for tag in ("kv_cache", "weights", "cuda_graph") if mode != "service" else ():
         measured.cycles(f"SGLang's own call, {tag} alone", engine.own, options.cycles, {"tags": [tag]})
     if mode == "stock":
+        # Without a release: what it is to requests to be computed again from their tokens.
+        name, paths = "pause_generation (retract)", ("/pause_generation", "/continue_generation")
+        measured.in_flight(f"{name}, {REQUESTS} requests in flight", engine.own, {"mode": "retract"}, paths=paths)
         measured.unsafe_release()
         return
     measured.in_flight(f"SGLang's own call, {REQUESTS} requests in flight", engine.own, {})
