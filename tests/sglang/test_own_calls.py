@@ -28,7 +28,7 @@ def unserved(start: Start) -> Server:
 def server(unserved: Server) -> Iterator[Server]:
     yield unserved
     unserved.own("/continue_generation")  # of a test that failed: a paused server answers nothing
-    assert unserved.is_alive(), unserved.output()[-3000:]
+    assert not unserved.is_dead(), unserved.output()[-3000:]
 
 
 def update(server: Server, **fields: Any) -> None:

@@ -275,6 +275,8 @@ def check(scheduler: Any) -> None:
         problem = "its ranks are on several hosts; release by SGLang's own /release_memory_occupation"
     elif getattr(scheduler, "mm_receiver", None) is not None:
         problem = "it waits for embeddings of another engine's encoder (--language-only), out of the service's sight"
+    elif getattr(scheduler.server_args, "weight_cache_mode", "off") != "off":
+        problem = "its weights are in the memory of SGLang's weight cache; start it with --weight-cache-mode off"
     elif mode != "null":
         problem = f"it is the {mode} side of a disaggregated engine"
     elif getattr(scheduler, "rust_server", None) is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError
-from memsaver_server.integrations.sglang import frontend
+from memsaver_server.integrations.sglang import frontend, prefill_graphs
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
@@ -35,6 +35,8 @@ def register() -> None:
     for call in frontend.CALLS:
         target = f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{call}"
         hooks.HookRegistry.register(target, frontend.hook(call), around)
+    if prefill_graphs.are_released():
+        hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
 
 
 def _is_installed() -> bool:
