@@ -47,7 +47,7 @@ WIDE = {
     "torch_dtype": "bfloat16",
 }
 #: What makes ``QWEN`` a draft model of EAGLE, which takes its embedding from the model that it drafts for.
-EAGLE = {"architectures": ["Qwen2ForCausalLMEagle"], "num_hidden_layers": 1}
+EAGLE = {"architectures": ["Qwen2ForCausalLMEagle"], "num_hidden_layers": 1, "tie_word_embeddings": False}
 #: What an adapter changes.
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
