@@ -322,6 +322,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     [
         ({"enable_memory_saver": False}, "--enable-memory-saver"),
         ({"dp_size": 4}, "one of 4 data-parallel replicas"),
+        ({"attn_dp_size": 2}, "with data-parallel attention"),
     ],
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:

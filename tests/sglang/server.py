@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, TypeVar
@@ -42,6 +43,14 @@ ENVIRONMENT = {
 T = TypeVar("T")
 START_S = 240.0
 PROMPT = [5, 17, 60, 2]
+
+
+def source(path: str) -> str:
+    """The source of the installed SGLang."""
+    found = find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "srt" / path).read_text()
 
 
 def free_port() -> int:

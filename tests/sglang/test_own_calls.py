@@ -16,7 +16,7 @@ import pytest
 
 from . import checkpoint
 from .conftest import Start
-from .server import ENVIRONMENT, Server, prompts
+from .server import ENVIRONMENT, Server, prompts, source
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,22 @@ def test_areal(server: Server) -> None:
     server.own("/resume_memory_occupation", {})
     update(server)
     assert server.generate(1500, prompts(1)[0]) == expected
+
+
+def test_replicas(start: Start) -> None:
+    """Each waits for its own requests."""
+    bound = "SGLANG_CPU_OMP_THREADS_BIND"  # newer versions expect the processors of each replica
+    several = {bound: "0|0"} if "dp_size" in source("utils/numa_utils.py") else {}
+    server = start("--dp", "2", "--enable-weights-cpu-backup", serve=False, **several)
+    expected = [server.generate(300, prompt) for prompt in prompts(4)]
+    for _ in range(2):
+        running = server.in_background(4, 300)
+        server.own("/release_memory_occupation")
+        assert [each.result(60) for each in running] == expected
+        server.own("/release_memory_occupation")
+        assert [server.request().status_code for _ in range(2)] == [503, 503]
+        server.own("/resume_memory_occupation")
+        assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
 
 
 ENGINE = """

@@ -61,8 +61,9 @@ def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) 
     # Not at the import, which SGLang does in each of its processes.
     from memsaver_server import Settings
     from memsaver_server import attach as serve
-    from memsaver_server.integrations.sglang.engine import SglangEngine
+    from memsaver_server.integrations.sglang.engine import SglangEngine, check
 
+    check(scheduler, service=True)
     settings = settings or Settings()
     engine = SglangEngine(scheduler)
     attachment = serve(engine, settings=settings, **options)
@@ -119,13 +120,14 @@ def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
     if not where and not scheduler.memory_saver_adapter.enabled:
         run_event_loop(scheduler)
         return
-    if not where:
-        try:
-            engine.check(scheduler)
-        except ConfigurationError as refused:
-            logger.warning("SGLang's own memory calls stay as they are, and need an idle engine: %s", refused)
-            run_event_loop(scheduler)
-            return
+    try:
+        engine.check(scheduler, service=bool(where))
+    except ConfigurationError as refused:
+        if where:
+            raise
+        logger.warning("SGLang's own memory calls stay as they are, and need an idle engine: %s", refused)
+        run_event_loop(scheduler)
+        return
     if not is_first(scheduler):
         follow(scheduler)
         run_event_loop(scheduler)
