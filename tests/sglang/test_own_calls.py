@@ -138,15 +138,14 @@ def test_replicas(start: Start) -> None:
     bound = "SGLANG_CPU_OMP_THREADS_BIND"  # newer versions expect the processors of each replica
     several = {bound: "0|0"} if "dp_size" in source("utils/numa_utils.py") else {}
     server = start("--dp", "2", "--enable-weights-cpu-backup", serve=False, **several)
-    expected = [server.generate(300, prompt) for prompt in prompts(4)]
-    for _ in range(2):
-        running = server.in_background(4, 300)
-        server.own("/release_memory_occupation")
-        assert [each.result(60) for each in running] == expected
-        server.own("/release_memory_occupation")
-        assert [server.request().status_code for _ in range(2)] == [503, 503]
-        server.own("/resume_memory_occupation")
-        assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
+    expected = [server.generate(200, prompt) for prompt in prompts(2)]
+    running = server.in_background(2, 200)
+    server.own("/release_memory_occupation")
+    assert [each.result(60) for each in running] == expected
+    server.own("/release_memory_occupation")
+    assert [server.request().status_code for _ in range(2)] == [503, 503]
+    server.own("/resume_memory_occupation")
+    assert [server.generate(200, prompt) for prompt in prompts(2)] == expected
 
 
 ENGINE = """
