@@ -29,9 +29,12 @@ CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.3",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
+#: How long a server may take to start, or to answer, on a machine that does other work, seconds.
+START_S, ANSWER_S = 240.0, 240.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
+    "MEMSAVER_DRAIN_TIMEOUT_S": str(ANSWER_S),
     "MEMSAVER_DRIVER": "host",
     "MEMSAVER_HOST_CAPACITY": str(2 << 30),
     "OMP_NUM_THREADS": "1",
@@ -41,8 +44,6 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 T = TypeVar("T")
-#: How long a server may take to start, or to answer, on a machine that does other work, seconds.
-START_S, ANSWER_S = 240.0, 240.0
 PROMPT = [5, 17, 60, 2]
 
 
