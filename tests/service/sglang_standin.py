@@ -247,6 +247,7 @@ class Parallel:
     pp_rank: int = 0
     pp_size: int = 1
     dp_size: int = 1
+    attn_dp_size: int = 1
 
     @property
     def rank(self) -> int:

@@ -41,6 +41,17 @@ def parallel(scheduler: Any) -> Any:
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
+def models(scheduler: Any) -> list[Any]:
+    """Return the model, and the draft models of speculative decoding."""
+    draft: Any = getattr(scheduler, "draft_worker", None)
+    runners = [scheduler.tp_worker.model_runner]
+    if hasattr(draft, "draft_model_runner"):
+        runners.append(draft.draft_model_runner)
+    else:
+        runners += getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or []
+    return [runner.model for runner in runners]
+
+
 def running(scheduler: Any) -> Iterable[Any]:
     """Return the requests in the batches."""
     if hasattr(scheduler, "collect_inflight_reqs"):  # from 0.5.19 on

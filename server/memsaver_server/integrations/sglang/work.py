@@ -84,11 +84,11 @@ class SchedulerWork:
         self._aside = ([], False)
 
     def save_buffers(self) -> None:
-        """Copy the model's buffers, which no weight update writes, if their memory is resident."""
+        """Copy the models' buffers, which no weight update writes, if their memory is resident."""
         if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
             return
-        model = self._scheduler.tp_worker.model_runner.model
-        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+        shared = {id(buffer): buffer for model in names.models(self._scheduler) for buffer in model.buffers()}
+        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in shared.values()]
 
     def repair(self, lost: Sequence[str]) -> None:
         """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""
