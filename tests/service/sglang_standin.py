@@ -223,6 +223,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.prefixes: dict[tuple[int, ...], list[int]] = {}
+        self.cache_controller: Any = None  # of the hierarchical cache
 
     def reset(self) -> None:
         self.prefixes.clear()

@@ -52,6 +52,15 @@ def models(scheduler: Any) -> list[Any]:
     return [runner.model for runner in runners]
 
 
+def copies_cache(scheduler: Any) -> bool:
+    """Return whether copies of the hierarchical cache, between device and host, are under way or not yet looked at.
+
+    SGLang looks at their events in each iteration, with the interpreter's lock held: in a hibernated process, for ever.
+    """
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    return bool(getattr(controller, "ack_write_queue", None) or getattr(controller, "ack_load_queue", None))
+
+
 def running(scheduler: Any) -> Iterable[Any]:
     """Return the requests in the batches."""
     if hasattr(scheduler, "collect_inflight_reqs"):  # from 0.5.19 on
