@@ -40,7 +40,7 @@ class SchedulerWork:
         return bool(idle) and not self._looks_at_copies()
 
     def _looks_at_copies(self) -> bool:
-        """Whether the event loop asks the device for copies of the hierarchical cache. While it is paused it does not."""
+        """Whether the event loop asks the device for copies of the hierarchical cache, which it does unless paused."""
         return not self._scheduler._engine_paused and names.copies_cache(self._scheduler)
 
     def in_flight(self) -> list[str]:
