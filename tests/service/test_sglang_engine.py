@@ -16,6 +16,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver
 from memsaver_core.errors import ConfigurationError
+from memsaver_core.hibernation import preconditions
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
 from memsaver_server.integrations.sglang import plugin
@@ -134,6 +135,26 @@ def test_a_release_waits_for_requests_in_flight(serve: Callable[..., Serving]) -
     serving.scheduler.stalled = False
     assert serving.answer(rid).output_ids == expected
     serving.call("/release_memory_occupation", timeout_s=0)
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
+def test_a_hierarchical_cache_is_not_hibernated(
+    make: type[standin.Scheduler], serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preconditions, "_checks", [])
+    initialize = make.__init__
+
+    def with_cache(scheduler: standin.Scheduler, **options: Any) -> None:
+        initialize(scheduler, **options)
+        scheduler.server_args.enable_hierarchical_cache = True
+
+    monkeypatch.setattr(make, "__init__", with_cache)
+    serving = serve()
+    expected = serving.generate()
+    refused = serving.call("/release_memory_occupation", 409, hibernate=True)
+    assert "--enable-hierarchical-cache" in refused["error"]["message"]
+    serving.call("/release_memory_occupation")
     serving.call("/resume_memory_occupation")
     assert serving.generate() == expected
 

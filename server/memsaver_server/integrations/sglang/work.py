@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
+from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import DrainTimeoutError
 from memsaver_server.integrations.sglang import names
+
+_HIERARCHICAL_CACHE = (
+    "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
+    "--enable-hierarchical-cache"
+)
 
 
 class SchedulerWork:
@@ -21,6 +27,8 @@ class SchedulerWork:
         self._aside: tuple[list[Any], bool] = ([], False)
         if (updater := getattr(scheduler, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
+        if getattr(scheduler.server_args, "enable_hierarchical_cache", False):
+            register_check(lambda: [_HIERARCHICAL_CACHE])
 
     def is_still(self) -> bool:
         """Whether no request runs, no paused one holds a part of the cache, and none of it is being copied."""
