@@ -27,7 +27,7 @@ logger = logging.getLogger("memsaver")
 def register() -> None:
     """SGLang's plugin entry point: carry out the memory calls of each engine whose memory is in memsaver's regions, and
     serve it at ``MEMSAVER_SGLANG`` if that is set."""
-    if not (os.environ.get(VARIABLE) or _is_installed()):
+    if not (os.environ.get(VARIABLE) or is_installed()):
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     around = hooks.HookType.AROUND
@@ -37,7 +37,7 @@ def register() -> None:
         hooks.HookRegistry.register(target, frontend.hook(call), around)
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
     """Whether ``import torch_memory_saver`` gives memsaver's."""
     if "torch_memory_saver" in sys.modules:
         return sys.modules["torch_memory_saver"].__name__.startswith("memsaver_core.")
@@ -132,7 +132,7 @@ def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
         run_event_loop(scheduler)
 
 
-def address(value: str) -> dict[str, Any]:
+def address(value: str, variable: str = VARIABLE) -> dict[str, Any]:
     """Return ``HOST:PORT`` or a path as arguments of ``attach``.
 
     Raises:
@@ -143,4 +143,4 @@ def address(value: str) -> dict[str, Any]:
         return {"host": host.strip("[]"), "port": int(port)}
     if "/" in value:
         return {"uds": value}
-    raise ConfigurationError(f"{VARIABLE}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")
+    raise ConfigurationError(f"{variable}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")

@@ -1,0 +1,106 @@
+"""What a rank does with its own event loop, in the loop's thread, in the same iteration as every other rank."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import memsaver_core as ms
+from memsaver_core.errors import MemsaverError
+from memsaver_server.engine import DrainTimeoutError
+
+
+class LoopWork:
+    """The methods that return nothing are names of commands.
+
+    Admission is that of tokenspeed's ``PauseController``: while its state is not UNPAUSED, new requests wait.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._pause = loop._pause
+        self._module = importlib.import_module("tokenspeed.runtime.engine.pause")
+        self._paused_before: Any = None  # the state before ``close``; None while admission is open
+        self._frozen = False
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def is_still(self) -> bool:
+        """Whether no request runs, and no page of the cache is on its way to the host."""
+        still = self._module.scheduler_drained(self._loop.scheduler)
+        return bool(still and not getattr(self._loop, "_num_inflight_cache_ops", 0))
+
+    def has_nothing_to_do(self) -> bool:
+        """Whether the event loop would do nothing until it receives something."""
+        pause = self._pause
+        waiting = pause.buffered_specs and not pause.is_paused
+        compiling = self._loop.request_handler.grammar_manager.grammar_queue
+        return not (waiting or compiling or pause.is_drain_pending) and self.is_still()
+
+    def in_flight(self) -> list[str]:
+        """Return the names of the requests in flight; also called from other threads."""
+        waiting = {spec.request_id for spec in list(self._pause.buffered_specs)}
+        return [rid for rid in list(self._loop.output_processor.rid_to_state) if rid not in waiting]
+
+    def close(self) -> None:
+        """Let new requests wait. tokenspeed refuses to continue generation until ``open``."""
+        if self._paused_before is None:
+            self._paused_before = self._pause.state
+            self._pause.state = max(self._pause.state, self._module.PauseState.PAUSED_NEW)
+        self._pause.released = True
+
+    def drain(self, abort: bool) -> None:
+        """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
+        self._pause.state = self._module.PauseState.PAUSED_NEW
+        self._pause._abort_all_pending = self._pause._abort_all_pending or abort
+
+    def freeze(self) -> None:
+        """Compute nothing until ``open``.
+
+        Raises:
+            DrainTimeoutError: a request runs.
+        """
+        if not self.is_still():
+            raise DrainTimeoutError(0, self.in_flight())
+        self._frozen = True
+        self.stay_frozen()
+        if not any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
+            buffers = self._model().buffers()
+            self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in buffers]
+
+    def stay_frozen(self) -> None:
+        """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
+        if self._frozen:
+            self._pause.state = self._module.PauseState.PAUSED_ALL
+
+    def open(self) -> None:
+        """Take requests again. As by tokenspeed alone, a pause ends with the resume of all memory."""
+        if self._paused_before is not None:
+            self._pause.released = False
+            self._pause.state = self._module.PauseState.UNPAUSED if self._frozen else self._paused_before
+            self._paused_before, self._frozen = None, False
+
+    def forget(self) -> None:
+        """Forget every cached prefix.
+
+        Raises:
+            MemsaverError: pages are in use.
+        """
+        if self._loop._memory._reset_caches() is False:
+            raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
+
+    def repair(self, lost: Sequence[str]) -> None:
+        """Write back the buffers of ``lost`` weights; forget the prefixes of a lost cache and clear its pages."""
+        if "weights" in lost:
+            with torch.inference_mode():
+                for buffer, content in self._buffers:
+                    buffer[...] = content
+        if "kv_cache" in lost:
+            self.forget()
+            self._loop._memory._kv_repair()
+
+    def _model(self) -> Any:
+        executor = getattr(self._loop, "model_executor", None)  # up to 0.1.0
+        return (executor or self._loop._device._executor).model_runner.model
