@@ -37,8 +37,8 @@ NAMES = (
 class TokenspeedEngine(Engine):
     """An engine over the ``EventLoop`` of rank 0; each other rank calls ``ranks.join`` with its ``Port``.
 
-    An event loop is touched in its own thread alone, once per iteration. Requests that arrive while admission is
-    closed wait, as they do while tokenspeed is paused; none is refused.
+    An event loop is touched in its own thread alone, once per iteration. By tokenspeed alone requests wait while memory
+    is released, and each holds a lock that a weight update waits for; so they are refused, or wait up to a number.
     """
 
     name = "tokenspeed"
@@ -73,7 +73,7 @@ class TokenspeedEngine(Engine):
         return self._leading.is_alive()
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._leading.send(Step("close"))
+        self._leading.send(Step("close", (reason, hold)))
 
     def open_admission(self) -> None:
         self._leading.send(Step("open"))

@@ -17,7 +17,7 @@ from memsaver_server.integrations.tokenspeed.work import LoopWork
 
 
 class Everything:
-    """Admits whatever was received: tokenspeed itself lets requests wait while its admission is closed."""
+    """Broadcasts whatever was received: every rank refuses the same requests, or has them wait."""
 
     def admit(self, received: Sequence[Any]) -> list[Any]:
         return list(received)
@@ -134,4 +134,5 @@ class Port:
             if isinstance(step, Step):
                 getattr(self._work, step.name)(*step.arguments)
         self._result = self._process_requests([each for each in received if not isinstance(each, Step)])
+        self._work.refuse(*self._result[:2])
         self._work.stay_frozen()

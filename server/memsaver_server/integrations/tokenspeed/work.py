@@ -16,7 +16,7 @@ from memsaver_server.engine import DrainTimeoutError
 class LoopWork:
     """The methods that return nothing are names of commands.
 
-    Admission is that of tokenspeed's ``PauseController``: while its state is not UNPAUSED, new requests wait.
+    Admission is that of tokenspeed's ``PauseController``: while its state is not UNPAUSED, what is not refused waits.
     """
 
     def __init__(self, loop: Any) -> None:
@@ -25,6 +25,8 @@ class LoopWork:
         self._module = importlib.import_module("tokenspeed.runtime.engine.pause")
         self._paused_before: Any = None  # the state before ``close``; None while admission is open
         self._frozen = False
+        self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
+        self._held = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_still(self) -> bool:
@@ -44,12 +46,28 @@ class LoopWork:
         waiting = {spec.request_id for spec in list(self._pause.buffered_specs)}
         return [rid for rid in list(self._loop.output_processor.rid_to_state) if rid not in waiting]
 
-    def close(self) -> None:
-        """Let new requests wait. tokenspeed refuses to continue generation until ``open``."""
+    def close(self, reason: str, hold: int) -> None:
+        """Let ``hold`` new requests wait and refuse others. tokenspeed refuses to continue generation until ``open``."""
+        self._closed = (reason, hold)
         if self._paused_before is None:
             self._paused_before = self._pause.state
             self._pause.state = max(self._pause.state, self._module.PauseState.PAUSED_NEW)
         self._pause.released = True
+
+    def refuse(self, specs: Sequence[Any], states: Sequence[Any]) -> None:
+        """Mark those of the new requests as ended that may not wait: tokenspeed answers them before they are admitted.
+
+        Its health check takes any answer as a sign of life; its server does not start without that to its warm-up.
+        """
+        if self._paused_before is None:
+            return
+        reason, hold = self._closed
+        for spec, state in zip(specs, states, strict=True):
+            kind, _, _ = spec.request_id.partition("_")
+            if kind == "WARMUP" or (kind != "HEALTH" and self._held < hold):
+                self._held += 1
+            else:
+                state.set_finish_with_abort(reason, notify_client=True)
 
     def drain(self, abort: bool) -> None:
         """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
@@ -80,7 +98,7 @@ class LoopWork:
         if self._paused_before is not None:
             self._pause.released = False
             self._pause.state = self._module.PauseState.UNPAUSED if self._frozen else self._paused_before
-            self._paused_before, self._frozen = None, False
+            self._paused_before, self._frozen, self._held = None, False, 0
 
     def forget(self) -> None:
         """Forget every cached prefix.
