@@ -30,9 +30,11 @@ class LoopWork:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_still(self) -> bool:
-        """Whether no request runs, and no page of the cache is on its way to the host."""
-        still = self._module.scheduler_drained(self._loop.scheduler)
-        return bool(still and not getattr(self._loop, "_num_inflight_cache_ops", 0))
+        """Whether no request runs, no page of the cache is on its way to the host, and no expert's weights are moved."""
+        if not self._module.scheduler_drained(self._loop.scheduler) or getattr(self._loop, "_num_inflight_cache_ops", 0):
+            return False
+        weights_busy = getattr(self._loop._memory, "_weights_busy", None)  # from 0.1.1 on
+        return weights_busy is None or not weights_busy()
 
     def has_nothing_to_do(self) -> bool:
         """Whether the event loop would do nothing until it receives something."""
@@ -47,7 +49,7 @@ class LoopWork:
         return [rid for rid in list(self._loop.output_processor.rid_to_state) if rid not in waiting]
 
     def close(self, reason: str, hold: int) -> None:
-        """Let ``hold`` new requests wait and refuse others. tokenspeed refuses to continue generation until ``open``."""
+        """Let ``hold`` new requests wait and refuse others; tokenspeed does not continue generation until ``open``."""
         self._closed = (reason, hold)
         if self._paused_before is None:
             self._paused_before = self._pause.state
