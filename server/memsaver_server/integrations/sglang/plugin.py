@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError
@@ -71,21 +71,26 @@ def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) 
     return attachment
 
 
-@contextmanager
-def controls(scheduler: Any) -> Iterator[None]:
+def controls(scheduler: Any) -> AbstractContextManager[None]:
     """As ``attach``, without a service: carry out SGLang's own memory calls alone.
 
     Raises:
         ConfigurationError: this scheduler cannot be served.
     """
+    from memsaver_server.integrations.sglang.engine import SglangEngine
+
+    return without_service(SglangEngine(scheduler))
+
+
+@contextmanager
+def without_service(engine: Any) -> Iterator[None]:
+    """Have a lifecycle carry out the own calls of ``engine``, which has ``take_controls``."""
     import memsaver_core as ms
     from memsaver_server import Settings
     from memsaver_server.engine import memory_of
-    from memsaver_server.integrations.sglang.engine import SglangEngine
     from memsaver_server.lifecycle import Lifecycle
 
     settings = Settings()
-    engine = SglangEngine(scheduler)
     lifecycle = Lifecycle(engine, settings, _log)
     engine.take_controls(lifecycle, settings)
     if ms.core_settings().prepare_backup:

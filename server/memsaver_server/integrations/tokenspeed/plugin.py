@@ -7,16 +7,14 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError
-from memsaver_server.integrations.sglang.plugin import address, is_installed
+from memsaver_server.integrations.sglang.plugin import address, is_installed, without_service
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
-    from memsaver_server.operation import Operation
 
 #: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
 VARIABLE = "MEMSAVER_TOKENSPEED"
@@ -59,27 +57,6 @@ def attach(loop: Any, *, settings: Settings | None = None, **options: Any) -> At
     return attachment
 
 
-@contextmanager
-def controls(loop: Any) -> Iterator[None]:
-    """As ``attach``, without a service: carry out tokenspeed's own memory calls alone.
-
-    Raises:
-        ConfigurationError: this loop cannot be served.
-    """
-    from memsaver_server import Settings
-    from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine
-    from memsaver_server.lifecycle import Lifecycle
-
-    settings = Settings()
-    engine = TokenspeedEngine(loop)
-    lifecycle = Lifecycle(engine, settings, _log)
-    engine.take_controls(lifecycle, settings)
-    try:
-        yield
-    finally:
-        lifecycle.operations.close()
-
-
 def follow(loop: Any) -> None:
     """Let the service on the first rank release this one's memory: call it before ``loop.event_loop()``.
 
@@ -95,14 +72,10 @@ def follow(loop: Any) -> None:
     ranks.join(scheduler, event_loop.EventLoop(scheduler, steps))  # type: ignore[arg-type]
 
 
-def _log(operation: Operation) -> None:
-    logger.info("%s %s in %.3f s", operation.request.operation, operation.status, operation.seconds)
-
-
 def _attached(run: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(run)
     def served(loop: Any) -> None:
-        from memsaver_server.integrations.tokenspeed.engine import check
+        from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine, check
 
         where = os.environ.get(VARIABLE)
         if not where:
@@ -117,7 +90,7 @@ def _attached(run: Callable[[Any], None]) -> Callable[[Any], None]:
             follow(loop)
             run(loop)
             return
-        with attach(loop, **address(where, VARIABLE)) if where else controls(loop):
+        with attach(loop, **address(where, VARIABLE)) if where else without_service(TokenspeedEngine(loop)):
             run(loop)
 
     return served

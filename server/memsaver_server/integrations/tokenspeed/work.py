@@ -30,11 +30,10 @@ class LoopWork:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def is_still(self) -> bool:
-        """Whether no request runs, no page of the cache is on its way to the host, and no expert's weights are moved."""
-        if not self._module.scheduler_drained(self._loop.scheduler) or getattr(self._loop, "_num_inflight_cache_ops", 0):
-            return False
-        weights_busy = getattr(self._loop._memory, "_weights_busy", None)  # from 0.1.1 on
-        return weights_busy is None or not weights_busy()
+        """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved."""
+        copies = getattr(self._loop, "_num_inflight_cache_ops", False)  # up to 0.1.0
+        moves = getattr(self._loop._memory, "_weights_busy", bool)  # from 0.1.1 on
+        return not copies and not moves() and bool(self._module.scheduler_drained(self._loop.scheduler))
 
     def has_nothing_to_do(self) -> bool:
         """Whether the event loop would do nothing until it receives something."""
