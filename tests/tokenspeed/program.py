@@ -63,6 +63,7 @@ class Executor:
 
     drafter = None
     eager_grammar_buffers = None
+    execution_stream = None
 
     def __init__(self, model: Model, cache: Cache) -> None:
         self.model_runner = SimpleNamespace(model=model)
@@ -132,6 +133,8 @@ def init_distributed(loop: Any) -> float:
     return 1.0
 
 
+# The overlapping loop orders streams, of which there are none.
+torch.cuda.default_stream = lambda *device: SimpleNamespace(wait_stream=lambda stream: None)
 event_loop.create_model_runner = create_model_runner
 event_loop.create_attn_components = create_attn_components
 event_loop.create_model_executor = create_model_executor

@@ -26,7 +26,6 @@ from tests.waiting import wait_until
 ARGUMENTS = (
     "--host", "127.0.0.1", "--enable-memory-saver", "--attention-backend", "triton", "--sampling-backend", "greedy",
     "--grammar-backend", "none", "--disable-kvstore", "--max-model-len", "4096", "--max-num-seqs", "32",
-    "--disable-overlap-schedule",
 )  # fmt: skip
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",

@@ -80,3 +80,11 @@ def test_prefixes_that_cannot_be_forgotten(start: Start) -> None:
     refused = start("--enable-prefix-caching", wait=False)
     assert refused.process.wait(120) != 0
     assert "--no-enable-prefix-caching" in refused.output()
+
+
+def test_hibernation(server: Server) -> None:
+    expected = server.generate()
+    server.service("/release_memory_occupation", {"hibernate": True})
+    assert server.get("/livez").status_code == 200
+    server.own("/resume_memory_occupation")
+    assert server.generate() == expected
