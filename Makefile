@@ -15,10 +15,11 @@ BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 # A version for which there is a tests/sglang/requirements-VERSION.txt.
 SGLANG ?= 0.5.17
 SGLANG_VENV := build/sglang-$(SGLANG)
+TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-fleet test-ray test-reliability test-service test-sglang test-whole test-unit sanitize soak \
+.PHONY: help demo test test-fleet test-ray test-reliability test-service test-sglang test-tokenspeed test-whole test-unit sanitize soak \
   fuzz lint format site wheel-check ready clean
 
 help:  ## list the targets
@@ -48,6 +49,14 @@ $(SGLANG_VENV)/.ready: tests/sglang/set_up tests/sglang/requirements.txt tests/s
 	@echo 'Setting up $(SGLANG_VENV) ...'
 	@mkdir -p build
 	@tests/sglang/set_up $(VENV) $(SGLANG_VENV) $(SGLANG)
+
+test-tokenspeed: $(TOKENSPEED_VENV)/.ready  ## tests against real tokenspeed without its kernels (minutes)
+	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(TOKENSPEED_VENV)/bin/python -m pytest -p no:cacheprovider tests/tokenspeed $(ARGS)
+
+$(TOKENSPEED_VENV)/.ready: tests/tokenspeed/set_up tests/tokenspeed/requirements.txt | $(READY)
+	@echo 'Setting up $(TOKENSPEED_VENV) ...'
+	@mkdir -p build
+	@tests/tokenspeed/set_up $(VENV) $(TOKENSPEED_VENV)
 
 test-ray: $(RAY_VENV)/.ready  ## a fleet on a Ray cluster of simulated nodes, Ray Serve LLM's calls, and the example (minutes)
 	$(RAY_VENV)/bin/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError
@@ -27,7 +27,7 @@ logger = logging.getLogger("memsaver")
 def register() -> None:
     """SGLang's plugin entry point: carry out the memory calls of each engine whose memory is in memsaver's regions, and
     serve it at ``MEMSAVER_SGLANG`` if that is set."""
-    if not (os.environ.get(VARIABLE) or _is_installed()):
+    if not (os.environ.get(VARIABLE) or is_installed()):
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     around = hooks.HookType.AROUND
@@ -39,7 +39,7 @@ def register() -> None:
         hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
     """Whether ``import torch_memory_saver`` gives memsaver's."""
     if "torch_memory_saver" in sys.modules:
         return sys.modules["torch_memory_saver"].__name__.startswith("memsaver_core.")
@@ -71,21 +71,26 @@ def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) 
     return attachment
 
 
-@contextmanager
-def controls(scheduler: Any) -> Iterator[None]:
+def controls(scheduler: Any) -> AbstractContextManager[None]:
     """As ``attach``, without a service: carry out SGLang's own memory calls alone.
 
     Raises:
         ConfigurationError: this scheduler cannot be served.
     """
+    from memsaver_server.integrations.sglang.engine import SglangEngine
+
+    return without_service(SglangEngine(scheduler))
+
+
+@contextmanager
+def without_service(engine: Any) -> Iterator[None]:
+    """Have a lifecycle carry out the own calls of ``engine``, which has ``take_controls``."""
     import memsaver_core as ms
     from memsaver_server import Settings
     from memsaver_server.engine import memory_of
-    from memsaver_server.integrations.sglang.engine import SglangEngine
     from memsaver_server.lifecycle import Lifecycle
 
     settings = Settings()
-    engine = SglangEngine(scheduler)
     lifecycle = Lifecycle(engine, settings, _log)
     engine.take_controls(lifecycle, settings)
     if ms.core_settings().prepare_backup:
@@ -136,7 +141,7 @@ def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
         run_event_loop(scheduler)
 
 
-def address(value: str) -> dict[str, Any]:
+def address(value: str, variable: str = VARIABLE) -> dict[str, Any]:
     """Return ``HOST:PORT`` or a path as arguments of ``attach``.
 
     Raises:
@@ -147,4 +152,4 @@ def address(value: str) -> dict[str, Any]:
         return {"host": host.strip("[]"), "port": int(port)}
     if "/" in value:
         return {"uds": value}
-    raise ConfigurationError(f"{VARIABLE}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")
+    raise ConfigurationError(f"{variable}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")

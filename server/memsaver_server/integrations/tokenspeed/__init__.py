@@ -1,0 +1,1 @@
+"""tokenspeed: memsaver in the process of its scheduler."""

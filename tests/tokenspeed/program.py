@@ -1,0 +1,144 @@
+"""tokenspeed's engine process, as `tokenspeed serve` starts it, without kernels.
+
+Real are its gRPC and HTTP servers, the scheduler process with its event loop, request handler, output processor, C++
+scheduler, and controllers of pauses and memory. In place of the model, its cache and their executor there are the ones
+of this file: each token is computed from weights and a cache in tokenspeed's regions.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import time
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from tokenspeed.runtime.configs.paged_cache_spec import PagedCacheGroupSpec
+from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
+from tokenspeed.runtime.engine import event_loop
+from tokenspeed.runtime.execution.types import ModelExecutionResult
+from tokenspeed.runtime.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+import memsaver_core as ms
+from memsaver_server.integrations.tokenspeed.serve import prepare
+
+ROWS = 40
+LENGTH = 4096
+TOKENS = ROWS * LENGTH
+PAGE = 64
+VOCABULARY = 1000
+#: How long a step takes, seconds: requests are then in flight for long enough to release beside them.
+STEP_S = 0.004
+
+
+def values() -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (1 << 20,), generator=torch.Generator().manual_seed(7))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(values().to(ms.torch_device()), requires_grad=False)
+        self.register_buffer("scale", torch.full((1,), 31, device=ms.torch_device()))
+
+
+class Cache:
+    supports_hierarchical_kv_cache = False
+    prefix_cache_required_group_ids = None
+    paged_cache_group_specs = (PagedCacheGroupSpec("all", "full_history", PAGE, 1, None),)
+    paged_cache_group_page_counts: ClassVar = {"all": TOKENS // PAGE}
+
+    def __init__(self) -> None:
+        self.tokens = torch.zeros((ROWS, LENGTH), dtype=torch.int64, device=ms.torch_device())
+
+    def bind_paged_cache_scheduler(self, scheduler: Any) -> None: ...
+
+    def clear_kv_buffers(self) -> None:
+        self.tokens.zero_()
+
+
+class Executor:
+    """Computes the next token of each request from all before it, by the cache's row of the request."""
+
+    drafter = None
+    eager_grammar_buffers = None
+    execution_stream = None
+
+    def __init__(self, model: Model, cache: Cache) -> None:
+        self.model_runner = SimpleNamespace(model=model)
+        self.token_to_kv_pool = cache
+
+    def update_block_table(self, forward_op: Any) -> None: ...
+
+    def reset_valid_cache_length(self, forward_op: Any) -> None: ...
+
+    def accumulate_decode_stats(self, results: Any, batch: int) -> None: ...
+
+    def execute_forward_op_with_log(self, forward_op: Any, *arguments: Any, **named: Any) -> ModelExecutionResult:
+        time.sleep(STEP_S)
+        cache, model = self.token_to_kv_pool.tokens, self.model_runner.model
+        ids, at, out = list(forward_op.input_ids), 0, []
+        for number, row in enumerate(forward_op.request_pool_indices):
+            if number < forward_op.num_extends():
+                length, begin = forward_op.input_lengths[number], forward_op.extend_prefix_lens[number]
+                cache[row, 0] = begin + length
+                cache[row, 1 + begin : 1 + begin + length] = torch.tensor(ids[at : at + length])
+                at += length
+            length = int(cache[row, 0])
+            before = cache[row, 1 : 1 + length]
+            weight = model.weight[:: len(model.weight) // length][:length]
+            token = int((before * weight).sum() * model.scale[0]) % VOCABULARY
+            cache[row, 0], cache[row, 1 + length] = length + 1, token
+            out.append(token)
+        ended = SimpleNamespace(synchronize=lambda: None)
+        lengths = torch.ones(len(out), dtype=torch.int64)
+        return ModelExecutionResult(output_tokens=torch.tensor(out), copy_event=ended, output_lengths=lengths)
+
+
+class Runner:
+    """Receives weights not from a trainer's process group but from the seed of ``Model``."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def update_weights_from_distributed(self, request: Any) -> tuple[bool, str]:
+        if request.names != ["weight"]:
+            return False, f"there are no tensors {request.names}"
+        self.model.weight.copy_(values())
+        return True, "written"
+
+
+def create_model_runner(server_args: Any, *arguments: Any) -> tuple[Any, None]:
+    adapter = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
+    with adapter.region(tag="weights", enable_cpu_backup=True):
+        return Runner(), None
+
+
+def create_attn_components(server_args: Any, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+    adapter = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
+    with adapter.region(tag="kv_cache", enable_cpu_backup=False):
+        return None, Cache(), None, None, TOKENS, 0, None
+
+
+def create_model_executor(server_args: Any, *, model_runner: Any, token_to_kv_pool: Any, **named: Any) -> Executor:
+    return Executor(model_runner.model, token_to_kv_pool)
+
+
+def init_distributed(loop: Any) -> float:
+    mapping = loop.server_args.mapping
+    address = f"tcp://127.0.0.1:{os.environ['RENDEZVOUS_PORT']}"
+    torch.distributed.init_process_group("gloo", address, rank=mapping.rank, world_size=mapping.world_size)
+    process_group_manager.init_process_group(mapping.attn.tp_group, "gloo")
+    return 1.0
+
+
+# The overlapping loop orders streams, of which there are none.
+torch.cuda.default_stream = lambda *device: SimpleNamespace(wait_stream=lambda stream: None)
+event_loop.create_model_runner = create_model_runner
+event_loop.create_attn_components = create_attn_components
+event_loop.create_model_executor = create_model_executor
+event_loop.EventLoop._init_distributed = init_distributed
+prepare()
+if __name__ == "__main__":
+    runpy.run_module("smg_grpc_servicer.tokenspeed", run_name="__main__", alter_sys=False)
