@@ -60,8 +60,8 @@ def test_content_is_packed_and_comes_back() -> None:
     assert told["copied_again"] == 0
     assert told["over"] <= 16 << 20  # page tables, as after any first resume
     kept = told["kept"]
-    assert kept["bfloat16"] < 0.82  # the first 192 of 768 MiB stay as they are
-    assert kept["float32"] < 0.92
+    assert kept["bfloat16"] < 0.75  # the first 64 of 768 MiB stay as they are
+    assert kept["float32"] < 0.88
     assert kept["noise"] == pytest.approx(1, abs=0.01)
 
 

@@ -93,6 +93,9 @@ inline void add_packed(std::vector<Scenario>& list) {
                     },
                     [](World& world) { world.resume(); }, [](World& world) { world.release(); }});
   }
+  // Memory to pack in is taken twice: when a little was unmapped, and when there is room for all of it.
+  list.push_back(release_of(
+      "release packed, more and more room", [](World& world) { world.allocate("w", Restore::host, 100); }, weights));
   list.push_back({"backups read, packed", weights,
                   [](World& world) {
                     world.allocate("w", Restore::host, 40);
