@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from memsaver_core import _native
+from memsaver_core.errors import BackupError
 from tests.unit.saver_memory import MIB, view
 
 #: What of a tag of less than 1.3 GiB stays as it is.
@@ -105,6 +108,38 @@ def test_half_of_a_block_is_something_else(tmp_path: Path) -> None:
     view(address, CONTENT)[:] = expected
     kept = tag_of(saver.release([], [], {}))["kept_bytes"]
     assert AS_IT_IS < kept < CONTENT
+    saver.resume([])
+    assert np.array_equal(view(address, CONTENT), expected)
+
+
+@pytest.mark.parametrize(
+    ("at", "flipped", "says"),
+    [(0, 0xFF, "not packed content"), (4, 0x02, "not packed content"), (5 * MIB, 0x10, "differs from the digest")],
+    ids=["no header", "another version", "a mantissa"],
+)
+@pytest.mark.guards("content was wrong after a restore")
+def test_damage_of_what_is_packed_is_an_error(tmp_path: Path, at: int, flipped: int, says: str) -> None:
+    """Digests are of the content, so whatever changes it is found; once the damage is undone, everything comes back."""
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", "file", CONTENT)
+    expected = weights(CONTENT, 11)
+    view(address, CONTENT)[:] = expected
+    saver.release([], [], {})
+    [path] = [path for path in glob.glob("/proc/self/fd/*") if os.path.realpath(path).startswith(str(tmp_path))]
+
+    def flip() -> None:
+        with open(path, "r+b") as file:
+            file.seek(AS_IT_IS + at)  # the first packed block lies behind those that are as they are
+            changed = bytes([file.read(1)[0] ^ flipped])
+            file.seek(AS_IT_IS + at)
+            file.write(changed)
+
+    flip()
+    with pytest.raises(BackupError, match=says) as caught:
+        saver.resume([])
+    assert (caught.value.tag, caught.value.address) == ("t", address + AS_IT_IS)
+    assert saver.memory_info(0)[0] == saver.memory_info(0)[1]  # nothing is mapped, and nothing held for unpacking
+    flip()
     saver.resume([])
     assert np.array_equal(view(address, CONTENT), expected)
 
