@@ -31,7 +31,7 @@ ARGUMENTS = (
     "--enable-weights-cpu-backup", "--cuda-graph-backend-prefill", "disabled", "--host", "127.0.0.1",
 )  # fmt: skip
 #: How long a server may take to start, seconds.
-START_S = 180.0
+START_S = 300.0
 #: How long it may take to answer, seconds.
 ANSWER_S = 60.0
 
@@ -62,7 +62,9 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], log: Path, port: int) -> None:
         self._process, self._log = process, log
         self._own, self._service = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
-        self._http = httpx.Client(timeout=ANSWER_S, limits=httpx.Limits(max_connections=None))
+        # No connection is kept: the server ends those that rest, perhaps just as a request is on its way.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.Client(timeout=ANSWER_S, limits=limits)
         self._threads = ThreadPoolExecutor(256)
 
     def own(self, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Answer:
@@ -92,8 +94,11 @@ class Server:
         running = [Running([], Event(), Future()) for _ in prompts]
         for each, prompt in zip(running, prompts, strict=True):
             each.whole = self._threads.submit(self._stream, each, prompt, count)
+            each.whole.add_done_callback(lambda _, each=each: each.begun.set())  # it may have failed before
         for each in running:
             assert each.begun.wait(ANSWER_S), "a request has no token yet"
+            if each.whole.done():
+                each.whole.result()
         return running
 
     def wait_until_up(self) -> None:

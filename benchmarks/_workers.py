@@ -6,14 +6,12 @@ The buffers are the same for all: `count` tensors of `bytes / count`, random con
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -364,22 +362,6 @@ def cycles(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dic
 
 
 WORKERS = {"memsaver": memsaver, "torch_memory_saver": torch_memory_saver, "vllm": vllm, "raw": raw, "cycles": cycles}
-
-
-def warm_host_memory(nbytes: int) -> None:
-    """Touch host memory once: a virtual machine whose memory grows on demand is slow at the very first touch."""
-    block = 512 * MIB
-    blocks = [bytearray(0) for _ in range(nbytes // block)]
-
-    def touch(index: int) -> None:
-        memory = torch.empty(block, dtype=torch.uint8)
-        ctypes.memset(memory.data_ptr(), 1, block)
-        blocks[index] = memory  # type: ignore[call-overload]
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(touch, range(len(blocks))))
-    blocks.clear()
-    gc.collect()
 
 
 if __name__ == "__main__":

@@ -1,37 +1,35 @@
 """Whether the driver checkpoints processes of several GPUs at the same time.
 
-Each process has one GPU, a context and released memory, and nothing to do with the others. They are checkpointed and
-restored side by side, and one after the other.
+Each process has a context on a GPU of its own and released memory, and nothing to do with the others. They are
+checkpointed and restored side by side, and one after the other; processes that see all GPUs, as the ranks of an engine
+do, and processes that see their own alone.
 
     python benchmarks/checkpoint_side_by_side.py
-    python benchmarks/checkpoint_side_by_side.py --rounds 3 --out /tmp
+    python benchmarks/checkpoint_side_by_side.py --most 4 --rounds 3 --out /tmp
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pynvml
 import torch
-from _record import command
+from _record import new_parser, new_result, write
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 PROGRAM = """
 import sys, torch, memsaver_core as ms
 from memsaver_core import hibernation
 
-with ms.region("weights"):
+index = int(sys.argv[1])
+torch.cuda.set_device(index)
+with ms.region("weights", device=index):
     numbers = torch.ones(1 << 28, device="cuda")
 (numbers[:1024].view(32, 32) @ numbers[:1024].view(32, 32)).sum().item()
 ms.release()
@@ -43,15 +41,16 @@ for line in sys.stdin:
 
 
 class Process:
-    """A process with a GPU of its own."""
+    """A process with a GPU of its own; ``alone``: it sees no other."""
 
-    def __init__(self, gpu: int) -> None:
+    def __init__(self, gpu: int, *, alone: bool) -> None:
+        visible = {"CUDA_VISIBLE_DEVICES": str(gpu)} if alone else {}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", PROGRAM, "0" if alone else str(gpu)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+            env={**os.environ, **visible},
         )
 
     def say(self, step: str) -> None:
@@ -93,10 +92,26 @@ def measure(processes: list[Process], rounds: int) -> dict[str, dict[str, float]
     return found
 
 
+def measured(most: int, rounds: int, *, alone: bool) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what ``measure`` finds for one process, two, four and so on."""
+    found = {}
+    with ExitStack() as stack:
+        processes: list[Process] = []
+        while (count := max(1, 2 * len(processes))) <= most:
+            for gpu in range(len(processes), count):
+                processes.append(Process(gpu, alone=alone))
+                stack.callback(processes[-1].close)
+            for process in processes[count // 2 :]:
+                process.wait()
+            found[str(count)] = measure(processes, rounds)
+    return found
+
+
 def to_markdown(result: dict[str, Any]) -> str:
     rows = [
-        f"| {count} | {way} | {' | '.join(f'{steps[step]:.3f}' for step in STEPS)} |"
-        for count, ways in result["processes"].items()
+        f"| {count} | {seen} | {way} | {' | '.join(f'{steps[step]:.3f}' for step in STEPS)} |"
+        for seen, counts in result["seconds"].items()
+        for count, ways in counts.items()
         for way, steps in ways.items()
     ]
     return "\n".join(
@@ -104,10 +119,10 @@ def to_markdown(result: dict[str, Any]) -> str:
             f"# Checkpoints of several processes: {result['machine']}",
             "",
             f"{result['date']}, `{result['command']}`. Seconds for all processes, medians of",
-            f"{result['rounds']} rounds; each process with one GPU, a context and released memory.",
+            f"{result['rounds']} rounds; each process with a context on a GPU of its own and released memory.",
             "",
-            f"| processes | | {' | '.join(STEPS)} |",
-            f"|---|---|{'---|' * len(STEPS)}",
+            f"| processes | each sees | | {' | '.join(STEPS)} |",
+            f"|---|---|---|{'---|' * len(STEPS)}",
             *rows,
             "",
         ]
@@ -115,33 +130,22 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
+    parser.add_argument("--most", type=int, default=0, metavar="PROCESSES", help="default: as many as there are GPUs")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
     options = parser.parse_args()
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
     result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": command("checkpoint_side_by_side.py"),
+        **new_result("checkpoint_side_by_side.py"),
         "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}",
         "rounds": options.rounds,
-        "processes": {},
+        "seconds": {
+            seen: measured(options.most or torch.cuda.device_count(), options.rounds, alone=seen == "its own GPU")
+            for seen in ("all GPUs", "its own GPU")
+        },
     }
-    count = 1
-    with ExitStack() as stack:
-        processes: list[Process] = []
-        while count <= torch.cuda.device_count():
-            for gpu_index in range(len(processes), count):
-                processes.append(Process(gpu_index))
-                stack.callback(processes[-1].close)
-                processes[-1].wait()
-            result["processes"][str(count)] = measure(processes, options.rounds)
-            count *= 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "checkpoint-side-by-side.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "checkpoint-side-by-side.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("checkpoint-side-by-side", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

@@ -10,27 +10,22 @@ replayed.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pynvml
-import torch
-from _record import command
+from _machine import MIB, about_gpu, used_mib_of
+from _record import ROOT, new_parser, new_result, write
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu import plain_ranks  # noqa: E402
-from tests.native.nccl import Ranks  # noqa: E402
+from tests.gpu import plain_ranks
+from tests.native.nccl import Ranks
 
-MIB = 1 << 20
 STEPS = {
     "release": "ms.release()",
     "suspend communicators": "communicators.suspend()",
@@ -44,12 +39,6 @@ STEPS = {
 COUNTED = "[(each.suspendable_bytes, each.persistent_bytes, each.obstacle) for each in communicators.found()]"
 
 
-def used_mib(ranks: int) -> list[float]:
-    """Device memory in use by all processes on each GPU, MiB, as nvidia-smi shows it."""
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(ranks)]
-    return [pynvml.nvmlDeviceGetMemoryInfo(each, version=pynvml.nvmlMemory_v2).used / MIB for each in handles]
-
-
 def cycle(pair: Ranks, ranks: int, number: int, empty: list[float]) -> dict[str, Any]:
     """Take every step on all ranks: its milliseconds, and MiB on the fullest GPU after it; at last check the sums."""
     row: dict[str, Any] = {"milliseconds": {}, "mib": {}}
@@ -58,28 +47,25 @@ def cycle(pair: Ranks, ranks: int, number: int, empty: list[float]) -> dict[str,
         if failed := [answer for answer in answers if "Error" in answer]:
             raise RuntimeError(f"{name}: {failed[0]}")
         row["milliseconds"][name] = max(map(float, answers)) * 1e3
-        row["mib"][name] = max(now - before for now, before in zip(used_mib(ranks), empty, strict=True))
+        row["mib"][name] = max(now - before for now, before in zip(used_mib_of(ranks), empty, strict=True))
     expected = [str(plain_ranks.total_over(ranks, number))] * ranks
     row["right"] = pair.ask(f"replayed({number})") == expected == pair.ask(f"reduced({number})")
     return row
 
 
 def measure(ranks: int, cycles: int) -> dict[str, Any]:
-    empty = used_mib(ranks)
+    empty = used_mib_of(ranks)
     with tempfile.TemporaryDirectory() as folder, plain_ranks.started(ranks, Path(folder)) as pair:
         pair.ask("replayed(0)")
         counted = [ast.literal_eval(answer) for answer in pair.ask(COUNTED)]
         if obstacles := [told for _, _, told in counted[0] if told]:
             raise SystemExit(obstacles[0])
-        awake = max(now - before for now, before in zip(used_mib(ranks), empty, strict=True))
+        awake = max(now - before for now, before in zip(used_mib_of(ranks), empty, strict=True))
         [version, *_] = pair.ask("loaded().version_text")
         rows = [cycle(pair, ranks, number, empty) for number in range(1, cycles + 1)]
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("communicators.py"),
-        "gpu": torch.cuda.get_device_name(0),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "torch": torch.__version__,
+        **new_result("communicators.py"),
+        **about_gpu(),
         "nccl": ast.literal_eval(version),
         "ranks": ranks,
         "communicators": len(counted[0]),
@@ -113,17 +99,13 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     pynvml.nvmlInit()
     result = measure(options.ranks, options.cycles)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "communicators.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "communicators.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("communicators", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

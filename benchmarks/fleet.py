@@ -12,7 +12,6 @@ repeat a real engine's answers and only wait in their commit.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -24,16 +23,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import psutil
-from _record import command
+from _record import ROOT, new_parser, new_result, write
 
 from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent, StaticMembership
 
-ROOT = Path(__file__).resolve().parents[1]
 #: Engines in a process.
 PER_PROCESS = 10
 #: The fleet that the model speaks of.
@@ -188,7 +184,8 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
+def to_markdown(result: dict[str, Any]) -> str:
+    results, fitted, about = (result[key] for key in ("results", "model", "about"))
     sizes = [f"{each['engines']} engines" for each in results]
     heads = ["ms more for each engine", f"{LARGE:,} engines, one coordinator", f"{LARGE:,} engines, a tree"]
     times = [
@@ -233,10 +230,9 @@ def page(results: list[dict[str, Any]], fitted: dict[str, dict[str, float]], abo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--sizes", default="50,100,250,500", help="numbers of engines")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results" / date.today().isoformat())
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     results: list[dict[str, Any]] = []
@@ -254,13 +250,9 @@ def main() -> None:
         "machine": f"{os.cpu_count()} processors ({platform.machine()})",
         "python": platform.python_version(),
         "rounds": options.rounds,
-        "command": command("fleet.py"),
+        **new_result("fleet.py"),
     }
-    fitted = models(results)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "fleet.json").write_text(json.dumps({"about": about, "results": results, "model": fitted}, indent=1))
-    (options.out / "fleet.md").write_text(page(results, fitted, about))
-    print((options.out / "fleet.md").read_text())
+    print(write("fleet", {"about": about, "results": results, "model": models(results)}, to_markdown, options.out))
 
 
 if __name__ == "__main__":

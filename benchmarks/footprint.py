@@ -28,26 +28,18 @@ from typing import Any
 import httpx
 import pynvml
 import torch
+from _checkpoint import CONFIG
+from _machine import MIB, about_gpu, used_mib
 from _probing import PATHS, Timeline, percentiles, probing, slowest
-from _record import command
+from _record import new_parser, new_result, write
 
 from memsaver_server.cli.units import parse_size
-
-MIB = 1 << 20
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "tests" / "data" / "qwen2-1.5b" / "config.json"
 
 #: The one published table of this kind: an engine with a model of this size on one H100, without CUDA graphs, released
 #: by its framework's own means. MiB and milliseconds.
 PUBLISHED = {"loaded": 40804, "given_back": 39846, "resume": 18}
 #: How long the probes are to look at a hibernated process, seconds.
 HIBERNATED_S = 0.2
-
-
-def used_mib(index: int = 0) -> float:
-    """Device memory in use by all processes, MiB, as nvidia-smi shows it."""
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return float(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used) / MIB
 
 
 def bare_process(config: Path) -> None:
@@ -226,11 +218,8 @@ def measure(config: Path, kv_cache_bytes: str, cycles: int, hibernations: int) -
             )
         hibernation = hibernate(url, client, hibernations, empty, expected) if hibernations else None
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("footprint.py"),
-        "gpu": torch.cuda.get_device_name(0),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "torch": torch.__version__,
+        **new_result("footprint.py"),
+        **about_gpu(),
         "engine_start_seconds": start_seconds,
         "tags_after_load": health["tags"],
         "bare_process_mib": bare["mib"],
@@ -397,12 +386,11 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--kv-cache-bytes", default="36GiB")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--hibernations", type=int, default=50, help="cycles with hibernation; 0 for none")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     pynvml.nvmlInit()
@@ -411,10 +399,7 @@ def main() -> None:
         return
     parse_size(options.kv_cache_bytes)
     result = measure(options.config, options.kv_cache_bytes, options.cycles, options.hibernations)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "footprint.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "footprint.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("footprint", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

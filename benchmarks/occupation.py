@@ -9,25 +9,21 @@ with the spread, as JSON, as a table and as a plot.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pynvml
-import torch
-from _record import command
-from _workers import warm_host_memory
+from _machine import about_gpu, touch_host_memory
+from _record import new_parser, new_result, write
 
 from memsaver_server.cli.units import parse_size
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 Row = dict[str, Any]
 
@@ -208,7 +204,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--discard", default="40GiB", help="bytes in the discard case")
     parser.add_argument("--host", default="32GiB", help="bytes in the kept cases")
     parser.add_argument("--count", type=int, default=400, help="tensors")
@@ -217,12 +213,11 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.3, help="seconds between operations")
     parser.add_argument("--cycles", type=int, default=1000, help="0 leaves the long run out")
     parser.add_argument("--cycle-bytes", default="4GiB")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     discard, host = parse_size(options.discard), parse_size(options.host)
     pynvml.nvmlInit()
     peers = [name for name in ("torch_memory_saver", "vllm") if importlib.util.find_spec(name)]
-    warm_host_memory(2 * host)
+    touch_host_memory(2 * host)
     rows: list[Row] = []
 
     def run(library: str, case: str, nbytes: int, repeats: int = options.repeats) -> dict[str, Any]:
@@ -243,20 +238,14 @@ def main() -> None:
         run(library, "host", host, 2)
     cycles = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0) if options.cycles else None
     result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("occupation.py"),
-        "gpu": torch.cuda.get_device_name(0),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "torch": torch.__version__,
+        **new_result("occupation.py"),
+        **about_gpu(),
         "rows": rows,
         "comparisons": comparisons(rows, kept["bytes"]),
         "cycles": cycles,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "occupation.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "occupation.md").write_text(to_markdown(result))
+    print(write("occupation", result, to_markdown, options.out))
     plot(result, options.out / "occupation.png")
-    print(to_markdown(result))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from _record import ROOT, new_parser, new_result, write
+
 #: Pairs of release and resume in a round, and rounds that are not counted.
 PAIRS = 25
 #: What the release of a stalled copy keeps.
@@ -236,11 +236,10 @@ def machine() -> str:
 def main() -> None:
     from memsaver_server.cli.units import parse_size
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help=f"each of {PAIRS} pairs")
     parser.add_argument("--copy", default="1GiB", help="bytes that a release copies while it is scraped")
     parser.add_argument("--copies", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
@@ -252,8 +251,7 @@ def main() -> None:
     rows = [row(name, values) for name, values in samples.items() if values]
     medians = {row["what"]: row["median_ms"] for row in rows}
     result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
+        **new_result("overhead.py"),
         "machine": machine(),
         "python": platform.python_version(),
         **about,
@@ -261,10 +259,7 @@ def main() -> None:
         "overhead_ms": medians["HTTP pair"] - medians["native pair"],
         "slowest_in_a_stall_ms": max(row["max_ms"] for row in rows if "stands still" in row["what"]),
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "overhead.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "overhead.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("overhead", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

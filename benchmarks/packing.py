@@ -17,16 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from _record import command
+from _record import new_parser, new_result, write
 from _workers import MIB, IdleEngine, change, checksum
 
 from memsaver_server.cli.units import parse_size
 
-ROOT = Path(__file__).resolve().parents[1]
 SCALES = (0.3, 0.1, 0.05, 0.02, 0.01)
 TENSOR_BYTES = 64 * MIB
 
@@ -158,25 +156,20 @@ def main() -> None:
         kind, nbytes, repeats, rest = sys.argv[2:]
         print("RESULT " + json.dumps(work(kind, int(nbytes), int(repeats), float(rest))))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--bytes", default="31GiB", help="of each kind of content")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rest", type=float, default=0.3, help="seconds between operations")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = [run(kind, pack, options) for kind in options.kinds for pack in ("auto", "off")]
     result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("packing.py"),
+        **new_result("packing.py"),
         "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "host driver",
         "torch": torch.__version__,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "packing.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "packing.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("packing", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import shlex
 import statistics
 import tempfile
@@ -26,11 +25,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pynvml
-import torch
-from _record import command
+from _checkpoint import CONFIG, write_checkpoint
+from _machine import about_gpu, touch_host_memory, used_mib
+from _record import new_parser, new_result, write
 from _sglang_server import Answer, Server, prompts, started
-from vllm_sleep import CONFIG, ROOT, touch_host_memory, used_mib, write_checkpoint
 
 MODES = ("stock", "drop-in", "service")
 LOAD = "load"
@@ -56,8 +54,7 @@ class Table:
     def add(self, *cells: str) -> None:
         self._rows.append(list(cells))
         print("|", " | ".join(cells), "|", flush=True)
-        (self._out / "sglang.json").write_text(json.dumps(self._record, indent=1) + "\n")
-        (self._out / "sglang.md").write_text(to_markdown(self._record))
+        write("sglang", self._record, to_markdown, self._out)
 
 
 def first_and_later(values: list[float]) -> str:
@@ -107,14 +104,17 @@ class Measured:
             told = ", ".join(f"{phase} {statistics.median(each):.1f}" for phase, each in phases.items())
             self.table.add(f"{name}: phases, median ms", "", "", "", "", "", told)
 
-    def in_flight(self, name: str, call: Call, body: dict[str, Any], status: int = 200) -> None:
+    def in_flight(
+        self, name: str, call: Call, body: dict[str, Any], status: int = 200,
+        paths: tuple[str, str] = ("/release_memory_occupation", "/resume_memory_occupation"),
+    ) -> None:  # fmt: skip
         """Release while requests run: what they are answered."""
         self._undisturbed = self._undisturbed or [each.whole.result() for each in self._start()]
         running = self._start()
         had = [list(each.tokens) for each in running]
-        released = call("/release_memory_occupation", body, status)
+        released = call(paths[0], body, status)
         left = used_mib()
-        resumed = call("/resume_memory_occupation")
+        resumed = call(paths[1])
         got = [each.whole.result() for each in running]
         whole = sum(len(each) == self._length for each in got)
         continued = sum(one[: len(begun)] == begun for one, begun in zip(got, had, strict=True))
@@ -173,6 +173,9 @@ def measure(mode: str, engine: Server, table: Table, options: argparse.Namespace
     for tag in ("kv_cache", "weights", "cuda_graph") if mode != "service" else ():
         measured.cycles(f"SGLang's own call, {tag} alone", engine.own, options.cycles, {"tags": [tag]})
     if mode == "stock":
+        # Without a release: what it is to requests to be computed again from their tokens.
+        name, paths = "pause_generation (retract)", ("/pause_generation", "/continue_generation")
+        measured.in_flight(f"{name}, {REQUESTS} requests in flight", engine.own, {"mode": "retract"}, paths=paths)
         measured.unsafe_release()
         return
     measured.in_flight(f"SGLang's own call, {REQUESTS} requests in flight", engine.own, {})
@@ -243,31 +246,21 @@ def to_markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def device() -> dict[str, str]:
-    pynvml.nvmlInit()
-    name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return {"gpu": name, "driver": pynvml.nvmlSystemGetDriverVersion()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
     parser.add_argument("--parts", nargs="+", choices=[*MODES, LOAD], default=[*MODES, LOAD])
     parser.add_argument("--cycles", type=int, default=5, help="of each kind; ten times as many of the drop-in's")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("sglang_sleep.py"),
-        **device(),
+        **new_result("sglang_sleep.py"),
+        **about_gpu(),
         "sglang": importlib.metadata.version("sglang"),
-        "torch": torch.__version__,
         "parts": {},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     touch_host_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))

@@ -17,18 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
-from _record import command
+from _record import new_parser, new_result, write
 from _workers import checksum
 from packing import SCALES, TENSOR_BYTES, link_rates
 
 from memsaver_server.cli.units import parse_size
 
-ROOT = Path(__file__).resolve().parents[1]
 ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "host"
 
 
@@ -240,19 +238,17 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         work(int(sys.argv[2]), int(sys.argv[3]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() if ON_GPU else 2)
     parser.add_argument("--bytes", default="16GiB", help="of each process")
     parser.add_argument("--pack", choices=["auto", "off"], default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rest", type=float, default=0.3, help="seconds between operations")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     own, links = measure_own(options)
     rows = own + measure_store(options)
     result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("shared_store.py"),
+        **new_result("shared_store.py"),
         "device": torch.cuda.get_device_name(0) if ON_GPU else "host driver",
         "torch": torch.__version__,
         "processes": options.processes,
@@ -262,10 +258,7 @@ def main() -> None:
         "link GB/s": links,
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "shared_store.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "shared_store.md").write_text(to_markdown(result))
-    print(to_markdown(result))
+    print(write("shared_store", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ growth is printed beside its start and the medians of each tenth of the whole ru
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -38,11 +37,10 @@ import numpy as np
 import psutil
 import pynvml
 import torch
-from _record import command
+from _record import RESULTS, ROOT, new_parser, new_result, write
 
 from memsaver_server.client import Client, DeviceMemoryError, OperationAnswer
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 HOST_CAPACITY = 512 * MIB
 TAGS = ("weights", "kv_cache", "cuda_graph", "workspace", "disk")
@@ -331,8 +329,7 @@ def measure(cycles: int, minutes: float, seed: int) -> dict[str, Any]:
         "co_tenant": json.loads(tenants),
         "device": torch.cuda.get_device_name() if on_gpu else "host",
         "seed": seed,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("soak.py"),
+        **new_result("soak.py"),
     }
 
 
@@ -375,21 +372,16 @@ def to_markdown(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, RESULTS if on_gpu else Path("build/reliability"))
     parser.add_argument("--cycles", type=int, help="at most so many; 1,000 where no --minutes are given")
     parser.add_argument("--minutes", type=float, help="for so long")
     parser.add_argument("--seed", type=int, default=0)
-    out = ROOT / "benchmarks" / "results" if on_gpu else Path("build/reliability")
-    parser.add_argument("--out", type=Path, default=out, help=f"folder for the results ({out})")
     arguments = parser.parse_args()
     unlimited = 1 << 60
     cycles = arguments.cycles or (unlimited if arguments.minutes else 1000)
     figures = measure(cycles, arguments.minutes or unlimited, arguments.seed)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"soak-{figures['device'].split()[-1].lower()}" if on_gpu else "soak"
-    (arguments.out / f"{name}.json").write_text(json.dumps(figures, indent=2) + "\n")
-    if on_gpu:
-        (arguments.out / f"{name}.md").write_text(to_markdown(figures))
+    write(name, figures, to_markdown if on_gpu else None, arguments.out)
     for what, line in figures["fits"].items():
         print(f"{what:14} {line['level']:10.3f} at half time, {line['growth']:+9.3f} to the end, {line['by_tenth']}")
     print({key: value for key, value in figures.items() if key != "fits"})

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _record import command
+from _checkpoint import CONFIG, write_checkpoint
+from _machine import about_gpu, touch_host_memory, used_mib
+from _record import new_parser, new_result, write
 from _sglang_server import DROP_IN, Server, prompts, started
-from sglang_sleep import device
-from vllm_sleep import CONFIG, ROOT, touch_host_memory, used_mib, write_checkpoint
 
 MODES = ("stock", "memsaver")
 PARTS = ("rollout", "engine releases", "trainer resumes", "training", "trainer pauses", "engine resumes")
@@ -208,29 +208,25 @@ def to_markdown(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape of both")
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainer:
         train(options.trainer)
         return
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("trainer_turns.py"),
-        **device(),
+        **new_result("trainer_turns.py"),
+        **about_gpu(),
         "sglang": importlib.metadata.version("sglang"),
-        "torch": torch.__version__,
         "steps": options.steps,
         "modes": {},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     touch_host_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
@@ -240,9 +236,8 @@ def main() -> None:
             except Exception as error:
                 record["modes"][mode] = {"failed": str(error)[-300:].replace("\n", " ").replace("|", "/")}
             # What is measured is measured, whatever becomes of the next.
-            (options.out / "trainer-turns.json").write_text(json.dumps(record, indent=1) + "\n")
-            (options.out / "trainer-turns.md").write_text(to_markdown(record))
-    print((options.out / "trainer-turns.md").read_text())
+            page = write("trainer-turns", record, to_markdown, options.out)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -12,29 +12,23 @@ for them.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import os
-import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from _record import command
-from vllm_sleep import CONFIG, PROMPTS, ROOT, touch_host_memory, write_checkpoint
+from _checkpoint import CONFIG, PROMPTS, write_checkpoint
+from _http_engines import Kind, ask, started, vllm
+from _machine import about_gpu, touch_host_memory
+from _record import new_parser, new_result, write
 
 from memsaver_server import Settings
 from memsaver_server.attachment import serve_app
@@ -44,38 +38,12 @@ from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 
 MODELS = ("alpha", "beta")
 TOKENS = 16
-#: How long an engine may take to start, seconds.
-START_S = 400.0
 #: Before each measured request: the driver cleans what it was given back in the background. Seconds.
 IDLE_S = 1.0
-#: The first token in an answer.
-TOKEN = re.compile(rb'"(token|output)_ids": ?\[\d')
 
 AWAKE, DIRECT = "awake", "awake, asked without the proxy"
 ROOM, TURN, HIBERNATED = "asleep", "asleep, and the other has to make room", "hibernated"
 CASES = (DIRECT, AWAKE, ROOM, TURN, HIBERNATED)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How an engine is started, and asked for tokens."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    path: str
-    body: dict[str, Any]
-
-    def arguments(self, model: str, port: int) -> list[str]:
-        return [sys.executable, *(part.format(model=model, port=port) for part in self.command)]
-
-
-def vllm(checkpoint: str, utilization: float) -> Kind:
-    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--served-model-name", "{model}"]
-    arguments += ["--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", "{port}"]
-    arguments += ["--gpu-memory-utilization", str(utilization), "--max-model-len", "2048"]
-    environment = {"MEMSAVER_VLLM": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    body = {"prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "detokenize": False}
-    return Kind(tuple(arguments), environment, "/v1/completions", {**body, "return_token_ids": True, "stream": True})
 
 
 def reference() -> Kind:
@@ -84,37 +52,7 @@ def reference() -> Kind:
     environment = {"OMP_NUM_THREADS": "1", "MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_DEVICE": f"turns-{os.getpid()}"}
     sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
     body = {"text": "the same prompt", "sampling_params": sampling}
-    return Kind(arguments, {**environment, "MEMSAVER_HOST_CAPACITY": "160MiB"}, "/generate", body)
-
-
-@contextmanager
-def started(kind: Kind, model: str, folder: Path) -> Iterator[httpx.Client]:
-    """Run an engine while the block runs; yields a client of it once it serves."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder / f"{model}.log"
-    with log.open("w") as output:
-        arguments, environment = kind.arguments(model, port), {**os.environ, **kind.environment}
-        process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            end = time.monotonic() + START_S
-            while not answers(client):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the engine of {model} did not start:\n{log.read_text()[-6000:]}")
-                time.sleep(0.2)
-            yield client
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def answers(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
+    return Kind(arguments, {**environment, "MEMSAVER_HOST_CAPACITY": "160MiB"}, body=body)
 
 
 class Bench:
@@ -128,15 +66,9 @@ class Bench:
 
     def ask(self, client: httpx.Client, model: str) -> tuple[float, bool]:
         """Return the seconds to the first token, and whether all tokens are those of the first answer."""
-        content, begin = b"", time.perf_counter()
-        with client.stream("POST", self._kind.path, json={**self._kind.body, "model": model}) as answer:
-            parts = answer.iter_raw()
-            while not TOKEN.search(content):
-                content += next(parts)
-            seconds = time.perf_counter() - begin
-            content += b"".join(parts)
-        found = tokens(content)
-        return seconds, found == self._expected.setdefault(model, found)
+        begin = time.perf_counter()
+        first, found = ask(client, self._kind.path, {**self._kind.body, "model": model})
+        return first - begin, found == self._expected.setdefault(model, found)
 
     def measure(self, case: str, model: str) -> dict[str, Any]:
         self._set_up(case, model)
@@ -173,13 +105,6 @@ class Bench:
     def _operations(self) -> dict[str, dict[str, Any]]:
         listed = self._fleet.get("/operations").raise_for_status().json()["operations"]
         return {each["operation_id"]: each for each in listed}
-
-
-def tokens(content: bytes) -> list[int]:
-    lines = [line.removeprefix(b"data: ") for line in content.splitlines() if line.strip()]
-    events = [json.loads(line) for line in lines if line != b"[DONE]"]
-    found = [event["choices"][0]["token_ids"] if "choices" in event else event["output_ids"] for event in events]
-    return [token for each in found for token in each or ()]
 
 
 @contextmanager
@@ -241,46 +166,36 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def about_gpu(utilization: float) -> dict[str, str]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
-    versions = f"vLLM {importlib.metadata.version('vllm')}, torch {torch.__version__}"
+def about_engines(utilization: float) -> dict[str, str]:
+    found = about_gpu()
+    versions = f"vLLM {importlib.metadata.version('vllm')}, torch {found['torch']}"
     return {
-        "machine": f"{gpu}, driver {pynvml.nvmlSystemGetDriverVersion()}, {versions}",
+        "machine": f"{found['gpu']}, driver {found['driver']}, {versions}",
         "about": f"Each engine takes {utilization:.0%} of the GPU while it is awake; CUDA graphs on.",
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape that vLLM serves")
     parser.add_argument("--utilization", type=float, default=0.8, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--rounds", type=int, default=10, help="measured requests for each model and case")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / date.today().isoformat())
     options = parser.parse_args()
-    result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "command": command("turns.py"),
-        "rounds": options.rounds,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {**new_result("turns.py"), "rounds": options.rounds}
     with tempfile.TemporaryDirectory() as folder:
         if options.engine == "vllm":
             touch_host_memory()
             write_checkpoint(options.config, Path(folder))
-            result |= about_gpu(options.utilization)
-            kind = vllm(folder, options.utilization)
+            result |= about_engines(options.utilization)
+            kind = vllm(folder, options.utilization, PROMPTS[0], TOKENS)
         else:
             result |= {"machine": "host driver, no GPU", "about": "Reference engines, which do not stream."}
             kind = reference()
         for cases in measured(kind, options.rounds):
             result |= cases
-            (options.out / "turns.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / "turns.md").write_text(to_markdown(result))
-    print((options.out / "turns.md").read_text())
+            page = write("turns", result, to_markdown, options.out)
+    print(page)
 
 
 if __name__ == "__main__":

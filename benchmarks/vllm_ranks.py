@@ -26,8 +26,10 @@ from typing import Any
 import httpx
 import pynvml
 import torch
-from _record import command
-from vllm_sleep import CONFIG, MIB, PROMPTS, ROOT, touch_host_memory, weight_sums, write_checkpoint
+from _checkpoint import CONFIG, PROMPTS, write_checkpoint
+from _machine import about_gpu, touch_host_memory, used_mib_of
+from _record import new_parser, new_result, write
+from vllm_sleep import weight_sums
 
 MODES = {
     "stock": {},
@@ -36,12 +38,6 @@ MODES = {
 }
 #: An engine has some time before its first sleep, and the driver some while it sleeps, seconds.
 IDLE_S = 1.0
-
-
-def used_mib(ranks: int) -> list[float]:
-    """Device memory in use by all processes on each GPU, MiB, as nvidia-smi shows it."""
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(ranks)]
-    return [pynvml.nvmlDeviceGetMemoryInfo(each, version=pynvml.nvmlMemory_v2).used / MIB for each in handles]
 
 
 # -- run inside vLLM's workers -----------------------------------------------------------------------------------------
@@ -73,7 +69,7 @@ class Measured:
         from vllm import LLM
 
         self.ranks = ranks
-        self.empty = used_mib(ranks)
+        self.empty = used_mib_of(ranks)
         self.llm = LLM(
             model=model,
             skip_tokenizer_init=True,
@@ -88,7 +84,7 @@ class Measured:
         self.llm.collective_rpc(count_captures)
 
     def left(self) -> list[float]:
-        return [now - before for now, before in zip(used_mib(self.ranks), self.empty, strict=True)]
+        return [now - before for now, before in zip(used_mib_of(self.ranks), self.empty, strict=True)]
 
     def tokens(self, number: int = 32) -> list[list[int]]:
         from vllm import SamplingParams
@@ -242,14 +238,13 @@ def nccl_version() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, vLLM's tensor_parallel_size")
     parser.add_argument("--cycles", type=int, default=5, help="of sleep")
     parser.add_argument("--deep", type=int, default=20, help="cycles of hibernation")
     parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -260,26 +255,21 @@ def main() -> None:
         return
     touch_host_memory()
     record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("vllm_ranks.py"),
+        **new_result("vllm_ranks.py"),
+        **about_gpu(),
         "ranks": options.ranks,
-        "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
         "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
         "nccl": nccl_version(),
         "engines": {},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / ("vllm-ranks" if options.ranks == 2 else f"vllm-{options.ranks}-ranks")
+    name = "vllm-ranks" if options.ranks == 2 else f"vllm-{options.ranks}-ranks"
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
         for mode in options.modes:
             record["engines"][mode] = run(mode, folder, options)
             # What is measured is measured, whatever becomes of the next.
-            stem.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-            stem.with_suffix(".md").write_text(to_markdown(record))
-    print(stem.with_suffix(".md").read_text())
+            page = write(name, record, to_markdown, options.out)
+    print(page)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,45 +27,15 @@ from typing import Any
 import httpx
 import pynvml
 import torch
-from _record import command
+from _checkpoint import CONFIG, PROMPTS, write_checkpoint
+from _machine import MIB, about_gpu, touch_host_memory, used_mib
+from _record import new_parser, new_result, write
 
-MIB = 1 << 20
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "tests" / "data" / "qwen2-1.5b" / "config.json"
-PROMPTS = [
-    [(7919 * (place + 3) * (number + 1)) % 150_000 + 10 for place in range(40 + 37 * number)] for number in range(4)
-]
 MODES = ("stock", "memsaver")
 WITHOUT_GRAPHS = "without graphs"
 #: An engine has some time between its start and its first sleep, in which memsaver prepares host memory; and the driver
 #: some while it sleeps, in which it cleans what it was given back. Seconds.
 IDLE_S = 2.0
-
-
-def used_mib() -> float:
-    """Device memory in use by all processes, MiB, as nvidia-smi shows it."""
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    return float(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used) / MIB
-
-
-def write_checkpoint(config: Path, folder: Path) -> None:
-    """A checkpoint of the shape of ``config``: seeded normal weights in bfloat16."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.parent), dtype=torch.bfloat16)
-    noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(20)) * 0.02
-    tensors = {}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    for number, (name, tensor) in enumerate(model.state_dict().items()):
-        if name in tied:
-            continue
-        drawn = noise.roll(number * 10_007).repeat(-(-tensor.numel() // noise.numel()))[: tensor.numel()]
-        flat = 1 + drawn if name.endswith("norm.weight") else drawn
-        tensors[name] = flat.reshape(tensor.shape).to(torch.bfloat16).contiguous()
-    shutil.copy(config, folder / "config.json")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 # -- run inside vLLM's worker ------------------------------------------------------------------------------------------
@@ -321,19 +290,12 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def touch_host_memory(size: int = 8 << 30) -> None:
-    """Touch memory that a sleep will need: a virtual machine's may grow on demand, several times slower."""
-    held = torch.zeros(size, dtype=torch.uint8)
-    held.fill_(1)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -350,26 +312,21 @@ def main() -> None:
         run("stock", folder, 0, options.utilization)
         for mode in options.modes:
             engines[mode] = run(mode, folder, options.cycles, options.utilization)
-            write(options.out, engines, {})  # what is measured is measured, whatever becomes of the next
+            write_all(options.out, engines, {})  # what is measured is measured, whatever becomes of the next
         ungraphed = run(WITHOUT_GRAPHS, folder, 0, options.utilization)["outside_torch_mib"]
-        write(options.out, engines, {"context_mib": context_mib(), "ungraphed_mib": ungraphed})
-    print((options.out / "vllm.md").read_text())
+        page = write_all(options.out, engines, {"context_mib": context_mib(), "ungraphed_mib": ungraphed})
+    print(page)
 
 
-def write(folder: Path, engines: dict[str, Any], outside_torch: dict[str, float]) -> None:
+def write_all(folder: Path, engines: dict[str, Any], outside_torch: dict[str, float]) -> str:
     record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command("vllm_sleep.py"),
-        "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        **new_result("vllm_sleep.py"),
+        **about_gpu(),
         "vllm": importlib.metadata.version("vllm"),
-        "torch": torch.__version__,
         "engines": engines,
         "outside_torch": outside_torch,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vllm.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "vllm.md").write_text(to_markdown(record))
+    return write("vllm", record, to_markdown, folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ _torch: Any = torch._C  # these calls have no public names
 
 # The interpreter itself freezes a few hundred objects as it starts (Python 3.12); torch alone has a hundred thousand.
 _FROZEN_AT_START = 10_000
+
+#: A graph that was found among all objects. While it lives, there is no need to search again.
+_found: weakref.ref[Any] | None = None
 
 
 def free_workspaces() -> bool:
@@ -40,10 +44,13 @@ def _may_have_graphs() -> bool:
     Graphs not made by ``memsaver_core.graph`` are searched for among all objects, which takes up to a tenth of a
     second, so that comes last. Objects that ``gc.freeze()`` has hidden cannot be searched.
     """
-    if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START:
+    global _found
+    if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START or (_found is not None and _found() is not None):
         return True
     # By its type, not isinstance(): a lazy object's __class__ may run code.
-    return any(issubclass(type(each), torch.cuda.CUDAGraph) for each in gc.get_objects())
+    graph = next((each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph)), None)
+    _found = weakref.ref(graph) if graph is not None else None
+    return graph is not None
 
 
 def _pinned_bytes() -> int:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from tests.native import injection
 
 # Before any test imports memsaver: one saver serves all tests of a process. Tests on a GPU use the product's own
-# module; those that need faults there have them in child processes.
-if ("-m", "gpu") not in pairwise(sys.argv):
+# module; those that need faults there have them in child processes. The tests with SGLang import none.
+if ("-m", "gpu") not in pairwise(sys.argv) and "tests/sglang" not in sys.argv:
     injection.install()
 
 import pytest

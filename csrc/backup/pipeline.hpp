@@ -86,7 +86,8 @@ class Pipeline {
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
   // block is in two chunks. Packed content comes first: until their own content comes, other chunks lend their memory
-  // for unpacking, so that no more is needed. `verify` is not `automatic`.
+  // for unpacking, so that no more is needed; they are acquired while packed content is copied. `verify` is not
+  // `automatic`.
   // When it throws (ErrorKind::backup: content differs from its digest), every backup is as it was; nothing is under
   // way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,

@@ -28,16 +28,10 @@ class RestoreTask {
   PipelineSeconds run() {
     verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
     try {
-      const std::vector<std::size_t> packed = packed_first();
-      for (const std::size_t i : packed) restore_chunk(i);
+      for (const std::size_t i : packed_first()) restore_chunk(i);
       unpacking_.end();
-      std::size_t next_packed = 0;
       for (std::size_t i = 0; i < chunks_.size(); ++i) {
-        if (next_packed < packed.size() && packed[next_packed] == i) {
-          ++next_packed;
-        } else {
-          restore_chunk(i);
-        }
+        if (restored_.count(i) == 0) restore_chunk(i);
       }
       finish();
     } catch (...) {
@@ -62,6 +56,7 @@ class RestoreTask {
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;
+    std::deque<std::size_t> bare;  // of others, those without content
     std::vector<ContentBlock> first;
     std::vector<ContentBlock> last;
     std::size_t block = 0;
@@ -72,13 +67,18 @@ class RestoreTask {
       const auto to = blocks_.begin() + static_cast<std::ptrdiff_t>(block);
       const bool any = std::any_of(from, to, [](const auto& each) { return each.block->packed_bytes != 0; });
       (any ? packed : others).push_back(i);
+      if (from == to) bare.push_back(i);
       auto& target = any ? first : last;
       target.insert(target.end(), from, to);
     }
     if (block != blocks_.size()) throw Error(ErrorKind::backup, "content to restore is not in one of the chunks");
+    if (!packed.empty()) {
+      lend(others);
+      ahead_every_ = std::max<std::size_t>(1, first.size() / std::max<std::size_t>(1, bare.size()));
+      ahead_.swap(bare);
+    }
     first.insert(first.end(), last.begin(), last.end());
     blocks_.swap(first);
-    if (!packed.empty()) lend(others);
     return packed;
   }
 
@@ -99,11 +99,24 @@ class RestoreTask {
     acquire_(index);
   }
 
+  // Restores one more chunk without content, that lends nothing, beside the packed content that is on its way: few
+  // copies of that can be queued, so what comes after it is not hidden by them. Spread over all of them, so that the
+  // driver's calls for one chunk take less time than the copies that are queued.
+  void restore_ahead() {
+    if (next_block_ % ahead_every_ != 0) return;
+    while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
+    if (!ahead_.empty()) restore_chunk(ahead_.front());
+  }
+
   void restore_chunk(std::size_t index) {
+    restored_.insert(index);
     const ChunkRange& chunk = chunks_[index];
     acquire(index);
     if (chunk.zero) fill_zero(chunk);
-    while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) restore_next_block();
+    while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) {
+      restore_next_block();
+      restore_ahead();
+    }
   }
 
   void fill_zero(const ChunkRange& chunk) {
@@ -285,6 +298,9 @@ class RestoreTask {
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
   std::set<std::size_t> acquired_;  // chunks
+  std::set<std::size_t> restored_;  // chunks whose turn has come
+  std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
+  std::size_t ahead_every_ = 1;     // blocks
   bool verifying_ = false;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;     // block to look at for the next read from the file

@@ -203,16 +203,16 @@ def test_drawn_tokens_leave_nothing_outside_the_regions(start: Start) -> None:
     assert engine.generate_sync(asked)["output_ids"] == drawn
 
 
-def test_new_weights_reach_the_graphs(start: Start) -> None:
+def test_new_weights_reach_the_graphs(start: Start, tmp_path: Path) -> None:
     first = start(random_weights=QWEN2, kv_cache_bytes=GIB)
     answers = alone(first, [2])
-    parameters = {name: tensor.cpu() for name, tensor in first._runner.model.named_parameters()}
+    first._runner.model.save_pretrained(tmp_path)
     first.close()
     second = start(random_weights=QWEN2, kv_cache_bytes=GIB, seed=5)
     assert alone(second, [2]) != answers
     release(second, ["weights"], restore={"weights": "discard"})
     resume(second, lost=["weights"])
-    second._write(parameters, flush_cache=True, abort_all_requests=False)
+    second.update_weights_from_disk(tmp_path)
     assert alone(second, [2]) == answers
 
 

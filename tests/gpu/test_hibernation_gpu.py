@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
+import torch
 
 from tests.gpu.children import two_devices
 from tests.native import injection
@@ -21,7 +22,7 @@ MIB = 1 << 20
 def process_mib(pid: int) -> float:
     """What the device counts for a process, MiB; 0 if it is not listed."""
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
     processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return sum((process.usedGpuMemory or 0) / MIB for process in processes if process.pid == pid)
 
@@ -39,7 +40,8 @@ SETUP = textwrap.dedent(
     from tests.native import injection
 
     def used():  # in another process, because NVML blocks in a hibernated one
-        command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+        command = ["nvidia-smi", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     empty = used()

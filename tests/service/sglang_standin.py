@@ -223,6 +223,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.prefixes: dict[tuple[int, ...], list[int]] = {}
+        self.cache_controller: Any = None  # of the hierarchical cache
 
     def reset(self) -> None:
         self.prefixes.clear()
@@ -247,6 +248,7 @@ class Parallel:
     pp_rank: int = 0
     pp_size: int = 1
     dp_size: int = 1
+    attn_dp_size: int = 1
 
     @property
     def rank(self) -> int:

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from memsaver_server import Settings
 from memsaver_server.engine import Engine
 from memsaver_server.integrations.sglang import plugin
 from memsaver_server.integrations.sglang.engine import SglangEngine
+from memsaver_server.integrations.sglang.work import SchedulerWork
 from tests.waiting import wait_until
 
 from . import sglang_standin as standin
@@ -137,6 +139,20 @@ def test_a_release_waits_for_requests_in_flight(serve: Callable[..., Serving]) -
 
 
 @pytest.mark.guards("nobody could cancel an operation that waited")
+def test_a_release_waits_for_copies_of_the_hierarchical_cache(serve: Callable[..., Serving]) -> None:
+    """SGLang looks at them in each iteration, which in a hibernated process would not end."""
+    serving = serve()
+    expected = serving.generate()
+    controller = SimpleNamespace(ack_write_queue=["a copy"], ack_load_queue=[])
+    serving.scheduler.tree_cache.cache_controller = controller
+    serving.call("/release_memory_occupation", 504, timeout_s=0.1)
+    assert all(not tag.released_bytes for tag in ms.status().tags)
+    controller.ack_write_queue.clear()
+    serving.call("/release_memory_occupation")
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
 def test_a_release_that_is_cancelled(serve: Callable[..., Serving]) -> None:
     """The request in flight continues, with its tokens."""
     serving = serve()
@@ -242,6 +258,23 @@ def test_weights_without_a_backup(serve: Callable[..., Serving], resumed_first: 
     assert serving.generate() == expected
 
 
+@pytest.mark.parametrize("worker", ["draft_model_runner", "draft_runners"])
+def test_the_buffers_of_a_draft_model(make: type[standin.Scheduler], worker: str) -> None:
+    """No weight update writes them either."""
+    scheduler = make(enable_weights_cpu_backup=False)
+    with scheduler.memory_saver_adapter.region("weights"):
+        runner = SimpleNamespace(model=standin.Model(1))
+    inner = SimpleNamespace(draft_runners=[runner])
+    scheduler.draft_worker = SimpleNamespace(
+        **({worker: runner} if worker == "draft_model_runner" else {"draft_worker": inner})
+    )
+    work = SchedulerWork(scheduler)
+    work.save_buffers()
+    runner.model.scale.zero_()
+    work.repair(["weights"])
+    assert float(runner.model.scale) == 3.0
+
+
 def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     serving = serve()
     expected = serving.generate()
@@ -303,6 +336,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     [
         ({"enable_memory_saver": False}, "--enable-memory-saver"),
         ({"dp_size": 4}, "one of 4 data-parallel replicas"),
+        ({"attn_dp_size": 2}, "with data-parallel attention"),
     ],
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
@@ -322,6 +356,10 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
     scheduler = make()
     scheduler.mm_receiver = object()  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="another engine's encoder"):
+        plugin.attach(scheduler)
+    scheduler = make()
+    scheduler.server_args.weight_cache_mode = "client"
+    with pytest.raises(ConfigurationError, match="--weight-cache-mode off"):
         plugin.attach(scheduler)
     scheduler = make()
     scheduler.rust_server = object()  # type: ignore[assignment]

@@ -1,56 +1,131 @@
-"""A checkpoint of a small Qwen2 with seeded random weights, so that tokens depend on every layer."""
+"""Checkpoints of small models with seeded random weights, so that tokens depend on every layer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY = 2, 64, 128, 4, 2, 1024
-CONFIG = {
+#: A dense model.
+QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "bos_token_id": 1,
     "eos_token_id": 1,
     "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "max_position_embeddings": 4096,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KV_HEADS,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "vocab_size": VOCABULARY,
+    "vocab_size": 1024,
 }
+#: A model with experts.
+MIXTRAL = {
+    **QWEN,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+#: What makes either large enough for SGLang's kernels on a GPU; the heads are Qwen2-1.5B's.
+WIDE = {
+    "hidden_size": 1536,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "torch_dtype": "bfloat16",
+}
+#: What makes ``QWEN`` a draft model of EAGLE, which takes its embedding from the model that it drafts for.
+EAGLE = {"architectures": ["Qwen2ForCausalLMEagle"], "num_hidden_layers": 1, "tie_word_embeddings": False}
+#: What an adapter changes.
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def write(folder: Path, seed: int = 7) -> Path:
+def write(folder: Path, seed: int = 7, config: dict[str, Any] = QWEN) -> Path:
     """Write the checkpoint; another ``seed`` gives other weights."""
-    random = torch.Generator().manual_seed(seed)
-    kv = HIDDEN // HEADS * KV_HEADS
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=random) * 0.4
-
-    tensors = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
-    for number in range(LAYERS):
-        layer = f"model.layers.{number}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", HIDDEN, HIDDEN), ("self_attn.k_proj", kv, HIDDEN), ("self_attn.v_proj", kv, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HIDDEN), ("mlp.gate_proj", FFN, HIDDEN), ("mlp.up_proj", FFN, HIDDEN),
-            ("mlp.down_proj", HIDDEN, FFN),
-        ):  # fmt: skip
-            tensors[f"{layer}{name}.weight"] = normal(rows, columns)
-        for name, rows in (("q_proj", HIDDEN), ("k_proj", kv), ("v_proj", kv)):
-            tensors[f"{layer}self_attn.{name}.bias"] = normal(rows)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}{name}.weight"] = torch.ones(HIDDEN)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = _Weights(config, seed)
+    draft = config["architectures"] == EAGLE["architectures"]
+    _save(folder, weights.of_draft() if draft else weights.of_model(), config)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_adapter(folder: Path, config: dict[str, Any] = QWEN, rank: int = 8) -> Path:
+    """Write a LoRA adapter for the attention of ``config``, large enough to change tokens."""
+    weights = _Weights(config, seed=5)
+    _save(folder, weights.of_adapter(rank), config, "adapter_model")
+    adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": 4 * rank, "target_modules": ADAPTED, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    return folder
+
+
+def _save(folder: Path, named: Named, config: dict[str, Any], name: str = "model") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = getattr(torch, config["torch_dtype"])
+    save_file({name: tensor.to(kind) for name, tensor in named}, folder / f"{name}.safetensors", {"format": "pt"})
+
+
+class _Weights:
+    def __init__(self, config: dict[str, Any], seed: int) -> None:
+        self._config = config
+        self._random = torch.Generator().manual_seed(seed)
+        self._hidden: int = config["hidden_size"]
+        self._kv = self._hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+        self._scale = 3.2 / self._hidden**0.5
+
+    def of_model(self) -> Named:
+        yield "model.embed_tokens.weight", self._normal(self._config["vocab_size"], self._hidden)
+        yield "model.norm.weight", torch.ones(self._hidden)
+        if not self._config["tie_word_embeddings"]:
+            yield "lm_head.weight", self._normal(self._config["vocab_size"], self._hidden)
+        for number in range(self._config["num_hidden_layers"]):
+            for name, tensor in self._layer():
+                yield f"model.layers.{number}.{name}", tensor
+
+    def of_draft(self) -> Named:
+        yield "fc.weight", self._normal(self._hidden, 2 * self._hidden)
+        yield "fc.bias", self._normal(self._hidden)
+        for name, tensor in self._layer():
+            if name != "input_layernorm.weight":
+                yield f"layers.0.{name}", tensor
+
+    def of_adapter(self, rank: int) -> Named:
+        for number in range(self._config["num_hidden_layers"]):
+            for projection in ADAPTED:
+                name = f"base_model.model.model.layers.{number}.self_attn.{projection}"
+                rows = self._kv if projection in ("k_proj", "v_proj") else self._hidden
+                yield f"{name}.lora_A.weight", self._normal(rank, self._hidden)
+                yield f"{name}.lora_B.weight", self._normal(rows, rank)
+
+    def _layer(self) -> Named:
+        hidden, ffn = self._hidden, self._config["intermediate_size"]
+        for name, rows in (("q_proj", hidden), ("k_proj", self._kv), ("v_proj", self._kv), ("o_proj", hidden)):
+            yield f"self_attn.{name}.weight", self._normal(rows, hidden)
+            if self._config["model_type"] == "qwen2" and name != "o_proj":
+                yield f"self_attn.{name}.bias", self._normal(rows)
+        experts = self._config.get("num_local_experts", 0)
+        if experts:
+            yield "block_sparse_moe.gate.weight", self._normal(experts, hidden)
+        names = [f"block_sparse_moe.experts.{each}.w{{}}.weight" for each in range(experts)] or ["mlp.{}_proj.weight"]
+        parts = (1, 3, 2) if experts else ("gate", "up", "down")
+        for name in names:
+            for part, shape in zip(parts, ((ffn, hidden), (ffn, hidden), (hidden, ffn)), strict=True):
+                yield name.format(part), self._normal(*shape)
+        yield "input_layernorm.weight", torch.ones(hidden)
+        yield "post_attention_layernorm.weight", torch.ones(hidden)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._random) * self._scale

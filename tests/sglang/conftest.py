@@ -27,7 +27,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     """Start servers, which end with the file's tests."""
     servers: list[Server] = []
 
-    def one(*arguments: str, wait: bool = True, serve: bool = True, **environment: str) -> Server:
+    def one(*arguments: str, model: Path = model, wait: bool = True, serve: bool = True, **environment: str) -> Server:
         log = tmp_path_factory.mktemp("sglang") / "log"
         servers.append(Server(model, log, *arguments, serve=serve, **environment))
         if wait:
@@ -48,6 +48,6 @@ def served(start: Start) -> Server:
 @pytest.fixture
 def server(served: Server) -> Iterator[Server]:
     yield served
-    assert served.is_alive(), served.output()[-3000:]
+    assert not served.is_dead(), served.output()[-3000:]
     served.service("/continue_generation")
     served.service("/resume_memory_occupation")

@@ -1,4 +1,4 @@
-"""A real SGLang server on its CPU engine, with memsaver's host driver, in processes of its own."""
+"""A real SGLang server in processes of its own; here on its CPU engine, with memsaver's host driver."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import psutil
@@ -22,13 +23,18 @@ from tests.waiting import wait_until
 
 ARGUMENTS = (
     "--skip-tokenizer-init", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--enable-memory-saver",
-    "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.3",
     "--max-total-tokens", "16384", "--context-length", "4096", "--host", "127.0.0.1",
+)  # fmt: skip
+CPU = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--mem-fraction-static", "0.3",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
+#: How long a server may take to start, or to answer, on a machine that does other work, seconds.
+START_S, ANSWER_S = 240.0, 240.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
+    "MEMSAVER_DRAIN_TIMEOUT_S": str(ANSWER_S),
     "MEMSAVER_DRIVER": "host",
     "MEMSAVER_HOST_CAPACITY": str(2 << 30),
     "OMP_NUM_THREADS": "1",
@@ -38,8 +44,15 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 T = TypeVar("T")
-START_S = 240.0
 PROMPT = [5, 17, 60, 2]
+
+
+def source(path: str) -> str:
+    """The source of the installed SGLang."""
+    found = find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "srt" / path).read_text()
 
 
 def free_port() -> int:
@@ -56,22 +69,25 @@ def prompts(count: int) -> list[list[int]]:
 class Server:
     """Its calls: ``own`` SGLang's endpoints, ``service`` memsaver's."""
 
+    arguments: ClassVar[tuple[str, ...]] = (*ARGUMENTS, *CPU)
+    environment: ClassVar[dict[str, str]] = ENVIRONMENT
+
     def __init__(self, model: Path, log: Path, *arguments: str, serve: bool = True, **environment: str) -> None:
         self.model = model
         self.log = log
         self.url = f"http://127.0.0.1:{free_port()}"
         self.service_url = f"http://127.0.0.1:{free_port()}"
         named = {"MEMSAVER_SGLANG": self.service_url.removeprefix("http://")} if serve else {}
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *ARGUMENTS]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *self.arguments]
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, "--port", self.url.rpartition(":")[2], *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **named, **environment},
+                env={**os.environ, **self.environment, **named, **environment},
                 start_new_session=True,
             )
-        self.http = httpx.Client(timeout=120)
+        self.http = httpx.Client(timeout=ANSWER_S)
         self._threads = ThreadPoolExecutor(32)
 
     def wait_until_up(self) -> None:
@@ -97,14 +113,13 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return self.http.get(self.service_url + path)
 
-    def request(self, length: int = 16, prompt: list[int] | None = None) -> httpx.Response:
+    def request(self, length: int = 16, prompt: list[int] | None = None, **fields: Any) -> httpx.Response:
         parameters = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
-        return self.http.post(
-            self.url + "/generate", json={"input_ids": prompt or PROMPT, "sampling_params": parameters}
-        )
+        body = {"input_ids": prompt or PROMPT, "sampling_params": parameters, **fields}
+        return self.http.post(self.url + "/generate", json=body)
 
-    def generate(self, length: int = 16, prompt: list[int] | None = None) -> list[int]:
-        answer = self.request(length, prompt)
+    def generate(self, length: int = 16, prompt: list[int] | None = None, **fields: Any) -> list[int]:
+        answer = self.request(length, prompt, **fields)
         assert answer.status_code == 200, answer.text
         tokens: list[int] = answer.json()["output_ids"]
         return tokens
@@ -131,7 +146,7 @@ class Server:
             self._threads.submit(self.stream, length, prompt, event)
             for prompt, event in zip(prompts(count), begun, strict=True)
         ]
-        assert all(event.wait(60) for event in begun)
+        assert all(event.wait(ANSWER_S) for event in begun)
         return started
 
     def later(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -141,12 +156,19 @@ class Server:
         """The state of each tag, by the service."""
         return {each["tag"]: each["state"] for each in self.get("/memory_occupation").json()["tags"]}
 
+    def check_cycles(self, answers: Callable[[], Any]) -> None:
+        """Release and resume everything, by SGLang's own call and by the service; ``answers()`` must stay the same."""
+        expected = answers()
+        for call in (self.own, self.service):
+            for _ in range(3):
+                call("/release_memory_occupation")
+                assert set(self.tags().values()) == {"released"}
+                call("/resume_memory_occupation")
+                assert answers() == expected, self.output()[-3000:]
+
     def schedulers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in children if each.cmdline()[0].startswith("sglang::scheduler")]
-
-    def is_alive(self) -> bool:
-        return not self.is_dead() and self.http.get(self.url + "/health").status_code == 200
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

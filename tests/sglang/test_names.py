@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
-from pathlib import Path
 
-from memsaver_server.integrations.sglang import names
+from memsaver_server.integrations.sglang import names, prefill_graphs
 
-
-def source(path: str) -> str:
-    found = find_spec("sglang")
-    assert found is not None
-    assert found.origin is not None
-    return (Path(found.origin).parent / "srt" / path).read_text()
+from .server import source
 
 
 def test_names_of_the_scheduler() -> None:
@@ -26,3 +19,16 @@ def test_names_of_requests() -> None:
     messages = source("managers/io_struct.py")
     for name in names.MESSAGES:
         assert f"class {name}(" in messages, name
+
+
+def test_names_of_prefill_graphs() -> None:
+    path, _, name = prefill_graphs.BACKEND.removeprefix("sglang.srt.").rpartition(".")
+    graphs = source(path.replace(".", "/") + ".py")
+    assert f"class {name}(" in graphs
+    for text in ("enable_memory_saver: bool = False", "self._device_module = ", "if self._pool is None:"):
+        assert text in graphs
+    assert "def get_or_create_global_graph_memory_pool(device_module" in source("model_executor/runner_utils/pool.py")
+
+
+def test_names_of_draft_models() -> None:
+    assert "def draft_runners(self)" in source("speculative/base_spec_worker.py")

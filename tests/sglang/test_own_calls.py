@@ -16,7 +16,7 @@ import pytest
 
 from . import checkpoint
 from .conftest import Start
-from .server import ENVIRONMENT, Server, prompts
+from .server import ANSWER_S, ENVIRONMENT, Server, prompts, source
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def unserved(start: Start) -> Server:
 def server(unserved: Server) -> Iterator[Server]:
     yield unserved
     unserved.own("/continue_generation")  # of a test that failed: a paused server answers nothing
-    assert unserved.is_alive(), unserved.output()[-3000:]
+    assert not unserved.is_dead(), unserved.output()[-3000:]
 
 
 def update(server: Server, **fields: Any) -> None:
@@ -41,7 +41,7 @@ def test_a_release_under_load(server: Server) -> None:
     expected = [server.generate(300, prompt) for prompt in prompts(20)]
     running = server.in_background(20, 300)
     server.own("/release_memory_occupation")
-    assert [each.result(60) for each in running] == expected
+    assert [each.result(ANSWER_S) for each in running] == expected
     server.own("/release_memory_occupation")
     refused = server.request()
     assert refused.status_code == 503
@@ -79,7 +79,7 @@ def test_requests_paused_in_place(server: Server) -> None:
     server.own("/flush_cache")
     server.own("/continue_generation", {})  # takes effect once the memory is back
     server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
-    assert running.result(60) == expected
+    assert running.result(ANSWER_S) == expected
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
@@ -97,7 +97,7 @@ def test_slime(server: Server, pause: str, tmp_path: Path) -> None:
     server.own("/update_weights_from_disk", {"model_path": str(other), "flush_cache": True})
     server.own("/continue_generation", {})
     server.own("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    assert len(running.result(60)) == 1500 if pause == "retract" else len(running.result(60)) < 1500
+    assert len(running.result(ANSWER_S)) == 1500 if pause == "retract" else len(running.result(ANSWER_S)) < 1500
     assert server.generate() != expected
     update(server)
     assert server.generate() == expected
@@ -126,11 +126,26 @@ def test_areal(server: Server) -> None:
     server.own("/pause_generation", {})
     update(server, abort_all_requests=True)
     server.own("/continue_generation", {})
-    assert all(len(each.result(60)) < 1500 for each in running)
+    assert all(len(each.result(ANSWER_S)) < 1500 for each in running)
     server.own("/release_memory_occupation", {})
     server.own("/resume_memory_occupation", {})
     update(server)
     assert server.generate(1500, prompts(1)[0]) == expected
+
+
+def test_replicas(start: Start) -> None:
+    """Each waits for its own requests."""
+    bound = "SGLANG_CPU_OMP_THREADS_BIND"  # newer versions expect the processors of each replica
+    several = {bound: "0|0"} if "dp_size" in source("utils/numa_utils.py") else {}
+    server = start("--dp", "2", "--enable-weights-cpu-backup", serve=False, **several)
+    expected = [server.generate(200, prompt) for prompt in prompts(2)]
+    running = server.in_background(2, 200)
+    server.own("/release_memory_occupation")
+    assert [each.result(ANSWER_S) for each in running] == expected
+    server.own("/release_memory_occupation")
+    assert [server.request().status_code for _ in range(2)] == [503, 503]
+    server.own("/resume_memory_occupation")
+    assert [server.generate(200, prompt) for prompt in prompts(2)] == expected
 
 
 ENGINE = """

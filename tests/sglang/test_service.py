@@ -8,7 +8,7 @@ import pytest
 
 from tests.waiting import wait_until
 
-from .server import PROMPT, Server, prompts
+from .server import ANSWER_S, PROMPT, Server, prompts
 
 
 def test_release_and_resume(server: Server) -> None:
@@ -29,7 +29,7 @@ def test_a_release_waits_for_requests_in_flight(server: Server) -> None:
     expected = [server.generate(300, prompt) for prompt in prompts(4)]
     running = server.in_background(4, 300)
     server.service("/release_memory_occupation")
-    assert [each.result(60) for each in running] == expected
+    assert [each.result(ANSWER_S) for each in running] == expected
     server.service("/resume_memory_occupation")
     assert server.generate(300, prompts(1)[0]) == expected[0]
 
@@ -40,13 +40,13 @@ def test_a_drain_that_runs_out(server: Server) -> None:
     (running,) = server.in_background(1, 2000)
     held_up = server.service("/release_memory_occupation", {"timeout_s": 0}, status=504)
     assert len(held_up["error"]["pending"]) == 1
-    assert running.result(60) == expected
+    assert running.result(ANSWER_S) == expected
 
 
 def test_a_release_that_aborts(server: Server) -> None:
     (running,) = server.in_background(1, 3000)
     server.service("/release_memory_occupation", {"mode": "abort"})
-    assert 0 < len(running.result(60)) < 3000
+    assert 0 < len(running.result(ANSWER_S)) < 3000
 
 
 @pytest.mark.parametrize("cache", ["host", "discard"])
@@ -59,7 +59,7 @@ def test_a_release_that_keeps_requests(server: Server, cache: str) -> None:
     server.service("/release_memory_occupation", {"mode": "keep", "restore": {"kv_cache": cache}})
     assert not streamed.done()
     server.service("/resume_memory_occupation")
-    assert [streamed.result(60), whole.result(60)] == expected
+    assert [streamed.result(ANSWER_S), whole.result(ANSWER_S)] == expected
     assert server.generate(16, PROMPT) == server.generate(16, PROMPT)
 
 
@@ -71,7 +71,7 @@ def test_verified_tokens(server: Server) -> None:
     assert "verify" in [phase["name"] for phase in released["phases"]]
     resumed = server.service("/resume_memory_occupation", {"verify": "token"})
     assert "verify" in [phase["name"] for phase in resumed["phases"]]
-    assert running.result(60) == expected
+    assert running.result(ANSWER_S) == expected
     assert "state was deleted" not in server.output()
 
 

@@ -10,7 +10,7 @@ import httpx
 from tests.waiting import wait_until
 
 from .conftest import Start
-from .server import Server, prompts
+from .server import ANSWER_S, START_S, Server, prompts
 
 
 def releases(server: Server) -> bool:
@@ -24,9 +24,9 @@ def releases(server: Server) -> bool:
 
 def test_from_the_warm_up_to_the_end(start: Start) -> None:
     server = start("--enable-weights-cpu-backup", wait=False, MEMSAVER_DRAIN_TIMEOUT_S="0.01")
-    wait_until(lambda: releases(server), 240)  # as soon as there is a service, and before the warm-up
+    wait_until(lambda: releases(server), START_S)  # as soon as there is a service, and before the warm-up
     # A refusal of the warm-up's request would end the server.
-    wait_until(lambda: "GET /model_info" in server.output(), 240)
+    wait_until(lambda: "GET /model_info" in server.output(), START_S)
     seen = time.monotonic()
     wait_until(lambda: time.monotonic() > seen + 1)
     assert not server.is_dead(), server.output()[-3000:]
@@ -39,7 +39,7 @@ def test_from_the_warm_up_to_the_end(start: Start) -> None:
     (running,) = server.in_background(1, 2000)
     held_up = server.own("/release_memory_occupation", status=504)
     assert "1 request(s) still ran" in held_up.json()["error"]["message"]
-    assert running.result(60) == expected
+    assert running.result(ANSWER_S) == expected
 
     # What was released by one service is known to the other.
     server.own("/release_memory_occupation", {"tags": ["kv_cache"]})

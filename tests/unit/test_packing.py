@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from memsaver_core import _native
+from memsaver_core import MemsaverError, _native
 from memsaver_core.errors import BackupError
 from tests.unit.saver_memory import MIB, view
 
@@ -189,3 +189,27 @@ def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path, reser
     assert saver.counts()["unpack"] == unpacked + 3  # type: ignore[attr-defined]  # on the device
     assert saver.memory_info(0) == (0, CONTENT)
     assert np.array_equal(view(address, CONTENT), expected)
+
+
+def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Path) -> None:
+    """Not after it, when nothing is left that hides the driver's calls and the zeros."""
+    saver = make(tmp_path)
+    view(saver.allocate(0, "t", "host", CONTENT), CONTENT)[:] = weights(CONTENT, 11)
+    for _ in range(2):
+        saver.allocate(0, "other", "zero", 64 * MIB)
+
+    def resumed(calls: int = 0) -> dict[str, int]:
+        """Release, resume, and return the driver calls of the resume; ``calls`` to unpack is the one that fails."""
+        saver.release([], [], {})
+        before = saver.counts()  # type: ignore[attr-defined]
+        if calls:
+            saver.fail("unpack", calls)  # type: ignore[attr-defined]
+            with pytest.raises(MemsaverError):
+                saver.resume([])
+        else:
+            saver.resume([])
+        return {call: count - before.get(call, 0) for call, count in saver.counts().items()}  # type: ignore[attr-defined]
+
+    whole = resumed()
+    begun = resumed(whole["unpack"])
+    assert (begun["map"], begun["fill_zero"]) == (whole["map"], whole["fill_zero"])

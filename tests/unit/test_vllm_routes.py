@@ -10,7 +10,7 @@ import asyncio
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -42,6 +42,9 @@ class EngineClient:
         self.running: dict[str, asyncio.Event] = {}
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.resets = 0
+        self.may_reset = asyncio.Event()
+        self.may_reset.set()
+        self.begun: list[str] = []
         self.errored = False
         self.resources = SimpleNamespace()
         self.engine_core = SimpleNamespace(resources=self.resources)
@@ -57,6 +60,7 @@ class EngineClient:
             await asyncio.to_thread(self.executor.put_to_sleep, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.begun.append("wake_up")
         if tags is None:
             for rank in self.executor.ranks:
                 await asyncio.to_thread(rank.wake_up)
@@ -64,6 +68,8 @@ class EngineClient:
         self.paused.clear()
 
     async def reset_prefix_cache(self) -> bool:
+        self.begun.append("reset_prefix_cache")
+        await self.may_reset.wait()
         self.resets += 1
         return True
 
@@ -114,6 +120,9 @@ class World:
         """As vLLM's own routes, and a trainer in its process, call the workers."""
         asyncio.run_coroutine_threadsafe(self.client.collective_rpc(method), self._loop).result(30)
 
+    def run(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(call)
+
     def close(self) -> None:
         self.http.close()
         self.core.kill()
@@ -148,6 +157,17 @@ def test_memory_goes_and_comes_on_every_rank(world: World) -> None:
     assert world.post("/v1/completions").json()["weights"]
     assert not world.client.paused.is_set()
     assert not world.client.executor.is_sleeping
+
+
+def test_a_wake_up_does_not_wait_for_what_vllm_does_before_it_takes_requests(world: World) -> None:
+    """vLLM's engine core takes calls and requests in the order in which they are sent."""
+    world.post("/release_memory_occupation").raise_for_status()
+    world.client.may_reset.clear()
+    world.client.begun.clear()
+    assert world.http.post("/wake_up", timeout=10).json()["success"]
+    world.run(world.client.may_reset.set)
+    wait_until(lambda: world.client.resets == 1)
+    assert world.client.begun == ["reset_prefix_cache", "wake_up"]
 
 
 @pytest.mark.parametrize("wake_ups", [["/wake_up?tags=weights", "/wake_up?tags=kv_cache"], ["/wake_up"]])

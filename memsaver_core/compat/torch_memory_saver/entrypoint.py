@@ -87,7 +87,7 @@ class TorchMemorySaver:
         capture: AbstractContextManager[Any]
         options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
         if process.enabled():
-            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=_graph_pool(pool, tag), **options)
+            capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=graph_pool(pool, tag), **options)
         else:
             capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
         with capture, impl.region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
@@ -285,7 +285,8 @@ def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
         raise MisuseError("cpu_backup_backend requires enable_cpu_backup=True")
 
 
-def _graph_pool(pool: Any, tag: str) -> ms.GraphPool:
+def graph_pool(pool: Any, tag: str) -> ms.GraphPool:
+    """Return the memory that graphs share which are given the same ``pool`` (torch's id) and tag."""
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)

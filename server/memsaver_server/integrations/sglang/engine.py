@@ -248,8 +248,12 @@ class SglangEngine(Engine):
             self._loop.send(self._messages.ContinueGenerationReqInput())
 
 
-def check(scheduler: Any) -> None:
-    """Raise ConfigurationError if ``scheduler`` cannot be served; the message says why."""
+def check(scheduler: Any, *, service: bool = False) -> None:
+    """Raise ConfigurationError if ``scheduler`` cannot be served; the message says why.
+
+    Args:
+        service: whether a service is to release all memory of the engine, and not only SGLang's own calls.
+    """
     if lacking := names.missing(scheduler):
         raise ConfigurationError(
             f"this version of SGLang cannot be served: it has no {', '.join(lacking)}; docs/sglang.md lists versions "
@@ -265,16 +269,23 @@ def check(scheduler: Any) -> None:
             "it uses another torch_memory_saver; install memsaver-torch-memory-saver in place of that, or call "
             "memsaver_core.compat.install() before SGLang is imported"
         )
-    elif parallel.dp_size > 1:
+    elif getattr(parallel, "attn_dp_size", 1) > 1:
+        problem = (
+            "with data-parallel attention each group of ranks takes requests for itself, while all compute in step; "
+            "release by SGLang's own /release_memory_occupation"
+        )
+    elif service and parallel.dp_size > 1:
         problem = (
             f"it is one of {parallel.dp_size} data-parallel replicas, of which each takes requests for itself, and a "
-            "service would see one; run a server for each replica, or release by SGLang's own "
-            "/release_memory_occupation"
+            "service would see one; run a server for each replica, or leave MEMSAVER_SGLANG out and release by "
+            "SGLang's own /release_memory_occupation, which memsaver carries out on each"
         )
     elif ranks.are_several(scheduler) and getattr(scheduler.server_args, "nnodes", 1) > 1:
         problem = "its ranks are on several hosts; release by SGLang's own /release_memory_occupation"
     elif getattr(scheduler, "mm_receiver", None) is not None:
         problem = "it waits for embeddings of another engine's encoder (--language-only), out of the service's sight"
+    elif getattr(scheduler.server_args, "weight_cache_mode", "off") != "off":
+        problem = "its weights are in the memory of SGLang's weight cache; start it with --weight-cache-mode off"
     elif mode != "null":
         problem = f"it is the {mode} side of a disaggregated engine"
     elif getattr(scheduler, "rust_server", None) is not None:

@@ -41,6 +41,26 @@ def parallel(scheduler: Any) -> Any:
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
+def models(scheduler: Any) -> list[Any]:
+    """Return the model, and the draft models of speculative decoding."""
+    draft: Any = getattr(scheduler, "draft_worker", None)
+    runners = [scheduler.tp_worker.model_runner]
+    if hasattr(draft, "draft_model_runner"):
+        runners.append(draft.draft_model_runner)
+    else:
+        runners += getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or []
+    return [runner.model for runner in runners]
+
+
+def copies_cache(scheduler: Any) -> bool:
+    """Return whether copies of the hierarchical cache, between device and host, are under way or not yet looked at.
+
+    SGLang looks at their events in each iteration, with the interpreter's lock held: in a hibernated process, for ever.
+    """
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    return bool(getattr(controller, "ack_write_queue", None) or getattr(controller, "ack_load_queue", None))
+
+
 def running(scheduler: Any) -> Iterable[Any]:
     """Return the requests in the batches."""
     if hasattr(scheduler, "collect_inflight_reqs"):  # from 0.5.19 on

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError
-from memsaver_server.integrations.sglang import frontend
+from memsaver_server.integrations.sglang import frontend, prefill_graphs
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
@@ -35,6 +35,8 @@ def register() -> None:
     for call in frontend.CALLS:
         target = f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{call}"
         hooks.HookRegistry.register(target, frontend.hook(call), around)
+    if prefill_graphs.are_released():
+        hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
 
 
 def _is_installed() -> bool:
@@ -59,8 +61,9 @@ def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) 
     # Not at the import, which SGLang does in each of its processes.
     from memsaver_server import Settings
     from memsaver_server import attach as serve
-    from memsaver_server.integrations.sglang.engine import SglangEngine
+    from memsaver_server.integrations.sglang.engine import SglangEngine, check
 
+    check(scheduler, service=True)
     settings = settings or Settings()
     engine = SglangEngine(scheduler)
     attachment = serve(engine, settings=settings, **options)
@@ -117,13 +120,14 @@ def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
     if not where and not scheduler.memory_saver_adapter.enabled:
         run_event_loop(scheduler)
         return
-    if not where:
-        try:
-            engine.check(scheduler)
-        except ConfigurationError as refused:
-            logger.warning("SGLang's own memory calls stay as they are, and need an idle engine: %s", refused)
-            run_event_loop(scheduler)
-            return
+    try:
+        engine.check(scheduler, service=bool(where))
+    except ConfigurationError as refused:
+        if where:
+            raise
+        logger.warning("SGLang's own memory calls stay as they are, and need an idle engine: %s", refused)
+        run_event_loop(scheduler)
+        return
     if not is_first(scheduler):
         follow(scheduler)
         run_event_loop(scheduler)

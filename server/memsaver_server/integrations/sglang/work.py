@@ -23,19 +23,21 @@ class SchedulerWork:
             updater.flush_cache = self._flush_after_update
 
     def is_still(self) -> bool:
-        """Whether no request runs, and no paused one holds a part of the cache."""
+        """Whether no request runs, no paused one holds a part of the cache, and none of it is being copied."""
         scheduler = self._scheduler
-        return scheduler.is_fully_idle() or (
+        paused = (
             scheduler._engine_paused
             and scheduler.running_batch.is_empty()
             and scheduler.last_batch is None
             and scheduler.chunked_req is None
         )
+        return bool(paused or scheduler.is_fully_idle()) and not names.copies_cache(scheduler)
 
     def has_nothing_to_do(self) -> bool:
         """Whether the event loop would do nothing until it receives something. Cheap while requests run."""
         scheduler = self._scheduler
-        return bool(scheduler._engine_paused or (scheduler.running_batch.is_empty() and scheduler.is_fully_idle()))
+        idle = scheduler._engine_paused or (scheduler.running_batch.is_empty() and scheduler.is_fully_idle())
+        return bool(idle) and not names.copies_cache(scheduler)
 
     def in_flight(self) -> list[str]:
         """Return the names of the requests in flight; also called from other threads."""
@@ -84,11 +86,11 @@ class SchedulerWork:
         self._aside = ([], False)
 
     def save_buffers(self) -> None:
-        """Copy the model's buffers, which no weight update writes, if their memory is resident."""
+        """Copy the models' buffers, which no weight update writes, if their memory is resident."""
         if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
             return
-        model = self._scheduler.tp_worker.model_runner.model
-        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in model.buffers()]
+        shared = {id(buffer): buffer for model in names.models(self._scheduler) for buffer in model.buffers()}
+        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in shared.values()]
 
     def repair(self, lost: Sequence[str]) -> None:
         """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""

@@ -63,6 +63,11 @@ class AsyncClient:
     def reset_prefix_cache(self) -> None:
         self._wait(self._engine.reset_prefix_cache())
 
+    def forget_prefixes(self) -> None:
+        """Have the prefix cache reset before vLLM looks at any request sent from now on. Does not block: of a large
+        cache this takes several milliseconds."""
+        self._start(self._engine.reset_prefix_cache()).add_done_callback(_log_failure)
+
     def is_alive(self) -> bool:
         return not self._engine.errored
 
@@ -110,7 +115,7 @@ def greedy(count: int) -> Any:
 
 def _log_failure(done: Future[Any]) -> None:
     if not done.cancelled() and done.exception() is not None:
-        logger.error("vLLM did not continue: %s", done.exception())
+        logger.error("vLLM did not continue as it should after a wake-up: %s", done.exception())
 
 
 class HttpAdmission:

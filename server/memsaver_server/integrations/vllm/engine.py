@@ -129,4 +129,4 @@ class VllmEngine(Engine):
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
         if "kv_cache" in lost:
-            self._client.reset_prefix_cache()
+            self._client.forget_prefixes()

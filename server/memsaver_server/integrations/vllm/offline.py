@@ -65,6 +65,8 @@ class OfflineClient:
         with self.lock:
             self._llm.reset_prefix_cache()
 
+    forget_prefixes = reset_prefix_cache
+
     def _started(self, call: Callable[[], _T]) -> Future[_T]:
         """Begin a call. A thread for each: one that hangs must not keep the process from ending."""
 

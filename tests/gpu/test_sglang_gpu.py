@@ -1,0 +1,189 @@
+"""Real SGLang on a GPU: what must survive a release besides weights and cache, one server for each feature."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import memsaver_core as ms
+from tests.sglang import checkpoint
+from tests.sglang.server import ARGUMENTS, Server
+
+DROP_IN = Path(ms.__file__).parent / "compat" / "path"
+DENSE = {**checkpoint.QWEN, **checkpoint.WIDE}
+EXPERTS = {**checkpoint.MIXTRAL, **checkpoint.WIDE}
+#: A cache of the rotary embedding of its own.
+DRAFT = {**DENSE, "max_position_embeddings": 8192}
+EAGLE = {**DENSE, **checkpoint.EAGLE}
+NO_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "disabled")
+#: The memory of graphs is released, too.
+RELEASED = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+SPECULATION = (
+    "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
+)  # fmt: skip
+
+
+def missing() -> str:
+    """What the tests need and this machine lacks, or an empty string."""
+    if not torch.cuda.is_available() or ms.driver_name() != "cuda":
+        return "needs an NVIDIA GPU and the CUDA driver"
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang is not installed"
+    names = [entry.name for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")]
+    return "" if "memsaver" in names else "memsaver is not installed, so that SGLang does not find its plugin"
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+
+
+class GpuServer(Server):
+    arguments = (
+        *ARGUMENTS, "--attention-backend", "triton", "--mem-fraction-static", "0.6", "--chunked-prefill-size", "512",
+        "--cuda-graph-max-bs-decode", "2", "--cuda-graph-max-bs-prefill", "512", "--enable-weights-cpu-backup",
+    )  # fmt: skip
+    environment: ClassVar[dict[str, str]] = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(DROP_IN), os.environ.get("PYTHONPATH", "")]),
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+
+    def answer(self, length: int, **fields: Any) -> tuple[list[int], int]:
+        """Return the tokens that follow a prompt of ``length``, and how many steps a draft model saved."""
+        prompt = [(7919 * (place + 3)) % 1000 + 10 for place in range(length)]
+        whole = self.request(24, prompt, **fields)
+        assert whole.status_code == 200, whole.text
+        return whole.json()["output_ids"], whole.json()["meta_info"].get("spec_verify_ct", 0)
+
+    def answers(self, **fields: Any) -> list[tuple[list[int], int]]:
+        """One prompt at a time and none from the prefix cache: only then greedy tokens are repeatable."""
+        answers = []
+        for length in (7, 300):
+            self.own("/flush_cache")
+            answers.append(self.answer(length, **fields))
+        return answers
+
+
+Start = Callable[..., GpuServer]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    servers: list[GpuServer] = []
+
+    def one(*arguments: str, config: dict[str, Any] = DENSE, **environment: str) -> GpuServer:
+        model = checkpoint.write(tmp_path / "model", config=config)
+        servers.append(GpuServer(model, tmp_path / "log", *arguments, **environment))
+        servers[-1].wait_until_up()
+        return servers[-1]
+
+    yield one
+    for server in servers:
+        server.close()
+
+
+def check(server: GpuServer, answers: Callable[[], Any] | None = None) -> None:
+    answers = answers or server.answers
+    server.check_cycles(answers)
+    check_hibernation(server, answers)
+
+
+def check_hibernation(server: GpuServer, answers: Callable[[], Any]) -> None:
+    expected = answers()
+    server.service("/release_memory_occupation", {"hibernate": True})
+    server.service("/resume_memory_occupation")
+    assert answers() == expected
+
+
+def graph_bytes(server: GpuServer) -> int:
+    tags = server.get("/memory_occupation").json()["tags"]
+    return sum(each["bytes"] for each in tags if each["tag"] == "cuda_graph")
+
+
+def test_prefill_graphs(start: Start) -> None:
+    """SGLang's default."""
+    server = start()
+    assert graph_bytes(server) == 0
+    check(server)
+
+
+def test_prefill_graphs_whose_memory_is_released(start: Start) -> None:
+    server = start(**RELEASED)
+    assert graph_bytes(server) > 0
+    check(server)
+
+
+def test_prefill_graphs_alone(start: Start) -> None:
+    server = start("--cuda-graph-backend-decode", "disabled", **RELEASED)
+    assert graph_bytes(server) > 0
+    check(server)
+
+
+def test_lora(start: Start, tmp_path: Path) -> None:
+    adapter = checkpoint.write_adapter(tmp_path / "adapter", DENSE)
+    server = start("--enable-lora", "--lora-paths", f"one={adapter}", *NO_PREFILL_GRAPHS, **RELEASED)
+    assert server.answers() != server.answers(lora_path="one")
+    check(server, lambda: (server.answers(), server.answers(lora_path="one")))
+
+
+def test_hierarchical_cache(start: Start) -> None:
+    """Prefixes that only host memory has are forgotten with the cache's content, and copied to the device otherwise."""
+    server = start(
+        "--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through",
+        "--max-total-tokens", "2048", *NO_PREFILL_GRAPHS, **RELEASED,
+    )  # fmt: skip
+    prompts = [[(7919 * (place + 3) * seed) % 1000 + 10 for place in range(600)] for seed in range(1, 6)]
+
+    def answers() -> list[list[int]]:
+        server.own("/flush_cache")
+        return [server.generate(8, prompt) for prompt in [*prompts, prompts[0]]]
+
+    def cached() -> int:
+        return int(server.request(1, prompts[0]).json()["meta_info"]["cached_tokens"])
+
+    server.check_cycles(answers)
+    assert cached() > 0
+    server.service("/release_memory_occupation", {"restore": {"kv_cache": "host"}})
+    server.service("/resume_memory_occupation")
+    assert cached() > 0
+    server.own("/release_memory_occupation")
+    server.own("/resume_memory_occupation")
+    assert cached() == 0
+    check_hibernation(server, answers)
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "NGRAM"])
+def test_speculation(start: Start, tmp_path: Path, algorithm: str) -> None:
+    """The steps that a draft model saves tell whether it is intact; the tokens are the same with any."""
+    arguments = ["--speculative-algorithm", algorithm, *SPECULATION]
+    if algorithm == "NGRAM":
+        arguments = ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", "4"]
+    else:
+        draft = checkpoint.write(tmp_path / "draft", config=DRAFT if algorithm == "STANDALONE" else EAGLE)
+        arguments += ["--speculative-draft-model-path", str(draft)]
+    server = start(*arguments, *NO_PREFILL_GRAPHS, **RELEASED)
+    expected = server.answers()
+    if algorithm == "NGRAM":  # it learns from each answer
+        check(server, lambda: [tokens for tokens, _ in server.answers()])
+        return
+    check(server)
+    if algorithm == "STANDALONE":  # SGLang's update writes the same weights into both models, and no buffers
+        server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
+        server.service("/resume_memory_occupation")
+        server.own("/update_weights_from_disk", {"model_path": str(server.model)})
+        assert server.answers() == expected
+
+
+def test_experts(start: Start) -> None:
+    check(start(*NO_PREFILL_GRAPHS, config=EXPERTS, **RELEASED))
+
+
+def test_quantized_weights(start: Start) -> None:
+    """Quantized by SGLang as it loads them."""
+    check(start("--quantization", "fp8", *NO_PREFILL_GRAPHS, **RELEASED))
