@@ -195,8 +195,8 @@ def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Pa
     """Not after it, when nothing is left that hides the driver's calls and the zeros."""
     saver = make(tmp_path)
     view(saver.allocate(0, "t", "host", CONTENT), CONTENT)[:] = weights(CONTENT, 11)
-    for _ in range(2):
-        saver.allocate(0, "other", "zero", 64 * MIB)
+    for tag in ("other", "another"):
+        saver.allocate(0, tag, "zero", 16 * MIB)  # too little to unpack in
 
     def resumed(calls: int = 0) -> dict[str, int]:
         """Release, resume, and return the driver calls of the resume; ``calls`` to unpack is the one that fails."""
