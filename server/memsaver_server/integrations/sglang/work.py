@@ -25,19 +25,23 @@ class SchedulerWork:
     def is_still(self) -> bool:
         """Whether no request runs, no paused one holds a part of the cache, and none of it is being copied."""
         scheduler = self._scheduler
-        paused = (
+        idle = scheduler.is_fully_idle() or (
             scheduler._engine_paused
             and scheduler.running_batch.is_empty()
             and scheduler.last_batch is None
             and scheduler.chunked_req is None
         )
-        return bool(paused or scheduler.is_fully_idle()) and not names.copies_cache(scheduler)
+        return bool(idle) and not self._looks_at_copies()
 
     def has_nothing_to_do(self) -> bool:
         """Whether the event loop would do nothing until it receives something. Cheap while requests run."""
         scheduler = self._scheduler
         idle = scheduler._engine_paused or (scheduler.running_batch.is_empty() and scheduler.is_fully_idle())
-        return bool(idle) and not names.copies_cache(scheduler)
+        return bool(idle) and not self._looks_at_copies()
+
+    def _looks_at_copies(self) -> bool:
+        """Whether the event loop asks the device for copies of the hierarchical cache, which it does unless paused."""
+        return not self._scheduler._engine_paused and names.copies_cache(self._scheduler)
 
     def in_flight(self) -> list[str]:
         """Return the names of the requests in flight; also called from other threads."""
