@@ -135,7 +135,7 @@ char wait_for_word(int end) {
 }
 void answer(int end, char byte) { CHECK(write(end, &byte, 1) == 1); }
 
-// Keeps contents 0 to `count`, and says so. Then, at each word, looks for content 1 again and says whether it was there.
+// Keeps contents 0 to `count`, and says so. Then, at each word, looks for content 1 again and says if it is there.
 Child keeper(unsigned count, std::size_t bytes = kBlockBytes) {
   return Child([=](int end) {
     Part part;
