@@ -178,6 +178,8 @@ class Tenant:
 
     def leave_store(self) -> None:
         """Nothing in it is used at the end."""
+        if self.neighbour is None:
+            return
         self.neighbour.end()
         self.saver.drop_backups([])
         wait_until(lambda: self.saver.status()["shared_store"]["used_bytes"] == 0)
@@ -230,8 +232,7 @@ def main() -> None:
         tenant = Tenant(device, folder)
         kills += kill_everywhere(folder, tenant, device)
         waited = dict(sorted(tenant.waited.items()))
-        if tenant.neighbour is not None:
-            tenant.leave_store()
+        tenant.leave_store()
         del tenant
         gc.collect()
         assert shared_memory(device) == []

@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 
 import numpy as np
 
@@ -111,12 +112,13 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
+            code = 1
             try:
                 live(store, limit)
-                os._exit(0)
-            finally:
-                sys.excepthook(*sys.exc_info()) if sys.exc_info()[0] else None
-                os._exit(1)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code != -signal.SIGKILL:
             sys.exit(code)
