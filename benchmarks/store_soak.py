@@ -21,19 +21,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import torch
-from _record import command
+from _record import new_parser, new_result, write
 from soak import device_bytes, fit
 
 import memsaver_core as ms
 from memsaver_server.cli.units import parse_size
 
-ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "host"
 
@@ -201,8 +199,7 @@ def measure(cycles: int, processes: int, weights_bytes: int, seed: int) -> dict[
             "fits": {name: fit(values) for name, values in soak.series.items()},
             "device": torch.cuda.get_device_name() if ON_GPU else "host",
             "seed": seed,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": command("store_soak.py"),
+            **new_result("store_soak.py"),
         }
     finally:
         for process in all_of_them:
@@ -216,21 +213,18 @@ def grown(fits: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--weights", type=parse_size, default=1 << 30, metavar="BYTES", help="of each process")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         Worker(arguments.worker, arguments.weights).run()
         return
     figures = measure(arguments.cycles, arguments.processes, arguments.weights, arguments.seed)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    name = f"store-soak-{figures['device'].split()[-1].lower()}.json"
-    (arguments.out / name).write_text(json.dumps(figures, indent=2) + "\n")
+    write(f"store-soak-{figures['device'].split()[-1].lower()}", figures, None, arguments.out)
     for what, line in figures["fits"].items():
         print(f"{what:14} {line['level']:10.3f} at half time, {line['growth']:+9.3f} to the end, {line['by_tenth']}")
     print({key: value for key, value in figures.items() if key != "fits"})
