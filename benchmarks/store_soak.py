@@ -4,7 +4,7 @@ Each process holds weights in bfloat16, which are the same in all, and bytes of 
 anew, at times in one process alone until the next cycle, and releases and resumes all processes at once, or two of
 them; then everything is looked at: checksums of all content, by torch's arithmetic.
 
-Resident memory, open files and threads of all processes together, the device's memory, and the store's if all have
+Memory of their own, open files and threads of all processes together, the device's memory, and the store's if all have
 released the same weights, go into a linear fit of the second half, as in `soak.py`. It fails if one of them grows.
 
     python benchmarks/store_soak.py                                       # 1,000 cycles, on a GPU
@@ -39,7 +39,7 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "hos
 GROWTH = {
     "files": (0, 0.5),
     "threads": (0, 1),
-    "resident_mib": (0.01, 0),
+    "own_mib": (0.01, 0),
     "store_mib": (0.15, 0),  # its slabs are large, and are given back in the background
     "store_used_mib": (0.01, 0),
     "device_mib": (0, 1),
@@ -166,7 +166,7 @@ class Soak:
         (store,) = self._ask(self._all[:1], "store")
         assert store["processes"] == len(self._all)
         values = {
-            "resident_mib": sum(each.memory_info().rss for each in seen) / MIB,
+            "own_mib": sum(each.rss - each.shared for each in (process.memory_info() for process in seen)) / MIB,
             "files": sum(each.num_fds() for each in seen),
             "threads": sum(each.num_threads() for each in seen),
         }
