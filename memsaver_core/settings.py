@@ -99,7 +99,9 @@ class CoreSettings(EnvironmentSettings):
         "auto", description="how much restored content is digested and compared; auto: full on CUDA, sampled on host"
     )
     pack: Literal["auto", "off"] = Field(
-        "auto", description="whether content is kept packed, losslessly; auto: what a sample finds to save an eighth"
+        "auto",
+        description="whether content is kept packed, losslessly; auto: what a sample finds to save an eighth, but not "
+        "the first 64 MiB of each tag, or 192 MiB of a tag of 1.3 GiB or more",
     )
     prepare_backup: bool = Field(True, description="pin memory for the first release in the background after load")
     communicators: Literal["auto", "off"] = Field(

@@ -82,9 +82,11 @@ std::vector<std::size_t> Packing::expect(const std::vector<PackItem>& items, Str
 }
 
 bool Packing::open(std::size_t room) {
-  if (!buffers_.empty()) return true;
   const std::size_t count = std::min(kBuffers, room / kBufferBytes);
-  if (count == 0 || refused_) return false;
+  const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;
+  if (!more || refused_) return !buffers_.empty();
+  for (auto& buffer : buffers_) wait(buffer);
+  buffers_.clear();
   try {
     const std::size_t granularity = driver_.device_info(device_).granularity;
     const std::size_t bytes = round_up(count * kBufferBytes, granularity);

@@ -43,8 +43,9 @@ class Packing {
   // Says likewise what each item is expected to take.
   [[nodiscard]] std::vector<std::size_t> expect(const std::vector<PackItem>& items, Stream stream);
 
-  // Takes as many buffers as fit into `room` bytes, unless there are some. Returns whether there are any; if the driver
-  // refuses, there are none until the next close(). Only after ready() returned true.
+  // Takes as many buffers as fit into `room` bytes; if there are some already, all anew, once there is room for the
+  // most. Returns whether there are any; if the driver refuses, there are none until the next close(). Only after
+  // ready() returned true, and with nothing to be read from the buffers but by work under way.
   [[nodiscard]] bool open(std::size_t room);
   // Makes buffers of memory that nothing else uses until close(), as many as it has room for and are needed. Only after
   // ready() returned true.

@@ -123,7 +123,8 @@ class SaveTask {
     return plans;
   }
 
-  // Takes memory for packing once as much was dropped. May finish all batches but the newest one for that.
+  // Takes memory for packing once as much was dropped, less if there is too little and more later. May finish all
+  // batches but the newest one for that. Nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
     return packing_.open(dropped_bytes_);
@@ -311,7 +312,7 @@ class SaveTask {
   DigestWindows windows_{staging_, blocks_, seconds_};
   std::optional<SharedSave> shared_;
   FileWrites writes_{staging_, seconds_};
-  RawFirst raw_first_;
+  RawFirst raw_first_{blocks_};
   std::size_t dropped_bytes_ = 0;
   std::deque<PackedBlock> packs_;
 };
@@ -326,7 +327,7 @@ PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vec
 void Pipeline::expect(std::vector<ContentBlock>& blocks) {
   Packing& packing = staging_.packing();
   if (!packing.ready()) return;
-  RawFirst raw_first;
+  RawFirst raw_first(blocks);
   std::vector<PackItem> items;
   std::vector<Block*> sampled;
   for (const auto& content : blocks) {

@@ -3,9 +3,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <string>
 #include <thread>
 
+#include "support/error.hpp"
 #include "support/host_memory.hpp"
+#include "support/log.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -16,16 +19,38 @@ constexpr std::size_t kTouchers = 8;  // 8 GiB in 1.6 s, of pages of 4 KiB
 
 }  // namespace
 
-SharedMapping::~SharedMapping() { let_go(slabs_); }
-
-void SharedMapping::let_go(const std::map<std::uint32_t, Mapped>& slabs) {
-  for (const auto& [index, slab] : slabs) {
+SharedMapping::~SharedMapping() {
+  for (const auto& [index, slab] : slabs_) still_pinned_.push_back(slab);
+  for (const auto& slab : still_pinned_) {
     try {
-      if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
+      unpin(slab);
     } catch (const std::exception&) {
       // At process exit the context may be gone; the kernel unpins the memory.
     }
     munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
+  }
+}
+
+void SharedMapping::unpin(const Mapped& slab) {
+  if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
+}
+
+void SharedMapping::let_go(const std::map<std::uint32_t, Mapped>& slabs) {
+  std::vector<Mapped> going;
+  {
+    const Lock lock(mutex_);
+    going.swap(still_pinned_);
+  }
+  for (const auto& [index, slab] : slabs) going.push_back(slab);
+  for (const auto& slab : going) {
+    try {
+      unpin(slab);
+      munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
+    } catch (const Error& error) {
+      warn(std::string("memory of the shared store stays pinned: ") + error.what());
+      const Lock lock(mutex_);
+      still_pinned_.push_back(slab);
+    }
   }
 }
 

@@ -45,15 +45,18 @@ class SharedMapping {
   // Forgets slabs, so that map() maps them anew, for the caller to pass to let_go().
   [[nodiscard]] std::map<std::uint32_t, Mapped> forget(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex)
       EXCLUDES(mutex_);
-  // Unregisters and unmaps.
-  void let_go(const std::map<std::uint32_t, Mapped>& slabs);
+  // Unregisters and unmaps. What the driver does not unregister is tried again with the next ones.
+  void let_go(const std::map<std::uint32_t, Mapped>& slabs) EXCLUDES(mutex_);
   [[nodiscard]] std::vector<std::uint32_t> slabs() const EXCLUDES(mutex_);
 
  private:
+  void unpin(const Mapped& slab);
+
   Driver& driver_;
   const int file_;
   mutable Mutex mutex_;
   std::map<std::uint32_t, Mapped> slabs_ GUARDED_BY(mutex_);
+  std::vector<Mapped> still_pinned_ GUARDED_BY(mutex_);  // of slabs that were forgotten
 };
 
 }  // namespace memsaver

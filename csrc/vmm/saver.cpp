@@ -102,6 +102,7 @@ void Saver::free(Address address) {
   core.check_process();
   Arena* arena = nullptr;
   std::vector<Chunk> chunks;
+  bool had_backup = false;
   {
     const Lock lock(core.map.mutex);
     arena = core.map.arena_of(address);
@@ -109,10 +110,12 @@ void Saver::free(Address address) {
       throw Error(ErrorKind::configuration, "free of an address that is not a live allocation").with_address(address);
     }
     if (arena->defer_free(address)) return;
+    const auto& blocks = arena->allocations().at(address).blocks;
+    had_backup = std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.has_memory(); });
     chunks = core.forget(*arena, address);
   }
   core.physical.give_back(*arena, chunks);
-  if (keeps_content(arena->key().restore)) core.backups.settle();
+  if (had_backup) core.backups.settle();
 }
 
 OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Range>& dead,

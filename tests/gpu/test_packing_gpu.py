@@ -34,6 +34,7 @@ before = checksums(tensors)
 ms.prepare_backup(wait=True)
 start = ms.read_devices()[0].used_bytes
 report = ms.release()
+asleep = ms.read_devices()[0].used_bytes
 kept = {tag.tag: tag.kept_bytes / tag.backed_up_bytes for tag in report.tags if tag.backed_up_bytes}
 peak, done = [], threading.Event()
 def watch():
@@ -45,10 +46,11 @@ ms.resume()
 done.set()
 watcher.join()
 right = checksums(tensors) == before
-again = ms.release()
+again = ms.release()  # packs nothing
+staged = asleep - ms.read_devices()[0].used_bytes
 ms.resume()
 print(json.dumps({"kept": kept, "right": right and checksums(tensors) == before, "over": max(peak) - start,
-                  "copied_again": sum(tag.backed_up_bytes for tag in again.tags)}))
+                  "staged": staged, "copied_again": sum(tag.backed_up_bytes for tag in again.tags)}))
 """
 
 
@@ -59,9 +61,10 @@ def test_content_is_packed_and_comes_back() -> None:
     assert told["right"]
     assert told["copied_again"] == 0
     assert told["over"] <= 16 << 20  # page tables, as after any first resume
+    assert told["staged"] <= 16 << 20  # memory for packing is given back before the answer
     kept = told["kept"]
-    assert kept["bfloat16"] < 0.82  # the first 192 of 768 MiB stay as they are
-    assert kept["float32"] < 0.92
+    assert kept["bfloat16"] < 0.75  # the first 64 of 768 MiB stay as they are
+    assert kept["float32"] < 0.88
     assert kept["noise"] == pytest.approx(1, abs=0.01)
 
 

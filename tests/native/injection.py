@@ -34,10 +34,15 @@ def install() -> None:
     sitecustomize.install(str(build.faulty_module()))
 
 
-def in_child(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables with which a Python child process uses the module; to be added to its environment ``inherited``."""
+def in_child(inherited: Mapping[str, str] = os.environ, *, small: bool = False) -> dict[str, str]:
+    """Variables with which a Python child process uses the module; to be added to its environment ``inherited``.
+
+    Args:
+        small: the module with small units, see ``build.small_module``.
+    """
     paths = [str(SITE), *filter(None, [inherited.get("PYTHONPATH")])]
-    return {sitecustomize.VARIABLE: str(build.faulty_module()), "PYTHONPATH": os.pathsep.join(paths)}
+    module = build.small_module() if small else build.faulty_module()
+    return {sitecustomize.VARIABLE: str(module), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def fail_step(step: str, *, times: int = 1, lost: bool = False, after: bool = False) -> None:

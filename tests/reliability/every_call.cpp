@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "companions.hpp"
 #include "scenarios.hpp"
 #include "support/host_memory.hpp"
 #include "support/sizes.hpp"
@@ -361,6 +362,7 @@ int main(int count, char** arguments) {
   World::file_folder = mkdtemp(folder);
   World::other_folder = World::file_folder + "/other";
   mkdir(World::other_folder.c_str(), 0700);
+  Companions companions(2);
   std::thread([] {}).join();  // a sanitizer may have brought its own up meanwhile
   threads_at_rest = threads();
   const std::size_t one_look = files_of_one_look();
@@ -420,6 +422,7 @@ int main(int count, char** arguments) {
   }
   alarm(0);
   sys::hook = nullptr;
+  if (!companions.end()) totals.problems.push_back("another process of the shared store lost content, or has too much");
   if (rmdir(World::other_folder.c_str()) != 0 || rmdir(folder) != 0)
     totals.problems.push_back(std::string("files are left in ") + folder);
   std::map<std::string, std::size_t> shown;  // of each scenario the first few

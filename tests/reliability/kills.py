@@ -4,6 +4,9 @@ standstill preloaded and the tests' native module, which has the account's audit
 Each engine is a fork of this process. It is held and killed at the nth system call of one operation, where the host
 driver's account may disagree with the system, or the saver's data with the driver's. A co-tenant works meanwhile; if
 the engine holds the account's lock, the co-tenant waits for it. Prints figures.
+
+With ``--store``, on the core with small units, the three of them keep packed content in one store: the engine, its
+co-tenant, and a process on another device, which releases at the same time.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -23,12 +27,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from memsaver_core import _native
-from tests.unit.saver_memory import PAGE, content, fill
+from tests.reliability.neighbours import COMMON, Neighbour
+from tests.unit.saver_memory import PAGE, content, fill, view
+from tests.waiting import wait_until
 
 CAPACITY = 1 << 20
+#: The store in which all keep their backups; empty: each has its own memory.
+STORE = f"kills-{uuid.uuid4().hex[:12]}" if "--store" in sys.argv else ""
+WEIGHTS = (40 if STORE else 9) * PAGE  # with a store the core has small units, and 40 pages are packed in part
+SAME = 32 * PAGE
 #: Tag, policy and bytes of an engine's memory.
-HELD = (("weights", "host", 9 * PAGE), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
+HELD = (("weights", "host", WEIGHTS), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
 OPERATIONS = ("start", "allocate", "release", "resume", "reserve", "commit", "free", "end")
 #: The co-tenant's operations while an engine is killed, in turn.
 TENANTS_OPERATIONS = ("allocate", "release", "resume")
@@ -36,8 +48,21 @@ TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
 def make(device: str, folder: Path) -> Any:
     return _native.Saver(
-        driver="host", host_devices=[device], host_capacity=CAPACITY, file_folder=str(folder), verify="full"
+        driver="host",
+        host_devices=[device],
+        host_capacity=CAPACITY,
+        file_folder=str(folder),
+        verify="full",
+        shared_backups=STORE,
     )
+
+
+def write(address: int, nbytes: int, seed: int) -> bytes:
+    """Content of its own; in a store the first pages are those that all have."""
+    fill(address, nbytes, seed)
+    if STORE and nbytes > SAME:
+        view(address, SAME)[:] = COMMON.view(np.uint8).reshape(-1)[:SAME]
+    return content(address, nbytes)
 
 
 def engine(operation: str, nth: int, after: bool, report: int, device: str, folder: Path) -> None:
@@ -53,7 +78,7 @@ def engine(operation: str, nth: int, after: bool, report: int, device: str, fold
     addresses = [saver.allocate(0, tag, policy, nbytes) for tag, policy, nbytes in HELD]
     reached("")
     for address, (_, _, nbytes) in zip(addresses, HELD, strict=True):
-        fill(address, nbytes, 1)
+        write(address, nbytes, 1)
     reached("release")
     saver.release([], [], {})
     reached("resume")
@@ -103,8 +128,9 @@ class Tenant:
 
     def __init__(self, device: str, folder: Path) -> None:
         self.saver = make(device, folder)
-        self.address = self.saver.allocate(0, "tenant", "host", 7 * PAGE)
-        self.written = fill(self.address, 7 * PAGE, 2)
+        self.address = self.saver.allocate(0, "tenant", "host", WEIGHTS)
+        self.written = write(self.address, WEIGHTS, 2)
+        self.neighbour = Neighbour(STORE, CAPACITY) if STORE else None
         self.turns = itertools.cycle(TENANTS_OPERATIONS)
         self.waited: Counter[str] = Counter()
 
@@ -119,6 +145,8 @@ class Tenant:
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
+        if self.neighbour is not None:
+            self.neighbour.say("release")
         while self.thread.is_alive():
             if waits_for_a_lock():
                 self.waited[self.operation] += 1
@@ -138,12 +166,23 @@ class Tenant:
     def check(self) -> None:
         self.thread.join()
         assert self.failure is None, self.failure
+        if self.neighbour is not None:
+            assert self.neighbour.answer() == "ok"
+            assert self.neighbour.obey("resume") == "ok"
         assert self.saver.audit() == []  # the device's account holds the co-tenant's memory and no more
         self.saver.resume([])
-        self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - 7 * PAGE))
+        self.saver.free(self.saver.allocate(0, "rest", "discard", CAPACITY - WEIGHTS))
         self.saver.release([], [], {})
         self.saver.resume([])
-        assert content(self.address, 7 * PAGE) == self.written
+        assert content(self.address, WEIGHTS) == self.written
+
+    def leave_store(self) -> None:
+        """Nothing in it is used at the end."""
+        if self.neighbour is None:
+            return
+        self.neighbour.end()
+        self.saver.drop_backups([])
+        wait_until(lambda: self.saver.status()["shared_store"]["used_bytes"] == 0)
 
 
 def waits_for_a_lock() -> bool:
@@ -156,7 +195,7 @@ def waits_for_a_lock() -> bool:
 def check_successor(device: str, folder: Path) -> None:
     saver = make(device, folder)
     addresses = [saver.allocate(0, tag, policy, nbytes) for tag, policy, nbytes in HELD]
-    written = [fill(address, nbytes, 3) for address, (_, _, nbytes) in zip(addresses, HELD, strict=True)]
+    written = [write(address, nbytes, 3) for address, (_, _, nbytes) in zip(addresses, HELD, strict=True)]
     saver.release([], [], {})
     saver.resume([])
     for address, expected, (_, policy, nbytes) in zip(addresses, written, HELD, strict=True):
@@ -189,10 +228,11 @@ def main() -> None:
     device = f"kills-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kills = kill_everywhere(folder, None, device)
+        kills = Counter() if STORE else kill_everywhere(folder, None, device)
         tenant = Tenant(device, folder)
         kills += kill_everywhere(folder, tenant, device)
         waited = dict(sorted(tenant.waited.items()))
+        tenant.leave_store()
         del tenant
         gc.collect()
         assert shared_memory(device) == []

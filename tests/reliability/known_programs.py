@@ -128,6 +128,12 @@ KNOWN: dict[str, Program] = {
             },
         ),
     ],
+    "kept by an override, and freed": [
+        _allocate("b", "discard", 1),
+        _release(b="host"),
+        _resume(),
+        ("free", {"which": 0, "faults": []}),
+    ],
     "more in all than the device has": [
         _allocate("a", "zero", *[50] * 8),
         _release(),

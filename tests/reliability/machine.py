@@ -42,6 +42,7 @@ from tests.reliability.faults import (
 )
 from tests.reliability.known_programs import Program, written
 from tests.reliability.memory_model import PAGE, Kind, Memory, mapped_pages, pages_of
+from tests.reliability.neighbours import COMMON
 
 DEVICES = (0, 1)
 #: Bytes of each device; and of host memory for backups, less than what can be released.
@@ -112,7 +113,7 @@ class Tenant(Child):
 tags_of_a_call = st.sets(st.sampled_from(TAGS), max_size=3).map(sorted)
 overrides_of_a_call = st.just({}) | st.dictionaries(st.sampled_from(TAGS), st.sampled_from(POLICIES), max_size=3)
 several_pages = st.lists(st.integers(1, 7) | st.integers(1, 40), min_size=1, max_size=5)
-contents = st.sampled_from(("random", "weights", "weights", "zeros", "nothing"))
+contents = st.sampled_from(("random", "weights", "weights", "common", "zeros", "nothing"))
 numbers = st.integers(0, 999)
 #: The work of the other thread.
 works = st.lists(
@@ -291,6 +292,8 @@ class Machine(RuleBasedStateMachine):
         if memory is None:
             return
         page = self._pick(np.flatnonzero(~memory.here).tolist(), page)
+        if np.array_equal(memory.expected[page], COMMON[page]):
+            return  # in a store, this backup may be that of other memory, too
         kept = process.saver().backup_of(memory.address + page * PAGE, PAGE, 0)
         assert kept["released"]
         if kept["in_host_memory"] and kept["memory"]:
@@ -483,6 +486,8 @@ class Machine(RuleBasedStateMachine):
             memory.expected[at] = pages_of(np.frombuffer(self.random.bytes(len(at) * PAGE), np.uint8))
         if content == "weights":  # in bfloat16, with four exponents: can be packed
             memory.expected[at] = memory.expected[at] & np.uint64(0x81FF81FF81FF81FF) | np.uint64(0x3C003C003C003C00)
+        if content == "common":
+            memory.expected[at] = COMMON[at]
         memory.sure[at] = True
         memory.or_zeros[at] = False
         memory.content()[at] = memory.expected[at]
@@ -502,7 +507,7 @@ class Machine(RuleBasedStateMachine):
     @contextmanager
     def _releasing(self, tags: list[str], overrides: dict[str, str]) -> Iterator[None]:
         """A release: what stays resident is unchanged, and what is released is owed what its policy says."""
-        backed_up = self._pool_bytes()
+        kept = self._kept_bytes()
         before = self._selected(tags)
         room = sum(m.bytes - m.released_bytes for m in before if overrides.get(m.tag, m.policy) == "host")
         error: ms.MemsaverError | None = None
@@ -529,7 +534,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert not (kept_here and lost), "content was given up before all that is to be kept was"
         if isinstance(error, ms.OutOfHostMemoryError) and not self.faults.met():
-            assert backed_up + room > BACKUP_LIMIT, "the backup would have fitted"
+            assert kept + room > BACKUP_LIMIT, "the backup would have fitted"
             assert not left, "something was unmapped before all of the backup had its memory"
             return
         raise error
@@ -588,7 +593,7 @@ class Machine(RuleBasedStateMachine):
         if not self.faults.met():
             self.orphans = False
 
-    def _pool_bytes(self) -> int:
+    def _kept_bytes(self) -> int:
         return int(process.saver().status()["pool_used_bytes"])
 
     def _compare(self, tag: ms.TagStatus) -> None:
@@ -598,7 +603,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_saver_agrees(self) -> None:
-        assert process.saver().audit({0: self.tenant.bytes}) == []
+        problems = process.saver().audit({0: self.tenant.bytes})
+        assert problems == [], problems
         status = ms.status()
         for tag in status.tags:
             self._compare(tag)
@@ -661,7 +667,7 @@ def replay(program: Program, machine: Machine) -> None:
 
 
 @contextmanager
-def two_devices() -> Iterator[None]:
+def two_devices(shared_backups: str = "") -> Iterator[None]:
     """The saver of this process, with two devices, the first of them shared with a co-tenant."""
     torch.set_num_threads(1)
     devices = [f"machine-{uuid.uuid4().hex[:12]}" for _ in DEVICES]
@@ -672,6 +678,7 @@ def two_devices() -> Iterator[None]:
         host_backup_limit=BACKUP_LIMIT,
         file_dir="/dev/shm",
         verify="full",
+        shared_backups=shared_backups,
     )
     for tag in TAGS:  # tags and devices exist from here on
         for device in DEVICES:

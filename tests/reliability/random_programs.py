@@ -34,27 +34,31 @@ def main() -> None:
     fresh = "MEMSAVER_MACHINE_EXAMPLES" in os.environ
     parser.add_argument("--seed", type=int, default=random.getrandbits(32) if fresh else 0)
     parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
+    parser.add_argument("--store", action="store_true", help="keep backups in a store that two other processes use")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
     arguments = parser.parse_args()
     faulthandler.enable()  # crashes are reported too
     sitecustomize.install(str(small_module() if arguments.core == "small" else faulty_module()))
-    from tests.reliability import machine
+    from tests.reliability import machine, sharing_machine
     from tests.reliability.known_programs import KNOWN, read
 
-    with machine.two_devices():
+    devices = sharing_machine.three_processes if arguments.store else machine.two_devices
+    kind = sharing_machine.SharingMachine if arguments.store else machine.Machine
+    with devices():
         if arguments.replay is not None:
-            machine.replay(read(arguments.replay.read_text()), machine.Machine())
+            machine.replay(read(arguments.replay.read_text()), kind())
             return
-        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "100" if arguments.core == "small" else "20"))
+        few = arguments.store or arguments.core == "shipped"
+        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "20" if few else "100"))
         count = int(os.environ.get("MEMSAVER_MACHINE_STEPS", "50"))
         print(f"seed {arguments.seed}", flush=True)
         start = time.monotonic()
         FOLDER.mkdir(parents=True, exist_ok=True)
-        machine.Machine.journal = JOURNALS[arguments.core]
+        kind.journal = JOURNALS[arguments.core]
         for program in KNOWN.values():
-            machine.replay(program, machine.Machine())
+            machine.replay(program, kind())
         run_state_machine_as_test(
-            seed_of(arguments.seed)(machine.Machine),
+            seed_of(arguments.seed)(kind),
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=count,

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "companions.hpp"
 #include "world.hpp"
 
 namespace memsaver {
@@ -92,6 +93,9 @@ inline void add_packed(std::vector<Scenario>& list) {
                     },
                     [](World& world) { world.resume(); }, [](World& world) { world.release(); }});
   }
+  // Memory to pack in is taken twice: when a little was unmapped, and when there is room for all of it.
+  list.push_back(release_of(
+      "release packed, more and more room", [](World& world) { world.allocate("w", Restore::host, 100); }, weights));
   list.push_back({"backups read, packed", weights,
                   [](World& world) {
                     world.allocate("w", Restore::host, 40);
@@ -104,6 +108,26 @@ inline void add_packed(std::vector<Scenario>& list) {
                     world.read_backups();
                   },
                   [](World& world) { world.resume(); }});
+}
+
+// Packed content in a store that two other processes use, which keep the same.
+inline void add_shared_by_three(std::vector<Scenario>& list) {
+  const World::Options options = Companions::options();
+  const auto fill = [](World& world) {
+    Companions::fill(world);
+    world.allocate("z", Restore::zero, 3);
+  };
+  list.push_back(release_of("release of what others keep", fill, options));
+  list.push_back(resume_of("resume of what others wrote", fill, options));
+  list.push_back(release_of(
+      "release of content that others keep, changed",
+      [fill](World& world) {
+        fill(world);
+        world.release();
+        world.resume();
+        world.rewrite(0, 25, 12);
+      },
+      options));
 }
 
 inline std::vector<Scenario> scenarios() {
@@ -662,6 +686,7 @@ inline std::vector<Scenario> scenarios() {
                   },
                   [](World& world) { world.release(); }});
   add_packed(list);
+  add_shared_by_three(list);
   return list;
 }
 

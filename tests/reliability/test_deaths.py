@@ -278,28 +278,48 @@ def test_what_a_dead_co_tenant_held_is_there_for_a_resume(device: str, tmp_path:
     assert survivor.audit() == []
 
 
-@pytest.mark.slow
-@pytest.mark.guards("a process was killed in the middle of an operation")
-def test_killed_before_and_after_each_system_call() -> None:
-    """Inside the host driver too, between a system call and its record in the account: the account is correct at
-    once, the next engine works, and a co-tenant's operation succeeds, even if it waits for the account's lock that
-    the killed engine held."""
+def killed_everywhere(*options: str) -> dict[str, Any]:
+    """The figures of a run of kills."""
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills"],
+        [sys.executable, "-W", "ignore", "-m", "tests.reliability.kills", *options],
         cwd=ROOT,
-        env={**os.environ, **injection.in_child(), "LD_PRELOAD": str(built() / "libstandstill.so")},
+        env={
+            **os.environ,
+            **injection.in_child(small=bool(options)),
+            "LD_PRELOAD": str(built() / "libstandstill.so"),
+        },
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return figures
+
+
+@pytest.mark.slow
+@pytest.mark.guards("a process was killed in the middle of an operation")
+def test_killed_before_and_after_each_system_call() -> None:
+    """Inside the host driver too, between a system call and its record in the account: the account is correct at
+    once, the next engine works, and a co-tenant's operation succeeds, even if it waits for the account's lock that
+    the killed engine held."""
+    figures = killed_everywhere()
     keep("kills", figures)
     assert figures["kills"] > 300
     expected = {"release, fallocate", "resume, fallocate", "reserve, fallocate", "allocate, unlock"}
     assert expected <= set(figures["by_place"])
     assert set(figures["waited_by_operation"]) == {"allocate", "release", "resume"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it may have to build the core
+@pytest.mark.guards(
+    "a process was killed in the middle of an operation", "the process that had written a shared backup died"
+)
+def test_killed_at_each_system_call_in_a_store_of_three() -> None:
+    """The others go on with their content, packed in part, and nothing is left in the store."""
+    assert killed_everywhere("--store")["kills"] > 300
 
 
 PROGRAM = """

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import ConfigurationError, OutOfHostMemoryError
+from tests.native import injection
 from tests.unit.saver_memory import MIB, content, fill
 from tests.waiting import wait_until
 
@@ -167,6 +172,21 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
     finally:
         first.kill()
         second.kill()
+
+
+@pytest.mark.timeout(600)  # it may have to build the core
+def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
+    """Of three processes that share packed content, on the core with small units: memory, files, threads, the store."""
+    program = Path(__file__).parents[2] / "benchmarks" / "store_soak.py"
+    options = ("--cycles", "200", "--weights", "1MiB", "--out", str(tmp_path))
+    environment = os.environ | injection.in_child(small=True) | {"MEMSAVER_DRIVER": "host"}
+    output = subprocess.run(
+        [sys.executable, str(program), *options], env=environment, capture_output=True, text=True, check=False
+    )
+    assert output.returncode == 0, output.stdout + output.stderr
+    figures = json.loads((tmp_path / "store-soak-host.json").read_text())
+    assert figures["shared_bytes"] > 0
+    assert figures["kept_bytes"] < figures["backed_up_bytes"]
 
 
 def test_a_name_that_cannot_be_used() -> None:

@@ -49,18 +49,19 @@ def run(*arguments: str, timeout: float = 280, **environment: str) -> subprocess
     )
 
 
-def run_programs(core: str) -> dict[str, int]:
+def run_programs(core: str, *options: str) -> dict[str, int]:
     """The figures of a run. If it fails, hangs or crashes, the current program is reported."""
     why = "it did not end"
     try:
-        ran = run("-m", "tests.reliability.random_programs", "--core", core, timeout=1500)
+        ran = run("-m", "tests.reliability.random_programs", "--core", core, *options, timeout=1500)
         if ran.returncode == 0:
             figures: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])
             return figures
         why = ran.stdout + ran.stderr
     except subprocess.TimeoutExpired:
         pass
-    raise AssertionError(f"{why}\nThe last program, for --core {core} --replay FILE:\n{JOURNALS[core].read_text()}")
+    started = " ".join(("--core", core, *options))
+    raise AssertionError(f"{why}\nThe last program, for {started} --replay FILE:\n{JOURNALS[core].read_text()}")
 
 
 @pytest.mark.slow
@@ -79,6 +80,20 @@ def test_random_programs_agree_with_the_model() -> None:
     runs = [run_programs(core) for core in CORES]
     keep("state_machine", {name: round(sum(ran[name] for ran in runs), 1) for name in ("programs", "steps", "seconds")})
     assert sum(ran["steps"] for ran in runs) > 3000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # it may have to build the core, and shorten a failing program
+@pytest.mark.guards(
+    "each of several replicas pinned its own copy of the same weights",
+    "the process that had written a shared backup died",
+)
+def test_random_programs_of_a_process_that_shares_its_backups() -> None:
+    """Two others release and resume equal content at the same time, and are killed; nothing of it is left at the
+    end."""
+    figures = run_programs("small", "--store")
+    keep("state_machine_with_a_store", figures)
+    assert figures["steps"] > 500
 
 
 def test_a_program_that_fails_is_told_and_leaves_nothing_to_the_next() -> None:

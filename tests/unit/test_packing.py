@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from memsaver_core import MemsaverError, _native
+from memsaver_core.errors import BackupError
 from tests.unit.saver_memory import MIB, view
 
-#: What of each tag always stays as it is.
-AS_IT_IS = 192 * MIB
+#: What of a tag of less than 1.3 GiB stays as it is.
+AS_IT_IS = 64 * MIB
 CONTENT = AS_IT_IS + 96 * MIB
 
 
@@ -109,6 +112,38 @@ def test_half_of_a_block_is_something_else(tmp_path: Path) -> None:
     assert np.array_equal(view(address, CONTENT), expected)
 
 
+@pytest.mark.parametrize(
+    ("at", "flipped", "says"),
+    [(0, 0xFF, "not packed content"), (4, 0x02, "not packed content"), (5 * MIB, 0x10, "differs from the digest")],
+    ids=["no header", "another version", "a mantissa"],
+)
+@pytest.mark.guards("content was wrong after a restore")
+def test_damage_of_what_is_packed_is_an_error(tmp_path: Path, at: int, flipped: int, says: str) -> None:
+    """Digests are of the content, so whatever changes it is found; once the damage is undone, everything comes back."""
+    saver = make(tmp_path)
+    address = saver.allocate(0, "t", "file", CONTENT)
+    expected = weights(CONTENT, 11)
+    view(address, CONTENT)[:] = expected
+    saver.release([], [], {})
+    [path] = [path for path in glob.glob("/proc/self/fd/*") if os.path.realpath(path).startswith(str(tmp_path))]
+
+    def flip() -> None:
+        with open(path, "r+b") as file:
+            file.seek(AS_IT_IS + at)  # the first packed block lies behind those that are as they are
+            changed = bytes([file.read(1)[0] ^ flipped])
+            file.seek(AS_IT_IS + at)
+            file.write(changed)
+
+    flip()
+    with pytest.raises(BackupError, match=says) as caught:
+        saver.resume([])
+    assert (caught.value.tag, caught.value.address) == ("t", address + AS_IT_IS)
+    assert saver.memory_info(0)[0] == saver.memory_info(0)[1]  # nothing is mapped, and nothing held for unpacking
+    flip()
+    saver.resume([])
+    assert np.array_equal(view(address, CONTENT), expected)
+
+
 def test_packed_content_is_read_without_a_resume(tmp_path: Path) -> None:
     saver = make(tmp_path)
     address = saver.allocate(0, "t", "host", CONTENT)
@@ -160,8 +195,8 @@ def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Pa
     """Not after it, when nothing is left that hides the driver's calls and the zeros."""
     saver = make(tmp_path)
     view(saver.allocate(0, "t", "host", CONTENT), CONTENT)[:] = weights(CONTENT, 11)
-    for _ in range(2):
-        saver.allocate(0, "other", "zero", 64 * MIB)
+    for tag in ("other", "another"):
+        saver.allocate(0, tag, "zero", 16 * MIB)  # too little to unpack in
 
     def resumed(calls: int = 0) -> dict[str, int]:
         """Release, resume, and return the driver calls of the resume; ``calls`` to unpack is the one that fails."""
