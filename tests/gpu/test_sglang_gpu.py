@@ -91,10 +91,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def check(server: GpuServer, answers: Callable[[], Any] | None = None) -> None:
     answers = answers or server.answers
     server.check_cycles(answers)
-    check_hibernation(server, answers)
-
-
-def check_hibernation(server: GpuServer, answers: Callable[[], Any]) -> None:
     expected = answers()
     server.service("/release_memory_occupation", {"hibernate": True})
     server.service("/resume_memory_occupation")
@@ -155,7 +151,8 @@ def test_hierarchical_cache(start: Start) -> None:
     server.own("/release_memory_occupation")
     server.own("/resume_memory_occupation")
     assert cached() == 0
-    check_hibernation(server, answers)
+    refused = server.service("/release_memory_occupation", {"hibernate": True}, status=409)
+    assert "--enable-hierarchical-cache" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE", "NGRAM"])
