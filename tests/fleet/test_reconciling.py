@@ -30,9 +30,16 @@ from tests.waiting import wait_until
 from .conftest import SILENCE_S, Sites
 
 
+def replace(path: Path, text: str) -> None:
+    """Write a file that is being watched: it is never read half written."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
 def listed(path: Path, sites: Sites, names: str) -> StaticMembership:
     """Members from a file that lists these."""
-    path.write_text(json.dumps([{"name": name, "url": sites[name].wire.url} for name in names]))
+    replace(path, json.dumps([{"name": name, "url": sites[name].wire.url} for name in names]))
     return StaticMembership(path)
 
 
@@ -186,7 +193,7 @@ def test_watching_tells_who_leaves(sites: Sites, tmp_path: Path) -> None:
         assert {next(events).engine for _ in range(4)} == {"a", "b"}
         listed(path, sites, "a")
         assert [(event.event, event.engine) for event in [next(events)]] == [("left", "b")]
-        path.write_text("[")
+        replace(path, "[")
         assert "cannot be read" in next(events).data["error"]
         events.close()
 
