@@ -80,6 +80,7 @@ class World:
     def __init__(self, ranks: list[Rank]) -> None:
         self._bound = socket.socket()
         self._bound.bind(("127.0.0.1", 0))
+        self._bound.listen()  # a request that comes before the server waits for it
         self._serving = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ranks)), daemon=True)
         self._thread.start()
