@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 import memsaver_core as ms
+from tests.gpu import engines
 from tests.sglang import checkpoint
 from tests.sglang.server import ARGUMENTS, Server
 
@@ -30,17 +28,8 @@ SPECULATION = (
 )  # fmt: skip
 
 
-def missing() -> str:
-    """What the tests need and this machine lacks, or an empty string."""
-    if not torch.cuda.is_available() or ms.driver_name() != "cuda":
-        return "needs an NVIDIA GPU and the CUDA driver"
-    if importlib.util.find_spec("sglang") is None:
-        return "SGLang is not installed"
-    names = [entry.name for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")]
-    return "" if "memsaver" in names else "memsaver is not installed, so that SGLang does not find its plugin"
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+MISSING = engines.missing("SGLang", "sglang", "sglang.srt.plugins")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")]
 
 
 class GpuServer(Server):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -17,7 +15,7 @@ from typing import Any
 import httpx
 import torch
 
-import memsaver_core as ms
+from tests.gpu import engines
 from tests.waiting import wait_until
 
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
@@ -34,13 +32,8 @@ ENVIRONMENT = {
 
 
 def missing() -> str:
-    """What vLLM's tests need and this machine lacks, or an empty string."""
-    if not torch.cuda.is_available() or ms.driver_name() != "cuda":
-        return "needs an NVIDIA GPU and the CUDA driver"
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed"
-    names = [entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")]
-    return "" if "memsaver" in names else "memsaver is not installed, so that vLLM does not find its plugin"
+    """As ``engines.missing``."""
+    return engines.missing("vLLM", "vllm", "vllm.general_plugins")
 
 
 def write_model(folder: Path) -> None:

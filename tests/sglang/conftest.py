@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_server import starter
+
 from . import checkpoint
 from .server import Server
 
@@ -25,18 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start servers, which end with the file's tests."""
-    servers: list[Server] = []
-
-    def one(*arguments: str, model: Path = model, wait: bool = True, serve: bool = True, **environment: str) -> Server:
-        log = tmp_path_factory.mktemp("sglang") / "log"
-        servers.append(Server(model, log, *arguments, serve=serve, **environment))
-        if wait:
-            servers[-1].wait_until_up()
-        return servers[-1]
-
-    yield one
-    for server in servers:
-        server.close()
+    yield from starter(Server, model, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

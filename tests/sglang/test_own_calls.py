@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine_server import prompts
+
 from . import checkpoint
 from .conftest import Start
-from .server import ANSWER_S, ENVIRONMENT, Server, prompts, source
+from .server import ANSWER_S, ENVIRONMENT, Server, source
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from tests.engine_server import PROMPT, prompts
 from tests.waiting import wait_until
 
-from .server import ANSWER_S, PROMPT, Server, prompts
+from .server import ANSWER_S, Server
 
 
 def test_release_and_resume(server: Server) -> None:

@@ -7,10 +7,11 @@ import time
 
 import httpx
 
+from tests.engine_server import START_S, prompts
 from tests.waiting import wait_until
 
 from .conftest import Start
-from .server import ANSWER_S, START_S, Server, prompts
+from .server import ANSWER_S, Server
 
 
 def releases(server: Server) -> bool:

@@ -11,6 +11,8 @@ import pytest
 if find_spec("tokenspeed") is None:
     pytest.skip("tokenspeed is not installed; run make test-tokenspeed", allow_module_level=True)
 
+from tests.engine_server import starter
+
 from .server import Server, write_model
 
 Start = Callable[..., Server]
@@ -24,18 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start servers, which end with the file's tests."""
-    servers: list[Server] = []
-
-    def one(*arguments: str, wait: bool = True, serve: bool = True, **environment: str) -> Server:
-        log = tmp_path_factory.mktemp("tokenspeed") / "log"
-        servers.append(Server(model, log, *arguments, serve=serve, **environment))
-        if wait:
-            servers[-1].wait_until_up()
-        return servers[-1]
-
-    yield one
-    for server in servers:
-        server.close()
+    yield from starter(Server, model, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-import httpx
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as messages
 from smg_grpc_proto.generated.tokenspeed_scheduler_pb2_grpc import TokenSpeedSchedulerStub
 
-from tests.sglang.server import free_port, prompts
-from tests.waiting import wait_until
+from tests.engine_server import PROMPT, EngineServer, free_port
 
 ARGUMENTS = (
     "--host", "127.0.0.1", "--enable-memory-saver", "--attention-backend", "triton", "--sampling-backend", "greedy",
@@ -35,9 +27,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-START_S = 240.0
-PROMPT = [5, 17, 60, 2]
-T = TypeVar("T")
 
 
 def write_model(folder: Path) -> Path:
@@ -56,53 +45,27 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-class Server:
-    """Its calls: ``own`` tokenspeed's endpoints, ``service`` memsaver's."""
+class Server(EngineServer):
+    ready = "gRPC server is ready"
+    answer_s, first_token_s = 120.0, 60.0
 
     def __init__(self, model: Path, log: Path, *arguments: str, serve: bool = True, **environment: str) -> None:
-        self.log = log
-        grpc_port, self._own_port, self._service_port = free_port(), free_port(), free_port()
-        named = {"MEMSAVER_TOKENSPEED": f"127.0.0.1:{self._service_port}"} if serve else {}
-        ports = ["--port", str(grpc_port), "--rl-control-port", str(self._own_port)]
-        command = [sys.executable, "-m", "tests.tokenspeed.program", "--model", str(model), *ARGUMENTS, *ports]
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, *(arguments or ("--no-enable-prefix-caching",))],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **named, "RENDEZVOUS_PORT": str(free_port()), **environment},
-                start_new_session=True,
-            )
-        self.http = httpx.Client(timeout=120)
-        self._threads = ThreadPoolExecutor(32)
+        super().__init__(log)
+        grpc_port = free_port()
         self._address = f"127.0.0.1:{grpc_port}"
-
-    def wait_until_up(self) -> None:
-        wait_until(lambda: self.is_dead() or "gRPC server is ready" in self.output(), START_S)
-        assert not self.is_dead(), self.output()[-5000:]
-
-    def is_dead(self) -> bool:
-        return self.process.poll() is not None or "Scheduler hit an exception" in self.output()
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        named = {"MEMSAVER_TOKENSPEED": self.service_url.removeprefix("http://")} if serve else {}
+        ports = ["--port", str(grpc_port), "--rl-control-port", self.url.rpartition(":")[2]]
+        command = [sys.executable, "-m", "tests.tokenspeed.program", "--model", str(model), *ARGUMENTS, *ports]
+        self.run(
+            [*command, *(arguments or ("--no-enable-prefix-caching",))],
+            {**ENVIRONMENT, **named, "RENDEZVOUS_PORT": str(free_port()), **environment},
+        )
 
     def own(self, path: str, body: dict[str, Any] | None = None, *, status: int = 200) -> Any:
-        answer = self.http.post(f"http://127.0.0.1:{self._own_port}{path}", json=body or {})
-        assert answer.status_code == status, (answer.status_code, answer.text)
-        return answer.json()
+        return super().own(path, body, status=status).json()
 
-    def service(self, path: str, body: dict[str, Any] | None = None, *, status: int = 200) -> Any:
-        answer = self.http.post(f"http://127.0.0.1:{self._service_port}{path}", json=body or {})
-        assert answer.status_code == status, (answer.status_code, answer.text)
-        return answer.json()
-
-    def get(self, path: str) -> httpx.Response:
-        return self.http.get(f"http://127.0.0.1:{self._service_port}{path}")
-
-    def tags(self) -> dict[str, str]:
-        """The state of each tag, by the service."""
-        return {each["tag"]: each["state"] for each in self.get("/memory_occupation").json()["tags"]}
+    def stream(self, length: int, prompt: list[int], begun: Event) -> list[int]:
+        return self.generate(length, prompt, begun)
 
     def generate(self, length: int = 16, prompt: list[int] | None = None, begun: Event | None = None) -> list[int]:
         """Return the tokens that tokenspeed's gRPC server answers; set ``begun`` at the first one.
@@ -129,23 +92,3 @@ class Server:
         with grpc.insecure_channel(self._address) as channel:
             answer = TokenSpeedSchedulerStub(channel).HealthCheck(messages.HealthCheckRequest(), timeout=60)
         return bool(answer.healthy)
-
-    def in_background(self, count: int, length: int) -> list[Future[list[int]]]:
-        """Start requests with the prompts of ``prompts``; return once each has its first token."""
-        begun = [Event() for _ in range(count)]
-        started = [
-            self._threads.submit(self.generate, length, prompt, event)
-            for prompt, event in zip(prompts(count), begun, strict=True)
-        ]
-        assert all(event.wait(60) for event in begun)
-        return started
-
-    def later(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        return self._threads.submit(call, *arguments)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-        self.http.close()

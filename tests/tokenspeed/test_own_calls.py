@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sglang.server import prompts
+from tests.engine_server import prompts
 
 from .conftest import Start
 from .server import Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sglang.server import prompts
+from tests.engine_server import prompts
 
 from .conftest import Start
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from tests.sglang.server import prompts
+from tests.engine_server import prompts
 
 from .conftest import Start
 from .server import Server

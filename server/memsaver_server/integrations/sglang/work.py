@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-import memsaver_core as ms
 from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import DrainTimeoutError
 from memsaver_server.integrations.sglang import names
+from memsaver_server.integrations.sglang.buffers import Buffers
 
 _HIERARCHICAL_CACHE = (
     "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
@@ -23,7 +21,7 @@ class SchedulerWork:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = Buffers()
         self._aside: tuple[list[Any], bool] = ([], False)
         if (updater := getattr(scheduler, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
@@ -99,16 +97,10 @@ class SchedulerWork:
 
     def save_buffers(self) -> None:
         """Copy the models' buffers, which no weight update writes, if their memory is resident."""
-        if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
-            return
-        shared = {id(buffer): buffer for model in names.models(self._scheduler) for buffer in model.buffers()}
-        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in shared.values()]
+        self._buffers.save(names.models(self._scheduler))
 
     def repair(self, lost: Sequence[str]) -> None:
         """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""
-        if "weights" in lost:
-            with torch.inference_mode():
-                for buffer, content in self._buffers:
-                    buffer[...] = content
+        self._buffers.repair(lost)
         if "kv_cache" in lost:
             self.flush()

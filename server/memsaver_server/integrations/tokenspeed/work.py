@@ -6,11 +6,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-import memsaver_core as ms
 from memsaver_core.errors import MemsaverError
 from memsaver_server.engine import DrainTimeoutError
+from memsaver_server.integrations.sglang.buffers import Buffers
 
 
 class LoopWork:
@@ -27,7 +25,7 @@ class LoopWork:
         self._frozen = False
         self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
         self._held = 0
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = Buffers()
 
     def is_still(self) -> bool:
         """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved."""
@@ -85,9 +83,7 @@ class LoopWork:
             raise DrainTimeoutError(0, self.in_flight())
         self._frozen = True
         self.stay_frozen()
-        if not any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
-            buffers = self._model().buffers()
-            self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in buffers]
+        self._buffers.save([self._model()])
 
     def stay_frozen(self) -> None:
         """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
@@ -112,10 +108,7 @@ class LoopWork:
 
     def repair(self, lost: Sequence[str]) -> None:
         """Write back the buffers of ``lost`` weights; forget the prefixes of a lost cache and clear its pages."""
-        if "weights" in lost:
-            with torch.inference_mode():
-                for buffer, content in self._buffers:
-                    buffer[...] = content
+        self._buffers.repair(lost)
         if "kv_cache" in lost:
             self.forget()
             self._loop._memory._kv_repair()
