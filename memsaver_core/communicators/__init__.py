@@ -18,7 +18,7 @@ from memsaver_core.communicators.graphs import warn_of_registered_graphs
 
 __all__ = [
     "TIMEOUT_S", "checkpoint_obstacles", "found", "register", "register_buffers", "resume", "statuses", "suspend",
-    "tag_status", "unregister", "warn_of_registered_graphs",
+    "tag_status", "unregister", "usable", "warn_of_registered_graphs",
 ]  # fmt: skip
 
 this_process = Communicators()
@@ -31,3 +31,4 @@ statuses = this_process.statuses
 suspend = this_process.suspend
 tag_status = this_process.tag_status
 unregister = this_process.unregister
+usable = this_process.usable

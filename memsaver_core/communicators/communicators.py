@@ -89,6 +89,10 @@ class Communicators:
         """Return what was counted last. Calls no driver."""
         return tuple(status for _, status in self._counted)
 
+    def usable(self) -> bool:
+        """Return whether none is suspended, or being suspended or resumed. Calls no driver."""
+        return self._late is None and not any(status.suspended for status in self.statuses())
+
     def tag_status(self) -> TagStatus | None:
         """Return what was counted last as a tag; None if there are no communicators. Calls no driver."""
         if not (counted := self._counted):
@@ -231,8 +235,8 @@ class Communicators:
             else:
                 outcome.set_result(None)
 
-        threading.Thread(target=run, name=f"memsaver-{what}", daemon=True).start()
         self._late = _Call(what, each.name, outcome)
+        threading.Thread(target=run, name=f"memsaver-{what}", daemon=True).start()
         self._await_late(deadline)
 
     def _await_late(self, deadline: float) -> None:

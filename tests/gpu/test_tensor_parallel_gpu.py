@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from memsaver_server import attach
-from memsaver_server.reference.engine import TransformersEngine
+from tests.e2e.serving import serving
 from tests.gpu.children import two_devices
 from tests.gpu.test_engine_gpu import GIB, QWEN2
 from tests.waiting import wait_until
@@ -20,15 +20,27 @@ pytestmark = [pytest.mark.gpu, two_devices]
 
 PROMPT = {"input_ids": list(range(300)), "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
 KV_BYTES = 4 * GIB
+SERVE = (
+    *("--random-weights", str(QWEN2), "--kv-cache-bytes", "4GiB", "--batch-sizes", "1,4"),
+    *("--max-len", "2048", "--tensor-parallel", "2"),
+)
+
+
+@contextmanager
+def served() -> Iterator[httpx.Client]:
+    """A server of two ranks, which ends in peace whatever was done to it."""
+    with (
+        serving(*SERVE, changes={"MEMSAVER_DRIVER": "cuda"}) as server,
+        httpx.Client(base_url=server.url, timeout=300) as client,
+    ):
+        yield client
+        assert server.end() == 0, server.log
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    engine = TransformersEngine(random_weights=QWEN2, kv_cache_bytes=KV_BYTES, tensor_parallel=2, batch_sizes=(1, 4))
-    assert engine.describe()["graph_batch_sizes"] == [1, 4]
-    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=300) as client:
+    with served() as client:
         yield client
-    engine.close()
 
 
 def post(http: httpx.Client, path: str, body: object = None) -> dict[str, Any]:
@@ -62,10 +74,15 @@ def test_both_gpus_are_given_back(http: httpx.Client, body: dict[str, object]) -
 
 
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
-def test_a_killed_rank_is_told(http: httpx.Client) -> None:
-    """While it may wait in an all-reduce; no call hangs."""
-    pid = http.get("/memory_occupation").json()["ranks"][1]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: http.get("/livez").status_code == 503)
-    assert f"rank 1 (process {pid})" in http.get("/livez").json()["reason"]
-    assert http.post("/generate", json=PROMPT).status_code >= 500
+@pytest.mark.parametrize("released", [None, {}, {"hibernate": True}])
+def test_a_killed_rank_is_told(released: dict[str, bool] | None) -> None:
+    """While rank 0 may wait for it in an all-reduce, and while memory is released; no call hangs."""
+    with served() as http:
+        tokens(http)
+        if released is not None:
+            post(http, "/release_memory_occupation", released)
+        pid = http.get("/memory_occupation").json()["ranks"][1]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: http.get("/livez").status_code == 503)
+        assert f"rank 1 (process {pid})" in http.get("/livez").json()["reason"]
+        assert http.post("/generate", json=PROMPT).status_code >= 500

@@ -45,7 +45,9 @@ def test_all_ranks_suspend_and_resume(pair: Ranks) -> None:
     for rank, counted in enumerate(values(pair.ask(COUNTED))):
         assert counted == [(name, rank, SUSPENDABLE_BYTES, 0, PERSISTENT_BYTES, False) for name in ("tp", "pp")]
     freed = {"tp": SUSPENDABLE_BYTES, "pp": SUSPENDABLE_BYTES}
+    assert values(pair.ask("communicators.usable()")) == [True, True]
     assert values(pair.ask("communicators.suspend()")) == [freed, freed]
+    assert values(pair.ask("communicators.usable()")) == [False, False]
     for rank, counted in enumerate(values(pair.ask(COUNTED))):
         assert counted == [(name, rank, 0, SUSPENDABLE_BYTES, PERSISTENT_BYTES, True) for name in ("tp", "pp")]
     [asleep] = values(pair.ask(RESIDENT, [0]))
@@ -54,6 +56,7 @@ def test_all_ranks_suspend_and_resume(pair: Ranks) -> None:
     assert pair.ask("communicators.resume()") == ["None", "None"]
     [awake] = values(pair.ask(RESIDENT, [0]))
     assert awake - asleep >= 1.9 * SUSPENDABLE_BYTES
+    assert values(pair.ask("communicators.usable()")) == [True, True]
     assert pair.ask("communicators.resume()") == ["None", "None"]
 
 

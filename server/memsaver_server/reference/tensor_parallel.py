@@ -14,6 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from memsaver_core import communicators, hibernation
+
 dist: Any = torch.distributed  # typed in part
 
 #: Switched off unless the environment says otherwise. A captured graph hangs if NCCL has registered its memory and that
@@ -188,14 +190,22 @@ def join(place: Place, meeting: Path, device: torch.device) -> None:
 
 
 def abort() -> None:
-    """End what waits for another rank of the group, from any thread. The group can compute nothing more."""
-    if dist.is_initialized():
+    """End what waits for another rank of the group, from any thread. The group can compute nothing more.
+
+    Nothing waits in one that is suspended.
+    """
+    if dist.is_initialized() and _is_there():
         # Not every backend can; one that cannot fails by itself when the connection to a rank ends.
         with suppress(AttributeError, RuntimeError):
             dist.group.WORLD.abort()
 
 
 def leave() -> None:
-    """Leave the group, if this process is in one."""
-    if dist.is_initialized():
+    """Leave the group, if this process is in one. One that is suspended ends with the process."""
+    if dist.is_initialized() and _is_there():
         dist.destroy_process_group()
+
+
+def _is_there() -> bool:
+    """Return whether NCCL may take the group down: the memory of one that is suspended is not there."""
+    return communicators.usable() and not hibernation.is_hibernated()
