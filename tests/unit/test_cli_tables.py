@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from memsaver_server.cli.tables import ranks_table, status_view
-from memsaver_server.schemas import OccupationAnswer
+from memsaver_server.cli.tables import backups_table, ranks_table, status_view
+from memsaver_server.schemas import OccupationAnswer, TagAnswer
 
 MIB = 1 << 20
 
@@ -104,3 +104,58 @@ def test_ranks_have_their_place() -> None:
         ["1", "72", "dead"],
         ["2", "elsewhere", "released"],
     ]
+
+
+def test_backups_have_their_content_what_is_kept_and_the_ratio() -> None:
+    """By tag; a tag without a backup has no row."""
+    status = occupation("weights", "kv_cache")
+    status.tags[0].backed_up_bytes, status.tags[0].kept_bytes = 200 * MIB, 142 * MIB
+    text = printed(status_view(status))
+    assert re.search(r"backup of.+content.+kept.+ratio", text)
+    assert re.search(r"^weights +200 MiB +142 MiB +71 %", text, re.MULTILINE)
+    assert text.count("kv_cache") == 1
+
+
+def test_a_release_tells_what_it_keeps_and_what_others_had() -> None:
+    figures = {"bytes": 0, "released_bytes": 0, "resumed_bytes": 0, "zero_bytes": 0, "restored_bytes": 0}
+    tag = {"tag": "weights", "restore": "host", "state": "released", "already": False, **figures}
+    copied = TagAnswer.model_validate(
+        {**tag, "backed_up_bytes": 100 * MIB, "unchanged_bytes": 0, "kept_bytes": 70 * MIB}
+    )
+    found = TagAnswer.model_validate(
+        {**tag, "tag": "experts", "backed_up_bytes": 0, "unchanged_bytes": 0, "shared_bytes": 30 * MIB}
+    )
+    assert backups_table([TagAnswer.model_validate({**tag, "backed_up_bytes": 0, "unchanged_bytes": MIB})]) is None
+    table = backups_table([copied, found])
+    assert table is not None
+    text = printed(table)
+    assert re.search(r"backup of.+content.+kept.+ratio.+shared", text)
+    assert re.search(r"^weights +100 MiB +70 MiB +70 % +0", text, re.MULTILINE)
+    assert re.search(r"^experts +0 +0 +30 MiB", text, re.MULTILINE)
+
+
+def test_communicators_have_what_can_be_suspended_and_what_stays() -> None:
+    """All ranks of one in one row; why one cannot be suspended is said in words."""
+    one = {"name": "tp", "ranks": 2, "suspended": False, "suspended_bytes": 0, "obstacle": ""}
+    held = {"suspendable_bytes": 480 * MIB, "persistent_bytes": 4 * MIB}
+    old = {"name": "ep", "ranks": 2, "rank": 0, "suspended": False, "suspendable_bytes": 0, "suspended_bytes": 0}
+    told = [
+        {**one, **held, "rank": 0},
+        {**one, **held, "rank": 1},
+        {**old, "persistent_bytes": 0, "obstacle": "NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later"},
+    ]
+    text = printed(status_view(occupation("weights", communicators=told)))
+    assert re.search(r"^tp +2 +960 MiB +0 +8 MiB", text, re.MULTILINE)
+    assert "ep stays: NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later" in text
+
+
+def test_host_memory_that_is_kept_or_shared_is_told() -> None:
+    store = {"name": "fleet", "processes": 2, "held_bytes": 64 * MIB, "share_bytes": 32 * MIB}
+    store |= {"used_bytes": 64 * MIB, "total_bytes": 128 * MIB, "limit_bytes": 256 * MIB}
+    backup = {"bytes": 0, "capacity_bytes": 96 * MIB, "limit_bytes": 512 * MIB, "file_bytes": 0, "prepared": True}
+    text = printed(
+        status_view(occupation("w", host_backup={**backup, "unused_bytes": 96 * MIB, "shared_store": store}))
+    )
+    assert "96 MiB of memory ready of at most 512 MiB, 96 MiB of it for the next release" in text
+    assert "shared store fleet of 2 processes: 64 MiB held here, a share of 32 MiB; 64 MiB in use by any" in text
+    assert "128 MiB of memory of at most 256 MiB" in text

@@ -13,6 +13,7 @@ from rich.text import Text
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 
 if TYPE_CHECKING:
+    from memsaver_server.backup_schemas import HostBackupAnswer, SharedStoreAnswer
     from memsaver_server.schemas import (
         DeviceAnswer,
         MeteredDeviceAnswer,
@@ -91,6 +92,28 @@ def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
     return table
 
 
+def backups_table(tags: Iterable[TagAnswer | TagStatusAnswer]) -> Table | None:
+    """Return one row per tag with content in backups: the content, what is kept for it, and the ratio of the two.
+
+    Of a release: what it copied, and in ``shared`` what it did not have to, because the shared store had it. None if
+    there is no such tag.
+    """
+    rows = [(tag, tag.backed_up_bytes, tag.kept_bytes, getattr(tag, "shared_bytes", 0)) for tag in tags]
+    rows = [row for row in rows if row[1] or row[3]]
+    shared = any(row[3] for row in rows)
+    table = _table(["backup of", "content", "kept", "ratio", *(["shared"] if shared else [])], right_from=1)
+    for tag, content, kept, found in rows:
+        sizes = [found] if shared else []
+        table.add_row(
+            plain(tag.tag), _size_text(content), _size_text(kept), _ratio(kept, content), *map(_size_text, sizes)
+        )
+    return table if rows else None
+
+
+def _ratio(kept: int, content: int) -> str:
+    return f"{100 * kept / content:.0f} %" if content else ""
+
+
 def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceAnswer], seconds: float) -> Table:
     """Return one row per phase with device memory: before, after and delta for one device, deltas for several."""
     one = len(devices) == 1
@@ -135,6 +158,8 @@ def operation_view(result: OperationAnswer) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble(mark, plain(result.message))]
     if result.tags:
         parts += ["", operation_tags_table(result.tags, result.operation)]
+        if (backups := backups_table(result.tags)) is not None:
+            parts += ["", backups]
     if result.devices:
         parts += ["", phases_table(result.phases, result.devices, result.seconds), _devices_caption(result.devices)]
     return Group(*parts, "")
@@ -165,15 +190,34 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
         parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
         parts += ["", devices_table(occupation.devices), "", holders_table(occupation.devices)]
+    if occupation.communicators:
+        parts += ["", communicators_table(occupation.communicators), *_obstacles(occupation.communicators)]
     if len(occupation.ranks) > 1:
         parts += ["", ranks_table(occupation.ranks)]
+    if (backups := backups_table(occupation.tags)) is not None:
+        parts += ["", backups]
     backup = occupation.host_backup
     if backup.bytes or backup.capacity_bytes:
-        line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"
-        line += f" of at most {format_bytes(backup.limit_bytes)}" if backup.limit_bytes else ""
-        line += f", {format_bytes(backup.file_bytes)} in files" if backup.file_bytes else ""
-        parts += ["", Text(line, style="dim")]
+        parts += ["", Text(_backup_line(backup), style="dim")]
+    if (store := backup.shared_store) is not None:
+        parts += ["", Text.assemble(plain(_store_line(store)), style="dim")]
     return Group(*parts)
+
+
+def _backup_line(backup: HostBackupAnswer) -> str:
+    line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"
+    line += f" of at most {format_bytes(backup.limit_bytes)}" if backup.limit_bytes else ""
+    line += f", {format_bytes(backup.unused_bytes)} of it for the next release" if backup.unused_bytes else ""
+    return line + (f", {format_bytes(backup.file_bytes)} in files" if backup.file_bytes else "")
+
+
+def _store_line(store: SharedStoreAnswer) -> str:
+    held, share, used = map(format_bytes, (store.held_bytes, store.share_bytes, store.used_bytes))
+    size, limit = map(format_bytes, (store.total_bytes, store.limit_bytes))
+    return (
+        f"shared store {store.name} of {store.processes} processes: {held} held here, a share of {share}; "
+        f"{used} in use by any, {size} of memory of at most {limit}"
+    )
 
 
 def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
@@ -214,6 +258,23 @@ def holders_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
         if name == "tags" or any(sizes):
             table.add_row(plain(name), *map(_size_text, sizes))
     return table
+
+
+def communicators_table(communicators: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row per NCCL communicator, of all its ranks here; ``communicators`` as in ``OccupationAnswer``."""
+    table = _table(["communicator", "ranks", "can be suspended", "suspended", "stays"], right_from=1)
+    fields = ("suspendable_bytes", "suspended_bytes", "persistent_bytes")
+    for name in dict.fromkeys(each["name"] for each in communicators):
+        same = [each for each in communicators if each["name"] == name]
+        sizes = (sum(each[field] for each in same) for field in fields)
+        table.add_row(plain(name), str(same[0]["ranks"]), *map(_size_text, sizes))
+    return table
+
+
+def _obstacles(communicators: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Return why communicators cannot be suspended, and what to do."""
+    told = dict.fromkeys((each["name"], each["obstacle"]) for each in communicators if each["obstacle"])
+    return [Text.assemble(plain(f"{name} stays: {obstacle}"), style="yellow") for name, obstacle in told]
 
 
 def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
