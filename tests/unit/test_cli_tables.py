@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from memsaver_server.cli.tables import backups_table, ranks_table, status_view
+from memsaver_server.cli.tables import operation_backups_table, ranks_table, status_view
 from memsaver_server.schemas import OccupationAnswer, TagAnswer
 
 MIB = 1 << 20
@@ -116,22 +116,27 @@ def test_backups_have_their_content_what_is_kept_and_the_ratio() -> None:
     assert text.count("kv_cache") == 1
 
 
-def test_a_release_tells_what_it_keeps_and_what_others_had() -> None:
-    figures = {"bytes": 0, "released_bytes": 0, "resumed_bytes": 0, "zero_bytes": 0, "restored_bytes": 0}
-    tag = {"tag": "weights", "restore": "host", "state": "released", "already": False, **figures}
-    copied = TagAnswer.model_validate(
-        {**tag, "backed_up_bytes": 100 * MIB, "unchanged_bytes": 0, "kept_bytes": 70 * MIB}
-    )
-    found = TagAnswer.model_validate(
-        {**tag, "tag": "experts", "backed_up_bytes": 0, "unchanged_bytes": 0, "shared_bytes": 30 * MIB}
-    )
-    assert backups_table([TagAnswer.model_validate({**tag, "backed_up_bytes": 0, "unchanged_bytes": MIB})]) is None
-    table = backups_table([copied, found])
+def test_a_release_tells_what_it_copied_kept_and_found() -> None:
+    """By tag; one that keeps no content has no row."""
+    sizes = {"bytes": MIB, "released_bytes": MIB, "resumed_bytes": 0, "unchanged_bytes": 0, "zero_bytes": 0}
+    none = {"restore": "host", "state": "released", "backed_up_bytes": 0, "restored_bytes": 0, "already": False}
+    tags = [
+        TagAnswer.model_validate({**sizes, **none, **tag})
+        for tag in (
+            {"tag": "weights", "backed_up_bytes": 100 * MIB, "kept_bytes": 70 * MIB, "unchanged_bytes": 8 * MIB},
+            {"tag": "experts", "shared_bytes": 30 * MIB},
+            {"tag": "kv_cache"},
+        )
+    ]
+    table = operation_backups_table(tags)
     assert table is not None
-    text = printed(table)
-    assert re.search(r"backup of.+content.+kept.+ratio.+shared", text)
-    assert re.search(r"^weights +100 MiB +70 MiB +70 % +0", text, re.MULTILINE)
-    assert re.search(r"^experts +0 +0 +30 MiB", text, re.MULTILINE)
+    rows = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in printed(table).splitlines()]
+    assert rows[0] == ["backup", "of", "copied", "kept", "ratio", "unchanged", "shared"]
+    assert rows[2:] == [
+        ["weights", "100", "MiB", "70", "MiB", "70", "%", "8", "MiB", "0"],
+        ["experts", "0", "0", "0", "30", "MiB"],
+    ]
+    assert operation_backups_table(tags[2:]) is None
 
 
 def test_communicators_have_what_can_be_suspended_and_what_stays() -> None:
@@ -145,7 +150,7 @@ def test_communicators_have_what_can_be_suspended_and_what_stays() -> None:
         {**old, "persistent_bytes": 0, "obstacle": "NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later"},
     ]
     text = printed(status_view(occupation("weights", communicators=told)))
-    assert re.search(r"^tp +2 +960 MiB +0 +8 MiB", text, re.MULTILINE)
+    assert re.search(r"^tp +2 +960 MiB .*0.* +8 MiB", text, re.MULTILINE)
     assert "ep stays: NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later" in text
 
 
@@ -157,5 +162,5 @@ def test_host_memory_that_is_kept_or_shared_is_told() -> None:
         status_view(occupation("w", host_backup={**backup, "unused_bytes": 96 * MIB, "shared_store": store}))
     )
     assert "96 MiB of memory ready of at most 512 MiB, 96 MiB of it for the next release" in text
-    assert "shared store fleet of 2 processes: 64 MiB held here, a share of 32 MiB; 64 MiB in use by any" in text
+    assert "shared store fleet, processes: 2; 64 MiB held here, a share of 32 MiB; 64 MiB in use by any" in text
     assert "128 MiB of memory of at most 256 MiB" in text

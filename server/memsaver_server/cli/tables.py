@@ -83,35 +83,29 @@ def _table(columns: Sequence[str], *, right_from: int) -> Table:
 def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
     """Return one row per tag: what the release or resume did to it."""
     released = operation == "release"
-    did = ["released", "backed up", "unchanged"] if released else ["resumed"]
-    table = _table(["tag", "state", "restore", "size", *did], right_from=3)
+    table = _table(["tag", "state", "restore", "size", "released" if released else "resumed"], right_from=3)
     for tag in tags:
-        sizes = [tag.released_bytes, tag.backed_up_bytes, tag.unchanged_bytes] if released else [tag.resumed_bytes]
         state = Text.assemble(state_text(tag.state), (" already", "dim") if tag.already else "")
-        table.add_row(plain(tag.tag), state, tag.restore, _size_text(tag.bytes), *map(_size_text, sizes))
+        moved = tag.released_bytes if released else tag.resumed_bytes
+        table.add_row(plain(tag.tag), state, tag.restore, _size_text(tag.bytes), _size_text(moved))
     return table
 
 
-def backups_table(tags: Iterable[TagAnswer | TagStatusAnswer]) -> Table | None:
-    """Return one row per tag with content in backups: the content, what is kept for it, and the ratio of the two.
-
-    Of a release: what it copied, and in ``shared`` what it did not have to, because the shared store had it. None if
-    there is no such tag.
-    """
-    rows = [(tag, tag.backed_up_bytes, tag.kept_bytes, getattr(tag, "shared_bytes", 0)) for tag in tags]
-    rows = [row for row in rows if row[1] or row[3]]
-    shared = any(row[3] for row in rows)
-    table = _table(["backup of", "content", "kept", "ratio", *(["shared"] if shared else [])], right_from=1)
-    for tag, content, kept, found in rows:
-        sizes = [found] if shared else []
-        table.add_row(
-            plain(tag.tag), _size_text(content), _size_text(kept), _ratio(kept, content), *map(_size_text, sizes)
-        )
+def operation_backups_table(tags: Sequence[TagAnswer]) -> Table | None:
+    """Return one row per tag whose content a release kept: what it copied, what that takes and the ratio of the two,
+    what was unchanged, and what the shared store had. None if there is no such tag."""
+    rows = [tag for tag in tags if tag.backed_up_bytes or tag.unchanged_bytes or tag.shared_bytes]
+    shared = ["shared"] if any(tag.shared_bytes for tag in rows) else []
+    table = _table(["backup of", "copied", "kept", "ratio", "unchanged", *shared], right_from=1)
+    for tag in rows:
+        found = [tag.unchanged_bytes, *([tag.shared_bytes] if shared else [])]
+        table.add_row(plain(tag.tag), *_kept_cells(tag), *map(_size_text, found))
     return table if rows else None
 
 
-def _ratio(kept: int, content: int) -> str:
-    return f"{100 * kept / content:.0f} %" if content else ""
+def _kept_cells(tag: TagAnswer | TagStatusAnswer) -> tuple[Text, Text, str]:
+    content, kept = tag.backed_up_bytes, tag.kept_bytes
+    return _size_text(content), _size_text(kept), f"{100 * kept / content:.0f} %" if content else ""
 
 
 def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceAnswer], seconds: float) -> Table:
@@ -158,7 +152,7 @@ def operation_view(result: OperationAnswer) -> RenderableType:
     parts: list[RenderableType] = [Text.assemble(mark, plain(result.message))]
     if result.tags:
         parts += ["", operation_tags_table(result.tags, result.operation)]
-        if (backups := backups_table(result.tags)) is not None:
+        if (backups := operation_backups_table(result.tags)) is not None:
             parts += ["", backups]
     if result.devices:
         parts += ["", phases_table(result.phases, result.devices, result.seconds), _devices_caption(result.devices)]
@@ -194,8 +188,8 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
         parts += ["", communicators_table(occupation.communicators), *_obstacles(occupation.communicators)]
     if len(occupation.ranks) > 1:
         parts += ["", ranks_table(occupation.ranks)]
-    if (backups := backups_table(occupation.tags)) is not None:
-        parts += ["", backups]
+    if any(tag.backed_up_bytes for tag in occupation.tags):
+        parts += ["", backups_table(occupation.tags)]
     backup = occupation.host_backup
     if backup.bytes or backup.capacity_bytes:
         parts += ["", Text(_backup_line(backup), style="dim")]
@@ -215,13 +209,13 @@ def _store_line(store: SharedStoreAnswer) -> str:
     held, share, used = map(format_bytes, (store.held_bytes, store.share_bytes, store.used_bytes))
     size, limit = map(format_bytes, (store.total_bytes, store.limit_bytes))
     return (
-        f"shared store {store.name} of {store.processes} processes: {held} held here, a share of {share}; "
+        f"shared store {store.name}, processes: {store.processes}; {held} held here, a share of {share}; "
         f"{used} in use by any, {size} of memory of at most {limit}"
     )
 
 
 def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
-    table = _table(["tag", "state", "restore", "size", "on device", "released", "backed up"], right_from=3)
+    table = _table(["tag", "state", "restore", "size", "on device", "released"], right_from=3)
     for tag in tags:
         lost = (", content lost", "bold red") if getattr(tag, "content", "ok") == "lost" else ""
         state = Text.assemble(state_text(tag.state), lost)
@@ -234,7 +228,16 @@ def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
 
 
 def _tag_sizes(tag: TagStatusAnswer) -> tuple[int, ...]:
-    return tag.bytes, tag.resident_bytes, tag.released_bytes, tag.backed_up_bytes
+    return tag.bytes, tag.resident_bytes, tag.released_bytes
+
+
+def backups_table(tags: Iterable[TagStatusAnswer]) -> Table:
+    """Return one row per tag with a backup: its content, what is kept for it, and the ratio of the two."""
+    table = _table(["backup of", "content", "kept", "ratio"], right_from=1)
+    for tag in tags:
+        if tag.backed_up_bytes:
+            table.add_row(plain(tag.tag), *_kept_cells(tag))
+    return table
 
 
 def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
