@@ -328,7 +328,7 @@ class OccupationAnswer(Model):
     communicators: list[dict[str, str | int | bool]] = []  # fields of memsaver_core.CommunicatorStatus
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
-    ranks: list[dict[str, int | str | bool | None]] = []  # fields of memsaver_core.RankStatus
+    ranks: list[dict[str, int | str | bool | None]] = []  # fields of memsaver_core.RankStatus, and stopped
 
 
 class MessageAnswer(Model):

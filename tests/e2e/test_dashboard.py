@@ -220,13 +220,22 @@ def operation(number: int, status: str, **changes: Any) -> dict[str, Any]:
     return {**about, **times, "phase": "", "progress": None, "phases": [], "answer": None, "client": "c", **changes}
 
 
+def communicators() -> list[dict[str, Any]]:
+    """One of two ranks, and one that cannot be suspended."""
+    sizes = {"suspendable_bytes": 480 << 20, "suspended_bytes": 0, "persistent_bytes": 4 << 20}
+    one = {"name": "tensor-parallel", "ranks": 2, "suspended": False, "obstacle": "", **sizes}
+    obstacle = "NCCL 2.28.9 can neither suspend nor count it; install NCCL 2.29.7 or later, " + LONG_TAG
+    return [{**one, "rank": 0}, {**one, "rank": 1}, {**one, "name": LONG_TAG, "rank": 0, "obstacle": obstacle}]
+
+
 def everything() -> str:
     """A feed that shows every state at once."""
     tags = []
     for name in ("weights", "kv_cache", "cuda_graph", "workspace", LONG_TAG):
         sizes = {"bytes": 5 << 30, "resident_bytes": 5 << 30, "released_bytes": 0, "retained_bytes": 0}
-        tags.append({"tag": name, "restore": "discard", "state": "resident", "backed_up_bytes": 0, **sizes})
-    tags[0]["content"] = "lost"
+        tags.append({"tag": name, "restore": "discard", "state": "resident", "backed_up_bytes": 0, "kept_bytes": 0})
+        tags[-1].update(sizes)
+    tags[0].update(content="lost", backed_up_bytes=5 << 30, kept_bytes=3584 << 20)
     tags[1].update(state="releasing", released_bytes=1 << 30)
     sources = [{"kind": "tag", "name": tag["tag"], "bytes": 5 << 30} for tag in tags]
     sources.append({"kind": "process", "name": "context and modules, NCCL, torch outside regions", "bytes": 2 << 30})
@@ -244,8 +253,15 @@ def everything() -> str:
         "ranks": [
             {"rank": 0, "pid": 4711, "alive": True, "state": "resident"},
             {"rank": 1, "pid": 4712, "alive": False, "state": "released"},
+            {"rank": 2, "pid": 4713, "alive": True, "state": "resident", "stopped": True},
         ],
-        "host_backup": {"bytes": 1 << 30, "file_bytes": 1 << 20, "capacity_bytes": 2 << 30, "limit_bytes": 8 << 30},
+        "communicators": communicators(),
+        "host_backup": {
+            **{"bytes": 1 << 30, "file_bytes": 1 << 20, "capacity_bytes": 2 << 30, "limit_bytes": 8 << 30},
+            "unused_bytes": 1 << 30,
+            "shared_store": {"name": LONG_TAG, "processes": 2, "held_bytes": 1 << 30, "share_bytes": 512 << 20}
+            | {"used_bytes": 1 << 30, "total_bytes": 2 << 30, "limit_bytes": 8 << 30},
+        },
     }
     message = f"released 5 GiB of {LONG_TAG}, weights in 3.500 s"
     answer = {"message": message, "released_bytes": 5 << 30, "resumed_bytes": 0}
@@ -267,6 +283,13 @@ def test_everything_has_its_place(page: playwright.Page, server: Server) -> None
     playwright.expect(page.locator("#tags tr")).to_have_count(5)
     playwright.expect(page.locator("#tags tr").first).to_contain_text("content lost")
     playwright.expect(page.locator("#ranks [data-state=dead]")).to_have_text("dead")
+    playwright.expect(page.locator("#ranks [data-state=stopped]")).to_have_text("stopped")
+    playwright.expect(page.locator("#tags tr").first).to_contain_text("3.50 GiB, 70 %")
+    one = page.locator("#communicators tr", has_text="tensor-parallel").locator("td").all_text_contents()
+    assert one == ["2", "960 MiB", "0", "8.00 MiB"]
+    playwright.expect(page.locator("#obstacles")).to_contain_text("install NCCL 2.29.7 or later")
+    playwright.expect(page.locator("#backup")).to_contain_text("1.00 GiB of it for the next release")
+    playwright.expect(page.locator("#backup")).to_contain_text("a share of 512 MiB (processes: 2;")
     playwright.expect(page.locator("#operations")).to_contain_text("cancelled")
     assert page.evaluate(FAULTS) == []
     page.get_by_role("button", name="id-1").click()  # its message has the long tag

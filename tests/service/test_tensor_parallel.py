@@ -260,6 +260,8 @@ def test_a_frozen_rank_is_not_ready() -> None:
             for path in ("/readyz", "/health_generate"):
                 assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in served.http.get(path).text
             assert served.http.get("/livez").status_code == 200
+            ranks = served.http.get("/memory_occupation").json()["ranks"]
+            assert [(rank["alive"], rank["stopped"]) for rank in ranks] == [(True, False), (True, True)]
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_until(lambda: served.http.get("/readyz").status_code == 200)

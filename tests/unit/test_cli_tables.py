@@ -97,12 +97,14 @@ def test_ranks_have_their_place() -> None:
         {"rank": 0, "pid": 71, "alive": True, "state": "resident"},
         {"rank": 1, "pid": 72, "alive": False, "state": "released"},
         {"rank": 2, "pid": None, "alive": None, "state": "released"},
+        {"rank": 3, "pid": 74, "alive": True, "state": "resident", "stopped": True},
     ]
     lines = printed(ranks_table(ranks)).splitlines()
     assert [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in lines[2:]] == [
         ["0", "71", "resident"],
         ["1", "72", "dead"],
         ["2", "elsewhere", "released"],
+        ["3", "74", "stopped"],
     ]
 
 

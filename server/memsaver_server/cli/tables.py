@@ -34,6 +34,8 @@ _STATE_STYLES = {
     "resuming": "yellow",
     "mixed": "yellow",
     "failed": "bold red",
+    "dead": "bold red",
+    "stopped": "bold red",
 }
 
 #: Width of names, which callers choose, so that a long one leaves room for the figures.
@@ -284,6 +286,6 @@ def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row per process of the engine; ``ranks`` as in ``OccupationAnswer``."""
     table = _table(["rank", "process", "state"], right_from=3)
     for rank in ranks:
-        state = Text("dead", style="bold red") if rank["alive"] is False else state_text(rank["state"])
-        table.add_row(str(rank["rank"]), "elsewhere" if rank["pid"] is None else str(rank["pid"]), state)
+        state = "dead" if rank["alive"] is False else "stopped" if rank.get("stopped") else rank["state"]
+        table.add_row(str(rank["rank"]), "elsewhere" if rank["pid"] is None else str(rank["pid"]), state_text(state))
     return table

@@ -1,6 +1,8 @@
 // Draws what the feed sends, and sends what the buttons request.
 
+import { backupText } from "./backup.js";
 import { Chart } from "./chart.js";
+import { communicatorObstacles, communicatorRows } from "./communicators.js";
 import { deviceView } from "./devices.js";
 import { engineRows } from "./engines.js";
 import { Refused, call, follow, key } from "./feed.js";
@@ -91,6 +93,7 @@ follow("dashboard/feed", {
     drawDevices();
     drawTags();
     drawEngines();
+    drawCommunicators();
     drawRanks();
     drawProgress();
     drawOperations();
@@ -165,10 +168,7 @@ function drawTags() {
   redraw($("tags"), [occupation.tags, busy], () =>
     tagRows(occupation.tags, busy, (tag, resume) => (resume ? send("resume", { tags: [tag] }) : confirmRelease([tag]))),
   );
-  const { bytes, file_bytes: inFiles, capacity_bytes: ready, limit_bytes: limit } = occupation.host_backup;
-  $("backup").textContent =
-    `Backups: ${size(bytes - inFiles)} in host memory (${size(ready)} pinned, at most ${size(limit)})` +
-    (inFiles ? `, ${size(inFiles)} in files.` : ".");
+  $("backup").textContent = backupText(occupation.host_backup);
 }
 
 /** The engines, if this is a fleet. */
@@ -182,6 +182,14 @@ function drawEngines() {
       resume ? send("resume", { selector: { names: [engine] } }) : confirmRelease(null, { engine }),
     ),
   );
+}
+
+/** NCCL's communicators, if there are any. */
+function drawCommunicators() {
+  const communicators = occupation.communicators ?? [];
+  $("communicators-panel").hidden = !communicators.length;
+  redraw($("communicators"), communicators, () => communicatorRows(communicators));
+  redraw($("obstacles"), communicators, () => communicatorObstacles(communicators));
 }
 
 /** The processes of an engine, if it has several. */

@@ -4,8 +4,8 @@ import { el } from "./format.js";
 
 /** One row per process of the engine. */
 export function rankRows(ranks) {
-  return ranks.map(({ rank, pid, alive, state }) => {
-    const now = alive === false ? "dead" : state;
+  return ranks.map(({ rank, pid, alive, state, stopped }) => {
+    const now = alive === false ? "dead" : stopped ? "stopped" : state;
     return el(
       "tr",
       {},

@@ -3,10 +3,9 @@
 import { colourOf } from "./devices.js";
 import { el, size } from "./format.js";
 
-/** What the backups of a tag take, if they are packed. */
-function packed({ backed_up_bytes: content, kept_bytes: kept }) {
-  const share = content ? Math.round((100 * kept) / content) : 100;
-  return kept && share < 100 ? `packed to ${size(kept)}, ${share} %` : "";
+/** What the backups of a tag take, and its ratio to their content. */
+function kept({ backed_up_bytes: content, kept_bytes: bytes }) {
+  return content ? `${size(bytes)}, ${Math.round((100 * bytes) / content)} %` : "0";
 }
 
 /** One row per tag; `busy` disables its button, `act(tag, resume)` is its action. */
@@ -42,7 +41,8 @@ export function tagRows(tags, busy, act) {
       el("td", { class: "number wide" }, size(tag.bytes)),
       el("td", { class: "number" }, size(tag.resident_bytes + tag.retained_bytes)),
       el("td", { class: "number wide" }, size(tag.released_bytes)),
-      el("td", { class: "number wide", title: packed(tag) }, size(tag.backed_up_bytes)),
+      el("td", { class: "number wide" }, size(tag.backed_up_bytes)),
+      el("td", { class: "number wider" }, kept(tag)),
       el("td", { class: "act" }, button),
     );
   });

@@ -18,6 +18,7 @@ from memsaver_server.http.errors import error_response
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.memory_breakdown import break_down
 from memsaver_server.operation import Operation
+from memsaver_server.ranks.watch import is_rank_stopped
 from memsaver_server.schemas import DeviceAnswer, MeteredDeviceAnswer, TagStatusAnswer
 
 
@@ -174,7 +175,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> d
         "communicators": [asdict(each) for each in status.communicators],
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _host_backup(status.host_backup),
-        "ranks": [asdict(rank) for rank in status.ranks],
+        "ranks": [{**asdict(rank), "stopped": is_rank_stopped(rank)} for rank in status.ranks],
     }
 
 

@@ -59,10 +59,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def is_rank_stopped(rank: RankStatus) -> bool:
+    """As ``is_stopped``. A rank that is stopped computes as before once it is continued."""
+    return bool(rank.pid and rank.alive and is_stopped(rank.pid))
+
+
 def stopped_ranks(ranks: Iterable[RankStatus]) -> str:
-    """Return which ranks are stopped, or an empty string. One that is continued computes as before."""
-    stopped = [each for each in ranks if each.pid and each.alive and is_stopped(each.pid)]
-    names = [f"rank {each.rank} (process {each.pid})" for each in stopped]
+    """Return which ranks are stopped, or an empty string."""
+    names = [f"rank {each.rank} (process {each.pid})" for each in ranks if is_rank_stopped(each)]
     return f"stopped by a signal or a debugger: {' and '.join(names)}; continue with kill -CONT" if names else ""
 
 

@@ -24,7 +24,10 @@ from memsaver_server.http.service import Service, event_stream
 # Not part of the API: the feed changes with the page.
 router = APIRouter(include_in_schema=False)
 
-_SCRIPTS = ("chart", "devices", "engines", "feed", "format", "operations", "page", "ranks", "tags", "timeline")
+_SCRIPTS = (
+    *("backup", "chart", "communicators", "devices", "engines", "feed", "format", "operations", "page", "ranks"),
+    *("tags", "timeline"),
+)
 #: The page's files and their media types.
 FILES = {
     "index.html": "text/html; charset=utf-8",

@@ -152,8 +152,11 @@ def total(gpus: Collection[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"index": 0, "uuid": "", "name": name, **sums, "process_bytes": None, "sources": sources}]
 
 
-_BACKUP_FIELDS = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes")
-_TAG_SIZES = ["bytes", "resident_bytes", "released_bytes", "retained_bytes", "backed_up_bytes", "allocations", "chunks"]
+_BACKUP_FIELDS = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes", "unused_bytes")
+_TAG_SIZES = [
+    *("bytes", "resident_bytes", "released_bytes", "retained_bytes", "backed_up_bytes", "kept_bytes"),
+    *("allocations", "chunks"),
+]
 
 
 def _error_of(operation: ServedOperation) -> ErrorResponse | None:
