@@ -154,7 +154,7 @@ class Admission:
 
     def _closed_reason(self, status: Status) -> str:
         if status.state == "failed":
-            return f"the engine has failed for good: {status.failure}"
+            return failed_for_good(status)
         if self._operation:
             return self._operation
         if status.hibernated:
@@ -187,3 +187,9 @@ def _unwritten_reason(tags: Iterable[str]) -> str:
         f"the content of {', '.join(sorted(tags))} was discarded by a release; write it by the engine's weight update, "
         "or POST /content_written once it is written in another way"
     )
+
+
+def failed_for_good(status: Status) -> str:
+    """Return why an engine with this status refuses everything, and what to do."""
+    advice = "" if status.failure.endswith(("restart the engine", "restart it")) else "; restart the engine"
+    return f"the engine has failed for good: {status.failure}{advice}"

@@ -15,6 +15,7 @@ import memsaver_core as ms
 from memsaver_core.options import ReleaseOptions
 from memsaver_core.release_resume import available_host_bytes
 from memsaver_core.reports import DeviceMemory, HostBackupStatus, Status, TagStatus
+from memsaver_server.admission import failed_for_good
 from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.operation import Operation, OperationRequest, ReleaseRequest, ResumeRequest, tag_list
 from memsaver_server.tag_selection import keeps_content, needs_writing, options_for
@@ -85,7 +86,8 @@ def plan_release(lifecycle: Lifecycle, request: ReleaseRequest) -> Plan:
     blockers = [*_general_blockers(now.status, request, now.running)]
     if request.options.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
-    if host.is_short:
+    # What others have in the shared store is not needed again, which shows only while content is saved.
+    if host.is_short and now.status.host_backup.shared_store is None:
         blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
     if file.is_short:
         blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
@@ -155,18 +157,18 @@ def _general_blockers(status: Status, request: OperationRequest, running: Operat
     if not status.enabled:
         yield "memsaver is disabled in this process: nothing would happen"
     if status.state == "failed":
-        yield f"the device context is lost ({status.failure}); restart the engine"
+        yield failed_for_good(status)
     if running is not None and running.request.operation != request.operation:
         yield f"{running.request.operation} {running.id} of {tag_list(running.request.tags)} is in progress"
 
 
 def _free_host_bytes(backup: HostBackupStatus) -> int:
     """Return what backups may still take: memory that is pinned and unused, and what the host and the limit allow."""
-    if backup.shared_store is not None:  # what it lacks shows only while content is saved
-        return 1 << 62
-    used = backup.bytes - backup.file_bytes
-    unused = max(0, backup.capacity_bytes - used)
-    return max(0, min(backup.limit_bytes - used, unused + available_host_bytes()))
+    if (store := backup.shared_store) is not None:
+        used, pinned, limit = store.used_bytes, store.total_bytes, store.limit_bytes
+    else:
+        used, pinned, limit = backup.bytes - backup.file_bytes, backup.capacity_bytes, backup.limit_bytes
+    return max(0, min(limit - used, max(0, pinned - used) + available_host_bytes()))
 
 
 def _free_file_bytes() -> int:

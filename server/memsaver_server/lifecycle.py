@@ -19,7 +19,7 @@ from memsaver_core import PhaseLog
 from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError, UnsupportedError
 from memsaver_core.options import ReleaseOptions, ResumeOptions
 from memsaver_core.reports import OperationReport, Status, TagStatus
-from memsaver_server.admission import Admission
+from memsaver_server.admission import Admission, failed_for_good
 from memsaver_server.device_room import reserved, wait_for_memory
 from memsaver_server.drain import drain
 from memsaver_server.engine import DrainMode, Engine, WatchedMemory, memory_of, unwritten_weights
@@ -290,7 +290,7 @@ class Lifecycle:
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
-            raise EngineFailedError(f"the engine has failed for good ({status.failure}); restart it")
+            raise EngineFailedError(failed_for_good(status))
 
     def _note_released(self, request: ReleaseRequest, options: ReleaseOptions, before: tuple[TagStatus, ...]) -> None:
         """Note what was released and what lost its content. Asks the core, because a release may fail half way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import threading
@@ -52,6 +53,14 @@ def test_tags_are_arguments_and_json_is_the_services(server: Server) -> None:
     states = {tag["tag"]: tag["state"] for tag in status["tags"]}
     assert states["kv_cache"] == "released"
     assert states["weights"] == "resident"
+
+
+def test_tokens_are_verified_if_asked(server: Server) -> None:
+    assert memsaver("resume", "--verify", "--url", server.url).returncode == 2  # there is nothing to compare with
+    for command in ("release", "resume"):
+        done = memsaver(command, "--verify", "--url", server.url)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^verify ", done.stdout, re.MULTILINE)
 
 
 def test_an_unknown_tag_is_2_and_names_those_that_exist(server: Server, client: Client) -> None:

@@ -284,6 +284,8 @@ def test_two_engines_keep_their_weights_once() -> None:
     with serving(changes=store) as first, serving(changes=store) as second:
         clients = [Client(server.url) for server in (first, second)]
         before = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]
+        room = httpx.post(f"{first.url}/release_memory_occupation", json={"dry_run": True}).json()["host"]
+        assert room["needed_bytes"] < room["free_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         copied, found = [client.release(tags=["weights"]).tags[0] for client in clients]
         content = copied.backed_up_bytes + copied.shared_bytes  # some of its own is equal, too
         assert (found.backed_up_bytes, found.shared_bytes) == (0, content)

@@ -201,8 +201,10 @@ def test_a_rank_dies_while_released(two: Served) -> None:
     os.kill(pid, signal.SIGKILL)
     try:
         is_dead(two, f"rank 1 (process {pid})")
-        message = two.post("/resume_memory_occupation", status=500)["message"]
-        assert f"rank 1 (process {pid})" in message
+        reason = two.post("/resume_memory_occupation", status=500)["message"]
+        assert reason.startswith(f"the engine has failed for good: rank 1 (process {pid})")
+        assert reason.count("restart") == 1
+        assert two.post("/resume_memory_occupation", {"dry_run": True})["blockers"] == [reason]
     finally:
         two.close()  # a process has one group of ranks
 

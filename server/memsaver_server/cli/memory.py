@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
-from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url, WaitForMemory, finite
+from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Tags, Uds, Url, Verify, WaitForMemory, finite
 from memsaver_server.cli.progress import until_ended
 from memsaver_server.cli.tables import make_console, operation_view, status_view
 
@@ -75,6 +75,7 @@ def release(
     hibernate: Annotated[
         bool, typer.Option("--hibernate", help="Release the CUDA context last; any resume restores it.")
     ] = False,
+    verify: Verify = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
@@ -86,6 +87,7 @@ def release(
         "at_least_bytes": size_of(at_least),
         "trim": trim,
         "hibernate": hibernate,
+        "verify": "token" if verify else None,
         "wait": wait,
     }
     with connected(url, uds, api_key, as_json=as_json) as client, sizes_as_asked(at_least):
@@ -100,6 +102,7 @@ def resume(
     api_key: ApiKey = None,
     as_json: Json = False,
     wait_for_memory: WaitForMemory = None,
+    verify: Verify = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for a conflicting operation to end.")] = False,
     background: Annotated[bool, typer.Option("--async", help="Return as soon as the operation has started.")] = False,
 ) -> None:
@@ -108,7 +111,8 @@ def resume(
     Ctrl-C cancels before memory is mapped.
     """
     with connected(url, uds, api_key, as_json=as_json) as client:
-        start = partial(client.start_resume, tags, wait_for_memory_s=wait_for_memory, wait=wait)
+        checked = "token" if verify else None
+        start = partial(client.start_resume, tags, wait_for_memory_s=wait_for_memory, verify=checked, wait=wait)
         _show(start() if background else until_ended(client, start), as_json)
 
 

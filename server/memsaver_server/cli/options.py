@@ -49,6 +49,12 @@ WaitForMemory = Annotated[
         callback=finite,
     ),
 ]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="The tokens of a fixed prompt must be the same before a release and after the resume."
+    ),
+]
 
 
 class ExitCode(IntEnum):
