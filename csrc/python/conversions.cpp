@@ -27,7 +27,8 @@ py::dict to_dict(const TagSnapshot& tag) {
   return py::dict("tag"_a = tag.tag, "restore"_a = tag.restore, "state"_a = tag.state, "bytes"_a = tag.bytes,
                   "resident_bytes"_a = tag.resident_bytes, "released_bytes"_a = tag.released_bytes,
                   "retained_bytes"_a = tag.retained_bytes, "backed_up_bytes"_a = tag.backed_up_bytes,
-                  "kept_bytes"_a = tag.kept_bytes, "allocations"_a = tag.allocations, "chunks"_a = tag.chunks,
+                  "kept_bytes"_a = tag.kept_bytes, "expected_bytes"_a = tag.expected_bytes,
+                  "allocations"_a = tag.allocations, "chunks"_a = tag.chunks,
                   "mapped_by_device"_a = tag.mapped_by_device, "bytes_by_device"_a = tag.bytes_by_device);
 }
 

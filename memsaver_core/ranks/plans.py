@@ -36,7 +36,8 @@ def plan_release(options: ReleaseOptions) -> Plan:
     """
     tags, status = _look(options.tags)
     free = _free_host_bytes(status)
-    needed = _to_fit(_backup_bytes(tags, options, RestorePolicy.HOST, "mixed"), free)
+    expected = sum(tag.expected_bytes for tag in tags if _policy(tag, options) in (RestorePolicy.HOST, "mixed"))
+    needed = _to_fit(expected, free)
     if needed > free:
         raise OutOfHostMemoryError(
             f"the backups need {needed} bytes of host memory, and {free} may be used; release fewer tags, discard "
@@ -44,7 +45,8 @@ def plan_release(options: ReleaseOptions) -> Plan:
             needed,
             free,
         )
-    _check_disk(_backup_bytes(tags, options, RestorePolicy.FILE))
+    to_file = (tag for tag in tags if _policy(tag, options) == RestorePolicy.FILE)
+    _check_disk(sum(max(0, tag.resident_bytes - tag.backed_up_bytes) for tag in to_file))
     away = status.hibernated
     return Plan(
         tag_bytes={tag.tag: tag.resident_bytes for tag in tags},
@@ -95,13 +97,8 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
     return [tag for tag in tags if not names or tag.tag in names], status
 
 
-def _backup_bytes(tags: list[TagStatus], options: ReleaseOptions, *policies: str) -> int:
-    """Return the most that backups of these policies take more than they hold."""
-    return sum(
-        max(0, tag.resident_bytes - tag.backed_up_bytes)
-        for tag in tags
-        if options.restore.get(tag.tag, tag.restore) in policies
-    )
+def _policy(tag: TagStatus, options: ReleaseOptions) -> str:
+    return options.restore.get(tag.tag, tag.restore)
 
 
 def _to_fit(needed: int, free: int) -> int:

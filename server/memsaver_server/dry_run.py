@@ -1,7 +1,7 @@
 """What a release or a resume would do and take, without doing any of it.
 
-Figures are upper limits, as the account knows no content: a block of zeros, or one that equals its backup, takes no
-further host memory. Nothing is reserved either: what is free may be taken by others before the operation.
+What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It may
+take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free before the operation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlannedTag:
     Attributes:
         restore: the policy that the release would use, or the region's own.
         bytes: device memory that the operation would give back or take.
-        backup_bytes: the most that its backup would take more than it holds.
+        backup_bytes: what its backup is expected to take more than it holds.
         loses_content: it would have to be written before it is used again.
     """
 
@@ -136,11 +136,12 @@ def _released(tag: TagStatus, options: ReleaseOptions) -> PlannedTag:
     override = options.restore.get(tag.tag)
     restore = override.value if override is not None else tag.restore
     kept = keeps_content(tag, options)
+    backup = max(0, tag.resident_bytes - tag.backed_up_bytes) if restore == "file" else tag.expected_bytes
     return PlannedTag(
         tag.tag,
         restore if tag.resident_bytes else tag.restore,
         sum(tag.mapped_by_device.values()),
-        max(0, tag.resident_bytes - tag.backed_up_bytes) if kept or restore == "mixed" else 0,
+        backup if kept or restore == "mixed" else 0,
         loses_content=bool(tag.resident_bytes) and not kept and needs_writing(tag, options),
     )
 

@@ -167,7 +167,7 @@ class PlannedDeviceAnswer(RoomAnswer):
 
 
 class PlannedTagAnswer(Model):
-    """A tag in a dry run: ``bytes`` of device memory, and the most ``backup_bytes`` that its backup would take more."""
+    """A tag in a dry run: ``bytes`` of device memory, and ``backup_bytes`` that its backup is expected to take more."""
 
     tag: str
     restore: str

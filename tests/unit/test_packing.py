@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from memsaver_core import MemsaverError, _native
 from memsaver_core.errors import BackupError
+from tests.programs import output_of
 from tests.unit.saver_memory import MIB, view
 
 #: What of a tag of less than 1.3 GiB stays as it is.
@@ -213,3 +214,42 @@ def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Pa
     whole = resumed()
     begun = resumed(whole["unpack"])
     assert (begun["map"], begun["fill_zero"]) == (whole["map"], whole["fill_zero"])
+
+
+def test_a_check_expects_packed_backups() -> None:
+    """Those of a rank, of a prepared release and of a dry run, as the release itself does."""
+    output_of(
+        """
+import torch
+import memsaver_core as ms
+from memsaver_core.errors import OutOfHostMemoryError
+from memsaver_core.options import ReleaseOptions
+from memsaver_core.ranks.plans import check_release, plan_release
+
+with ms.region("weights"):
+    weights = (torch.randn(80 << 20) / 30).to(torch.bfloat16)
+expected = weights.clone()
+ms.prepare_backup(wait=True)
+needed = plan_release(ReleaseOptions()).host_bytes_needed
+assert 125 << 20 < needed < 140 << 20, needed
+dropped = {"weights": "discard"}
+assert plan_release(ReleaseOptions(restore=dropped)).host_bytes_needed == 0
+report = ms.release()
+assert abs(report.tags[0].kept_bytes - needed) < 4 << 20, (report.tags, needed)
+assert plan_release(ReleaseOptions()).host_bytes_needed == 0
+ms.resume()
+assert torch.equal(weights, expected)
+assert plan_release(ReleaseOptions()).host_bytes_needed == 0
+with ms.region("more", restore="host"):
+    more = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
+try:
+    check_release(ReleaseOptions())
+except OutOfHostMemoryError as error:
+    assert error.needed_bytes == 64 << 20, error
+else:
+    raise AssertionError
+""",
+        MEMSAVER_DRIVER="host",
+        MEMSAVER_HOST_BACKUP_LIMIT="150MiB",
+        OMP_NUM_THREADS="1",
+    )
