@@ -1,7 +1,8 @@
 """What a release or a resume would do and take, without doing any of it.
 
-What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It may
-take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free before the operation.
+What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It
+may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free before the
+operation.
 """
 
 from __future__ import annotations
