@@ -46,7 +46,9 @@ def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
     with hibernation.device_lock:
         away = hibernation.is_away()
         figures = None if away else nvml.read_memory(last.uuid, pids)
-    if away:  # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
+    if (
+        away
+    ):  # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
         figures = hibernation.read_memory(last.uuid, pids)
     if figures is None:
         return last
