@@ -17,8 +17,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Helper {
  public:
-  Helper(std::unique_ptr<Process> process, Nvml& nvml)
-      : process_(std::move(process)), nvml_(nvml) {}
+  Helper(std::unique_ptr<Process> process, Nvml& nvml) : process_(std::move(process)), nvml_(nvml) {}
 
   // Answers one request; never throws.
   std::string answer(const std::string& line) {
