@@ -111,9 +111,7 @@ class TagStatus:
     mapped_by_device: Mapping[int, int] = field(default_factory=dict)  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = field(default_factory=dict)  # live bytes, mapped or not, by device index
     kept_bytes: int = 0  # what the backups of ``backed_up_bytes`` take: less if they are packed, nothing for zeros
-    expected_bytes: int = (
-        0  # host memory that a backup of all that is resident is expected to take besides; 0 while busy
-    )
+    expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
 
 
 @dataclass(frozen=True)

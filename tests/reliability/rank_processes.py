@@ -56,8 +56,8 @@ class FaultyRank(Rank):
     def answer(self, message: Plain) -> Plain:
         mine = message.get("rank") == self._rank
         match message["type"]:
-            case "Fault":
-                self._fault = message if mine else {}
+            case "Fault" if mine:
+                self._fault = message
             case "FailCall" if mine:
                 process.saver().fail(message["call"], nth=message["nth"])
             case "Hold" if mine:
@@ -66,7 +66,7 @@ class FaultyRank(Rank):
                 self._memory.pop("held", None)
             case "Look":
                 return self._look()
-            case "FailCall" | "Hold":
+            case "Fault" | "FailCall" | "Hold":
                 pass
             case _:
                 return super().answer(message)

@@ -35,14 +35,35 @@ RESUME = {
     "ResumeCommunicators": "resume of communicators",
     "Resume": "resume",
 }
-STEPS = {**RELEASE, **RESUME}
+RESERVE = {"Reserve": "reservation"}
+STEPS = {**RELEASE, **RESUME, **RESERVE}
+#: The steps that undo others.
+UNDONE_BY = {
+    "release kept": "Resume",
+    "SuspendCommunicators": "ResumeCommunicators",
+    "release discarded": "Resume",
+    "lock": "unlock",
+    "checkpoint": "restore",
+    "restore": "checkpoint",
+    "unlock": "lock",
+    "ResumeCommunicators": "SuspendCommunicators",
+    "Resume": "release kept",
+    "Reserve": "GiveBackReserved",
+}
+
+
+def get_ready(memory: RankMemory, step: str) -> None:
+    if step not in RELEASE:
+        memory.release(ReleaseOptions(hibernate=step in RESUME))
 
 
 def operate(memory: RankMemory, step: str) -> None:
     if step in RELEASE:
         memory.release(ReleaseOptions(hibernate=True))
-    else:
+    elif step in RESUME:
         memory.resume(ResumeOptions())
+    else:
+        memory.reserve(ResumeOptions())
 
 
 def kept(states: list[Plain]) -> list[Plain]:
@@ -78,8 +99,7 @@ def test_a_step_that_fails_is_undone_on_every_rank(start: Start, step: str) -> N
         group, memory = start()
         resident = group.look()
         for after in (False, True):
-            if step in RESUME:
-                memory.release(ReleaseOptions(hibernate=True))
+            get_ready(memory, step)
             before = group.look()
             group.arm(rank, step, "error", after=after)
             with pytest.raises(DriverError, match=f"^rank {rank}: "):
@@ -108,8 +128,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(start: St
 
     def check(rank: int, after: bool) -> None:
         group, memory = start()
-        if step in RESUME:
-            memory.release(ReleaseOptions(hibernate=True))
+        get_ready(memory, step)
         group.arm(rank, step, kind, after=after)
         with pytest.raises(GroupFailedError) as failed:
             operate(memory, step)
@@ -126,3 +145,35 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(start: St
         group.kill()
 
     each_case(check, range(RANKS), (False, True))
+
+
+@pytest.mark.parametrize("step", UNDONE_BY)
+@pytest.mark.guards(
+    "one rank or device failed while the others went on", "an operation waited forever, and nothing said why"
+)
+def test_a_step_that_cannot_be_undone_is_told(start: Start, step: str) -> None:
+    """One rank fails the step, another one its undo: the group has failed, names both, and refuses work."""
+
+    def check(ranks: tuple[int, int], kind: str) -> None:
+        failing, stuck = ranks
+        group, memory = start()
+        get_ready(memory, step)
+        group.arm(failing, step, "error", after=False)
+        group.arm(stuck, UNDONE_BY[step], kind, after=False)
+        with pytest.raises(GroupFailedError) as failed:
+            operate(memory, step)
+        told = str(failed.value)
+        assert f"rank {stuck}" in told
+        assert STEPS[step] in told
+        if kind == "error":
+            assert f"rank {failing}: " in told
+            assert f"the {STEPS[step]} cannot be undone" in told
+        else:
+            assert f"undoing of the {STEPS[step]}" in told
+        assert memory.status().state == "failed"
+        with pytest.raises(MemsaverError) as again:
+            memory.resume(ResumeOptions())
+        assert str(again.value) == told
+        group.kill()
+
+    each_case(check, ((0, 1), (3, 2)), ("error", "hang", "kill"))
