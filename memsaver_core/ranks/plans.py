@@ -27,8 +27,8 @@ def reserve(options: ResumeOptions) -> None:
     ms.reserve_with(options)
 
 
-def plan_release(options: ReleaseOptions) -> Plan:
-    """Return what a release would do.
+def plan_release(options: ReleaseOptions, *, exact: bool = False) -> Plan:
+    """Return what a release would do; ``exact`` as of ``PrepareRelease``.
 
     Raises:
         ContextLostError: as ``memsaver_core.release``.
@@ -37,7 +37,7 @@ def plan_release(options: ReleaseOptions) -> Plan:
     tags, status = _look(options.tags)
     free = _free_host_bytes(status)
     expected = sum(tag.expected_bytes for tag in tags if _policy(tag, options) in (RestorePolicy.HOST, "mixed"))
-    needed = _to_fit(expected, free)
+    needed = _to_fit(expected, 0 if exact else free)
     if needed > free:
         raise OutOfHostMemoryError(
             f"the backups need {needed} bytes of host memory, and {free} may be used; release fewer tags, discard "

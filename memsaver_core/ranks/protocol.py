@@ -33,9 +33,14 @@ class Introduce:
 
 @dataclass(frozen=True)
 class PrepareRelease:
-    """Check whether a release is possible, and what it would do: ask for a ``Plan``. Changes nothing."""
+    """Check whether a release is possible, and what it would do: ask for a ``Plan``. Changes nothing.
+
+    Attributes:
+        exact: leave out what torch holds free, even if there is room for it. This takes time.
+    """
 
     options: ReleaseOptions
+    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,8 @@ class Rank:
             case protocol.Introduce():
                 obstacles = tuple(hibernation.obstacles(suspending=True))
                 return Introduction(ms.read_devices(), obstacles, os.getpid(), self._progress.location)
-            case protocol.PrepareRelease(options):
-                return plan_release(options)
+            case protocol.PrepareRelease(options, exact):
+                return plan_release(options, exact=exact)
             case protocol.PrepareResume(options):
                 return plan_resume(options)
             case protocol.Release(options):

@@ -14,6 +14,7 @@ from memsaver_core import (
     ResumeOptions,
     UnsupportedError,
 )
+from memsaver_server.ranks import host_room
 from tests.reliability.conftest import Start
 from tests.reliability.rank_engine import KEPT, RANKS, Group
 
@@ -149,6 +150,24 @@ def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Star
     assert (log.failed, log.phases) == ("prepare", ())
     assert released(group) == [set()] * RANKS
     memory.release(ReleaseOptions(("kv_cache",)))
+
+
+@pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
+def test_host_memory_that_is_short_for_all_ranks_is_found_before_any_releases(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is enough for each of them alone."""
+    group, memory = start()
+    free = 3 * 196608
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: free)
+    with pytest.raises(OutOfHostMemoryError, match=r"all ranks need 786432 more bytes .* 589824 are free") as short:
+        memory.release(ReleaseOptions())
+    assert (short.value.needed_bytes, short.value.free_bytes) == (RANKS * 196608, free)
+    assert released(group) == [set()] * RANKS
+    memory.release(ReleaseOptions(restore={"weights": RestorePolicy.DISCARD}))
+    memory.resume(ResumeOptions())
+    free = RANKS * 196608
+    memory.release(ReleaseOptions())
 
 
 @pytest.mark.guards("idle NCCL communicators held gigabytes while the engine slept")

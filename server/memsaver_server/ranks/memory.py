@@ -37,6 +37,7 @@ from memsaver_core.ranks.protocol import (
 from memsaver_core.reports import DeviceMemory, OperationReport, Status
 from memsaver_server.ranks import agreement
 from memsaver_server.ranks.group import Channel, Deadlines, Group
+from memsaver_server.ranks.host_room import shortage
 from memsaver_server.ranks.merging import merged_tags
 from memsaver_server.ranks.steps import Steps
 
@@ -128,7 +129,7 @@ class RankMemory:
         if not self.enabled():
             return self._merged_report("release", (), log)
         with self._operating("release", log) as steps:
-            plans = steps.prepare(PrepareRelease(options))
+            plans = self._plans(steps, options)
             if self._hibernated:
                 steps.take("release", "pause", partial(self.ask, Release(_awake(options, options.tags))), list)
             else:
@@ -163,7 +164,7 @@ class RankMemory:
     def check_release(self, options: ReleaseOptions) -> None:
         """Raise what ``release`` would raise now because it is impossible; changes nothing."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
-            self._to_suspend(options, steps.prepare(PrepareRelease(options)))
+            self._to_suspend(options, self._plans(steps, options))
 
     def reserve(self, options: ResumeOptions) -> None:
         """Take the device memory that a resume needs, on every rank or on none.
@@ -262,6 +263,16 @@ class RankMemory:
             return lambda: self._group.ask(HibernationStep(name), self._group.deadlines.hibernation_s)
 
         steps.take(step, phase, each(step), each(undo))
+
+    def _plans(self, steps: Steps, options: ReleaseOptions) -> list[Plan]:
+        """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
+        here = self._group.progress.seen
+        plans = steps.prepare(PrepareRelease(options))
+        if shortage(plans, self._group.statuses, here) is not None:
+            plans = steps.prepare(PrepareRelease(options, exact=True))
+            if (error := shortage(plans, self._group.statuses, here)) is not None:
+                raise error
+        return plans
 
     def _to_suspend(self, options: ReleaseOptions, plans: Sequence[Plan]) -> tuple[str, ...]:
         """Return the communicators that a release suspends.
