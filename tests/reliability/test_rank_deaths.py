@@ -120,6 +120,17 @@ def test_the_rank_that_dies_in_an_operation_is_named_in_its_answer(served: Serve
     assert f"rank 3 (process {served.group.pids[3]}) has ended during the checkpoint" in answer.json()["message"]
 
 
+def test_why_a_stopped_rank_does_not_answer_is_told(served: Served) -> None:
+    """The operation ends at its deadline, with the rank, the step and the cause."""
+    pid = served.group.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    answer = served.http.post("/release_memory_occupation")
+    assert answer.status_code == 500
+    reason = f"rank 1 (process {pid}) has not begun it, because a signal or a debugger has stopped it"
+    assert f"the preparation did not end: no answer in 3 s; {reason}; restart" in answer.json()["message"]
+    assert reason in served.http.get("/livez").json()["reason"]
+
+
 def test_processes_that_the_engine_names_are_watched(start: Start) -> None:
     """And a rank whose process cannot be seen from here is told as such."""
     group, _ = start()

@@ -25,7 +25,7 @@ from memsaver_core.ranks.protocol import (
 )
 from memsaver_core.reports import RankStatus, Status
 from memsaver_server.ranks.merging import RankDevices
-from memsaver_server.ranks.watch import ProcessWatch
+from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 
 logger = logging.getLogger("memsaver")
 
@@ -205,7 +205,11 @@ class Group:
         return "".join(f"; rank {rank}: {message}" for message, rank in told.items() if rank != first)
 
     def _late(self) -> str:
-        return "".join(f"; {self.name(rank)} {what}" for rank, what in self.progress.late().items())
+        def why(rank: int) -> str:
+            stopped = is_stopped(self.ranks[rank].pid or 0)
+            return ", because a signal or a debugger has stopped it" if stopped else ""
+
+        return "".join(f"; {self.name(rank)} {what}{why(rank)}" for rank, what in self.progress.late().items())
 
     def _note_end(self, pid: int) -> None:
         """A process has ended; called by the watch."""
