@@ -22,14 +22,13 @@ def shortage(
         status = statuses[rank]
         if status is not None and status.host_backup.shared_store is None:
             backup = status.host_backup
-            pinned = max(backup.capacity_bytes, backup.target_bytes)
-            needed += max(0, backup.bytes - backup.file_bytes + plans[rank].host_bytes_needed - pinned)
+            growing = max(0, backup.target_bytes - backup.capacity_bytes)
+            needed += max(0, plans[rank].host_bytes_needed - backup.unused_bytes - growing)
     if needed == 0 or needed <= (free := available_host_bytes()):
         return None
     return OutOfHostMemoryError(
         f"the backups of all ranks need {needed} more bytes of host memory together, and {free} are free; nothing was "
-        "released: release fewer tags, discard some, free host memory, or set MEMSAVER_SHARED_BACKUPS if ranks hold "
-        "equal content",
+        "released: release fewer tags, discard some, or free host memory",
         needed,
         free,
     )
