@@ -64,15 +64,14 @@ def test_a_release_that_keeps_requests(server: Server) -> None:
 def test_discarded_weights(server: Server) -> None:
     """Nothing is generated before tokenspeed's update has written them; buffers come back without it."""
     expected = server.generate()
-    body = {"names": ["weight"], "dtypes": ["int64"], "shapes": [[1]]}
     server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
-    refused = server.own("/update_weights_from_distributed", body, status=400)
+    refused = server.write_weights(400)
     assert "resume it first" in refused["message"]
     server.service("/resume_memory_occupation")
-    server.own("/update_weights_from_distributed", {**body, "names": ["other"]}, status=400)
+    server.write_weights(400, "other")
     with pytest.raises(grpc.RpcError, match="content of weights"):
         server.generate()
-    server.own("/update_weights_from_distributed", body)
+    server.write_weights()
     assert server.generate() == expected
 
 
