@@ -24,7 +24,11 @@ def register() -> None:
     ``MEMSAVER_TOKENSPEED`` if that is set."""
     if not (os.environ.get(VARIABLE) or plugin.is_installed()):
         return
-    loop = importlib.import_module("tokenspeed.runtime.engine.event_loop").EventLoop
+    from memsaver_server.integrations.tokenspeed import workspaces
+
+    module: Any = importlib.import_module("tokenspeed.runtime.engine.event_loop")
+    module.create_attn_components = workspaces.releasable(module.create_attn_components)
+    loop = module.EventLoop
     for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
         if hasattr(loop, name):
             setattr(loop, name, _attached(getattr(loop, name)))
