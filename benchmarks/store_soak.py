@@ -8,7 +8,7 @@ Memory of their own, open files and threads of all processes together, the devic
 released the same weights, go into a linear fit of the second half, as in `soak.py`. It fails if one of them grows.
 
     python benchmarks/store_soak.py                                       # 1,000 cycles, on a GPU
-    MEMSAVER_DRIVER=host python benchmarks/store_soak.py --weights 256MiB --out /tmp
+    MEMSAVER_DRIVER=host python benchmarks/store_soak.py --weights 512MiB --out /tmp
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ def main() -> None:
     for what, line in figures["fits"].items():
         print(f"{what:14} {line['level']:10.3f} at half time, {line['growth']:+9.3f} to the end, {line['by_tenth']}")
     print({key: value for key, value in figures.items() if key != "fits"})
+    if figures["kept_bytes"] == figures["backed_up_bytes"]:
+        sys.exit("nothing was packed; give more --weights")
     if grown(figures["fits"]):
         sys.exit(f"it grows: {', '.join(grown(figures['fits']))}")
 

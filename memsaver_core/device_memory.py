@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from dataclasses import replace
 
 from memsaver_core import _native, communicators, hibernation, nvml, process
@@ -30,27 +32,28 @@ def _read(saver: _native.Saver, backend: Backend, index: int) -> DeviceMemory:
         if not hibernation.is_away():
             _last[index] = memory = backend.read_device(saver, index)
             return memory
-    # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
-    last = _last[index]
-    _last[index] = memory = _updated(last, hibernation.read_memory(last.uuid))
+    _last[index] = memory = read_again(_last[index], {os.getpid()})
     return memory
 
 
-def _updated(last: DeviceMemory, figures: tuple[int, int, int | None] | None) -> DeviceMemory:
-    if figures is None:
-        return last
-    total, used, own = figures
-    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
-
-
-def read_again(last: DeviceMemory, pids: frozenset[int]) -> DeviceMemory:
-    """Read a device of other processes again.
+def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
+    """Read a device of these or other processes again.
 
     Args:
         last: an earlier figure from one of those processes; returned as it is if NVML is unavailable.
         pids: the processes whose memory is ``process_bytes``.
     """
-    return _updated(last, nvml.read_memory(last.uuid, pids))
+    with hibernation.device_lock:
+        away = hibernation.is_away()
+        figures = None if away else nvml.read_memory(last.uuid, pids)
+    if (
+        away
+    ):  # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
+        figures = hibernation.read_memory(last.uuid, pids)
+    if figures is None:
+        return last
+    total, used, own = figures
+    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
 
 
 def read_communicators() -> tuple[CommunicatorStatus, ...]:

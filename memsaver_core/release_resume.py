@@ -204,7 +204,8 @@ def give_back_reserved() -> None:
 def prepare_backup(*, wait: bool = False) -> None:
     """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
 
-    Also compiles kernels that this user's cache lacks, in a quarter of a second each. Until then nothing is packed.
+    Also compiles kernels that this user's cache lacks, in a quarter of a second each. Without that the first release
+    packs nothing, and has them compiled in the background.
 
     Args:
         wait: return only when it is done.

@@ -25,10 +25,10 @@ BackupStore::~BackupStore() {
   if (getpid() != process_) {
     for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
     for (auto& [node, pool] : pools_) (void)pool.release();
-    if (retainer_.joinable()) retainer_.detach();
+    if (worker_.joinable()) worker_.detach();
     return;
   }
-  if (retainer_.joinable()) retainer_.join();
+  if (worker_.joinable()) worker_.join();
   pipelines_.clear();  // they use the pools and the files
 }
 
@@ -93,23 +93,38 @@ void BackupStore::settle() {
   if (shared_) shared_->settle();
 }
 
+void BackupStore::prepare_packing_later() {
+  if (!options_.pack) return;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [device, pipeline] : pipelines_) {
+      if (!driver_.has_packing(device) && packing_.insert(device).second) packing_wanted_.push_back(device);
+    }
+  }
+  if (!packing_wanted_.empty()) work_later();
+}
+
 void BackupStore::retain() {
   if (options_.retention == Retention::keep) return;
   drop_wanted_ = drop_wanted_ || options_.retention == Retention::free;
   trim_later();
 }
 
-// A thread that has not begun yet waits for the operation of this caller, and does what it asked for, too.
 void BackupStore::trim_later() {
   trim_wanted_ = true;
-  if (retainer_works_) return;
-  if (retainer_.joinable()) retainer_.join();  // it has let go of operation_mutex and is returning
-  auto retainer = sys::start_thread([this] { run_retention(); });
-  if (retainer) {
-    retainer_ = std::move(*retainer);
-    retainer_works_ = true;
+  work_later();
+}
+
+// A thread that has not begun yet waits for the operation of this caller, and does what it asked for, too.
+void BackupStore::work_later() {
+  if (working_) return;
+  if (worker_.joinable()) worker_.join();  // it has let go of operation_mutex and is returning
+  auto worker = sys::start_thread([this] { work(); });
+  if (worker) {
+    worker_ = std::move(*worker);
+    working_ = true;
   } else {
-    warn("no thread can be started to unpin backup memory; the next resume tries again");
+    warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
   }
 }
 
@@ -119,15 +134,21 @@ void BackupStore::trim_excess() {
   if (options_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
 }
 
-// Holds operation_mutex except while memory is given back, which may take long.
-void BackupStore::run_retention() {
+// Holds operation_mutex except for what may take long: compiling kernels, and giving memory back.
+void BackupStore::work() {
   for (;;) {
+    bool trim = false;
+    std::vector<int> devices;
     {
       const Lock operation(operation_mutex);
-      retainer_works_ = std::exchange(trim_wanted_, false);
-      if (!retainer_works_) return;
+      trim = std::exchange(trim_wanted_, false);
+      devices = std::exchange(packing_wanted_, {});
+      working_ = trim || !devices.empty();
+      if (!working_) return;
       if (std::exchange(drop_wanted_, false)) drop_resident_();
     }
+    for (const int device : devices) driver_.prepare_packing(device);
+    if (!trim) continue;
     settle();
     for (HostPool* const pool : pools()) pool->trim();
     if (shared_) shared_->trim();

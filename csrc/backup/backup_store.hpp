@@ -78,6 +78,8 @@ class BackupStore {
   // Returns to the system, and to other processes, what give_back() left to be returned. May wait for both: do not call
   // it with a lock held but operation_mutex.
   void settle();
+  // Makes ready in the background what packing needs on each device in use, so that later releases pack. Once.
+  void prepare_packing_later() REQUIRES(operation_mutex);
   // Applies the retention policy in the background, after the operation that holds the lock.
   void retain() REQUIRES(operation_mutex);
   // Unpins unused host memory in the background.
@@ -97,7 +99,8 @@ class BackupStore {
   [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_);
 
  private:
-  void run_retention() EXCLUDES(operation_mutex, mutex_);
+  void work_later() REQUIRES(operation_mutex);
+  void work() EXCLUDES(operation_mutex, mutex_);
 
   const pid_t process_ = getpid();
   Driver& driver_;
@@ -108,10 +111,12 @@ class BackupStore {
   const std::function<void()> drop_resident_;
   FileStore files_;
 
-  std::thread retainer_ GUARDED_BY(operation_mutex);
-  bool retainer_works_ GUARDED_BY(operation_mutex) = false;
+  std::thread worker_ GUARDED_BY(operation_mutex);
+  bool working_ GUARDED_BY(operation_mutex) = false;
   bool trim_wanted_ GUARDED_BY(operation_mutex) = false;
   bool drop_wanted_ GUARDED_BY(operation_mutex) = false;
+  std::set<int> packing_ GUARDED_BY(operation_mutex);  // devices for which packing is made ready, or was
+  std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
 
   mutable Mutex mutex_;
   std::map<int, int> node_of_ GUARDED_BY(mutex_);  // by device

@@ -42,6 +42,7 @@ class SaveTask {
       }
       add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
       while (!batches_.empty()) finish_oldest();
+      drop_saved(std::numeric_limits<std::size_t>::max());
       staging_.wait_for_streams();
       staging_.give_bounce(writes_.transfers());
       packing_.close();
@@ -67,6 +68,7 @@ class SaveTask {
       const auto& digest = window.digests[i - window.begin];
       if (!is_kept(blocks_[i], digest)) changed.push_back({i, digest, packable});
     }
+    if (changed.empty()) drop_saved(std::numeric_limits<std::size_t>::max());  // while the device digests
     save_changed(changed, plan_packing(changed), batch);
     const bool last = window.end == blocks_.size();
     add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.end].begin(), batch);
@@ -127,6 +129,7 @@ class SaveTask {
   // batches but the newest one for that. Nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
+    if (packing_.buffers() == 0) drop_saved(Packing::kBytes);
     return packing_.open(dropped_bytes_);
   }
 
@@ -136,6 +139,7 @@ class SaveTask {
   }
 
   void save_block(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
+    drop_saved(2 * kBlockBytes);
     const ContentBlock& content = blocks_[changed.block];
     try {
       if (is_shared(changed, plan, batch)) return;
@@ -281,14 +285,19 @@ class SaveTask {
       progress_.done_bytes += bytes;
       if (copied.outcome == ContentBlock::Outcome::copied) progress_.copied_bytes += bytes;
     }
-    {
-      const Stopwatch watch(seconds_.driver);
-      for (const std::size_t chunk : batch.chunks) {
-        drop_(chunk);
-        dropped_bytes_ += chunks_[chunk].bytes;
-      }
-    }
+    saved_.insert(saved_.end(), batch.chunks.begin(), batch.chunks.end());
     batches_.pop_front();
+  }
+
+  // Drops saved chunks, at least `bytes` if there are as many. A few at a time: the driver takes as long to unmap a
+  // window as the link takes for the copies that are queued, and would leave it idle.
+  void drop_saved(std::size_t bytes) {
+    const Stopwatch watch(seconds_.driver);
+    for (std::size_t dropped = 0; dropped < bytes && !saved_.empty(); saved_.pop_front()) {
+      drop_(saved_.front());
+      dropped += chunks_[saved_.front()].bytes;
+      dropped_bytes_ += chunks_[saved_.front()].bytes;
+    }
   }
 
   void give_memory(Block& block) {
@@ -308,6 +317,7 @@ class SaveTask {
   std::size_t left_bytes_ = 0;  // of blocks that are not saved
   std::size_t next_chunk_ = 0;
   std::deque<SaveBatch> batches_;
+  std::deque<std::size_t> saved_;  // chunks to be dropped
   PipelineSeconds seconds_;
   DigestWindows windows_{staging_, blocks_, seconds_};
   std::optional<SharedSave> shared_;
@@ -322,29 +332,6 @@ class SaveTask {
 PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                const std::function<void(std::size_t)>& drop) {
   return SaveTask(staging_, progress_, blocks, chunks, drop).run();
-}
-
-void Pipeline::expect(std::vector<ContentBlock>& blocks) {
-  Packing& packing = staging_.packing();
-  if (!packing.ready()) return;
-  RawFirst raw_first(blocks);
-  std::vector<PackItem> items;
-  std::vector<Block*> sampled;
-  for (const auto& content : blocks) {
-    if (!raw_first.may_be_packed(content) || content.block->kept != Kept::nothing) continue;
-    items.push_back(content.first_run());
-    sampled.push_back(content.block);
-  }
-  try {
-    const std::vector<std::size_t> expected = packing.expect(items, staging_.kernels());
-    for (std::size_t i = 0; i < sampled.size(); ++i) {
-      sampled[i]->expected_bytes = round_up(expected[i], kBlockBytes / 128);
-    }
-  } catch (...) {
-    FileTransfers none;
-    staging_.settle(none);
-    throw;
-  }
 }
 
 }  // namespace memsaver

@@ -13,9 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Enough copies of 0.6 ms to keep the link at work while this thread looks for more; what is claimed beyond is work
-// that no other process can take over.
-constexpr std::size_t kClaims = 4;
+// Enough copies of 0.4 ms to keep the link at work while this thread plans the next window and unmaps what is saved;
+// what is claimed beyond is work that no other process can take over.
+constexpr std::size_t kClaims = 8;
 constexpr std::chrono::seconds kPatience{1};
 
 }  // namespace

@@ -63,14 +63,14 @@ class CudaProcess final : public Process {
   ByDevice checkpoint(const ByDevice& devices) override {
     ByDevice before;  // what the process holds of each device that NVML lists it on
     for (const auto& [uuid, unused] : devices) {
-      const auto memory = nvml_.memory_of(uuid, pid_);
+      const auto memory = nvml_.memory_of(uuid, {pid_});
       if (memory && memory->process_bytes != 0) before[uuid] = memory->process_bytes;
     }
     OtherArguments arguments;
     check("cuCheckpointProcessCheckpoint", checkpoint_(pid_, &arguments));
     ByDevice held;
     for (const auto& [uuid, used] : before) {
-      const auto now = nvml_.memory_of(uuid, pid_);
+      const auto now = nvml_.memory_of(uuid, {pid_});
       if (now && used > now->process_bytes) held[uuid] = used - now->process_bytes;
     }
     return held;
@@ -78,7 +78,7 @@ class CudaProcess final : public Process {
 
   void restore(const ByDevice& held) override {
     for (const auto& [uuid, bytes] : held) {
-      const auto now = nvml_.memory_of(uuid, pid_);
+      const auto now = nvml_.memory_of(uuid, {pid_});
       if (now && now->free_bytes < bytes + kSpareBytes) {
         StepError error("cuCheckpointProcessRestore", "CUDA_ERROR_OUT_OF_MEMORY");
         error.device = uuid;

@@ -17,8 +17,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Helper {
  public:
-  Helper(int pid, std::unique_ptr<Process> process, Nvml& nvml)
-      : pid_(pid), process_(std::move(process)), nvml_(nvml) {}
+  Helper(std::unique_ptr<Process> process, Nvml& nvml) : process_(std::move(process)), nvml_(nvml) {}
 
   // Answers one request; never throws.
   std::string answer(const std::string& line) {
@@ -81,7 +80,9 @@ class Helper {
   std::string memory(std::istringstream& words) {
     std::string uuid;
     words >> uuid;
-    const auto memory = nvml_.memory_of(uuid, pid_);
+    std::vector<int> processes;
+    for (int process = 0; words >> process;) processes.push_back(process);
+    const auto memory = nvml_.memory_of(uuid, processes);
     if (!memory) throw StepError("nvmlDeviceGetMemoryInfo_v2", "NVML_ERROR");
     return "ok " + std::to_string(memory->total_bytes) + " " + std::to_string(memory->used_bytes) + " " +
            std::to_string(memory->process_bytes);
@@ -93,7 +94,6 @@ class Helper {
     return text;
   }
 
-  const int pid_;
   std::unique_ptr<Process> process_;
   Nvml& nvml_;
 };
@@ -132,7 +132,7 @@ int run_helper(const std::vector<std::string>& arguments, const ProcessAdaptor& 
     auto process = arguments[1] == "host" ? open_host_process({arguments.begin() + 2, arguments.end()})
                                           : open_cuda_process(pid, nvml);
     if (adapt) process = adapt(std::move(process));
-    helper = std::make_unique<Helper>(pid, std::move(process), nvml);
+    helper = std::make_unique<Helper>(std::move(process), nvml);
   } catch (const StepError& error) {
     problem = "error " + error.call + " " + error.code + " unknown";
   } catch (const std::exception& error) {

@@ -2,9 +2,11 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 namespace memsaver::hibernate {
 
-std::optional<Nvml::Memory> Nvml::memory_of(const std::string& uuid, int process) {
+std::optional<Nvml::Memory> Nvml::memory_of(const std::string& uuid, const std::vector<int>& processes) {
   void* device = nullptr;
   if (!load() || handle_by_uuid_(uuid.c_str(), &device) != 0) return std::nullopt;
   DeviceMemory memory{sizeof(DeviceMemory) | 2u << 24, 0, 0, 0, 0};
@@ -13,7 +15,8 @@ std::optional<Nvml::Memory> Nvml::memory_of(const std::string& uuid, int process
   std::size_t own = 0;
   if (processes_(device, &count, list_) == 0) {
     for (unsigned i = 0; i < count; ++i) {
-      if (list_[i].pid == static_cast<unsigned>(process) && list_[i].used != ~0ull) own += list_[i].used;
+      const bool asked = std::count(processes.begin(), processes.end(), static_cast<int>(list_[i].pid)) != 0;
+      if (asked && list_[i].used != ~0ull) own += list_[i].used;
     }
   }
   return Memory{memory.total, memory.free, memory.used, own};

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace memsaver::hibernate {
 
@@ -13,11 +14,11 @@ class Nvml {
     std::size_t total_bytes;
     std::size_t free_bytes;
     std::size_t used_bytes;
-    std::size_t process_bytes;  // 0 if NVML does not list the process
+    std::size_t process_bytes;  // of those processes that NVML lists
   };
 
   // Nothing if NVML cannot be used or does not know the device.
-  [[nodiscard]] std::optional<Memory> memory_of(const std::string& uuid, int process);
+  [[nodiscard]] std::optional<Memory> memory_of(const std::string& uuid, const std::vector<int>& processes);
 
  private:
   // Layouts of the versioned functions below, which NVML keeps stable.

@@ -114,6 +114,7 @@ class Release final : public Operation {
       throw;
     }
     core_.stacks.give_back();
+    core_.backups.prepare_packing_later();
     const Lock lock(core_.map.mutex);
     if (core_.map.unprepared_bytes() == 0) core_.backups.trim_excess();
   }

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import lru_cache
@@ -90,8 +90,8 @@ class Hibernation:
         helper = self._helper
         return helper.pid if helper is not None and helper.alive else None
 
-    def read_memory(self, uuid: str) -> tuple[int, int, int] | None:
-        """Have the helper read a device: bytes in total, in use, and in use by this process.
+    def read_memory(self, uuid: str, pids: Iterable[int]) -> tuple[int, int, int] | None:
+        """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``.
 
         Returns:
             None if there is no helper, or it is busy.
@@ -101,7 +101,7 @@ class Hibernation:
         try:
             if self._helper is None or not self._helper.alive:
                 return None
-            total, used, own = map(int, self._helper.ask("memory", uuid))
+            total, used, own = map(int, self._helper.ask("memory", uuid, *pids))
         except (MemsaverError, StepFailedError):
             return None
         finally:

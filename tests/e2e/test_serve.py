@@ -52,14 +52,20 @@ def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "state"), [(signal.SIGTERM, "released"), (signal.SIGINT, "resident"), (signal.SIGTERM, "prepared")]
+    ("number", "state"),
+    [
+        (signal.SIGTERM, "released"),
+        (signal.SIGTERM, "hibernated"),
+        (signal.SIGINT, "resident"),
+        (signal.SIGTERM, "prepared"),
+    ],
 )
 @pytest.mark.guards("the process aborted at exit")
 def test_a_signal_ends_it_with_code_0_in_any_state(number: signal.Signals, state: str) -> None:
     with serving() as server:
         with Client(server.url) as client:
-            if state == "released":
-                client.release()
+            if state in ("released", "hibernated"):
+                client.release(hibernate=state == "hibernated")
             elif state == "prepared":
                 client.release(prepare=True, lease_s=3600)
         assert server.end(number) == 0

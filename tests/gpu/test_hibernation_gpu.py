@@ -5,10 +5,12 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import httpx
 import pynvml
 import pytest
 import torch
 
+from tests.e2e.serving import serving
 from tests.gpu.children import two_devices
 from tests.native import injection
 from tests.programs import Child, output_of
@@ -240,6 +242,19 @@ def test_a_wake_waits_for_the_memory_that_a_co_tenant_took() -> None:
         """
     )
     assert "fine" in told
+
+
+@pytest.mark.guards("the process aborted at exit")
+def test_a_hibernated_server_ends_without_a_wake_up() -> None:
+    """The device may have no memory for one."""
+    options = ("--kv-cache-bytes", "1GiB", "--batch-sizes", "1")
+    with (
+        serving(*options, changes={"MEMSAVER_DRIVER": "cuda"}) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        assert http.post("/release_memory_occupation", json={"hibernate": True}).status_code == 200
+        assert server.end() == 0, server.log
+        assert "ending" in server.log
 
 
 def test_managed_memory_is_seen_and_refused() -> None:

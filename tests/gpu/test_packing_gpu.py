@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 
 import pytest
 
@@ -66,6 +67,26 @@ def test_content_is_packed_and_comes_back() -> None:
     assert kept["bfloat16"] < 0.75  # the first 64 of 768 MiB stay as they are
     assert kept["float32"] < 0.88
     assert kept["noise"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_program_that_prepares_nothing_packs_later() -> None:
+    """The first release has the kernels compiled; it may be packed only if they were in time."""
+    program = """
+    import time, torch, memsaver_core as ms
+    with ms.region("t", restore="host"):
+        tensor = torch.empty(256 << 20, dtype=torch.bfloat16, device="cuda")
+    for _ in range(100):
+        tensor.normal_(0, 0.02)
+        total = int(tensor.view(torch.int64).sum())
+        (report,) = ms.release().tags
+        ms.resume()
+        assert int(tensor.view(torch.int64).sum()) == total
+        if report.kept_bytes < 0.8 * report.backed_up_bytes:
+            print("packed")
+            break
+        time.sleep(0.1)
+    """
+    assert "packed" in output_of(textwrap.dedent(program))
 
 
 def test_without_packing_nothing_is_packed() -> None:

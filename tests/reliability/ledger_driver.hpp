@@ -307,6 +307,7 @@ class LedgerDriver final : public Driver {
               }
             });
   }
+  void prepare_packing(int device) noexcept override { driver_->prepare_packing(device); }
   bool has_packing(int device) noexcept override { return packing_ && driver_->has_packing(device); }
 
   Event record(int, Stream stream) override {

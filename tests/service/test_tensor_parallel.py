@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 from transformers import AutoModelForCausalLM
 
+from memsaver_core import hibernation, nvml
 from memsaver_server import Attachment, attach
 from memsaver_server.reference import rank_group
 from memsaver_server.reference.builtin_model import small_checkpoint
@@ -141,6 +142,17 @@ def test_all_ranks_are_released_together(two: Served, body: dict[str, object]) -
     two.post("/resume_memory_occupation")
     assert two.http.get("/readyz").status_code == 200
     assert two.tokens() == two.expected
+
+
+def test_nvml_is_not_asked_while_rank_0_is_hibernated(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls wait until the process wakes; rank 0 is in the service's process."""
+    away: list[bool] = []
+    monkeypatch.setattr(nvml, "read_memory", lambda *_: away.append(hibernation.is_away()))
+    two.post("/release_memory_occupation", {"hibernate": True})
+    assert two.http.get("/memory_occupation").json()["hibernated"]
+    two.post("/resume_memory_occupation")
+    assert away
+    assert not any(away)
 
 
 def test_frozen_requests_go_on(two: Served) -> None:

@@ -9,6 +9,7 @@ import threading
 import uuid
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memsaver_core import _native
@@ -69,6 +70,22 @@ def test_each_policy_gives_what_it_owes(policy: str) -> None:
         else:
             assert (view(address, size) == (0 if policy == "zero" else GARBAGE)).all()
         view(address, size)[:] = 1  # readable and writable with any policy
+
+
+def test_what_packing_needs_is_prepared_by_a_release() -> None:
+    """In the background, so that the release is not slower; later ones pack."""
+    saver = make(host_capacity=1024 * MIB)
+    address = saver.allocate(0, "t", "host", 160 * MIB)
+    exponents = np.random.default_rng(1).integers(0x3C00, 0x3D00, 80 * MIB, dtype=np.uint16)
+    saver.fail("has_packing", times=1000)  # as before the kernels are compiled
+    for flipped in (0, 1):
+        view(address, 160 * MIB).view(np.uint16)[:] = exponents ^ flipped
+        kept = release(saver)["t"]["kept_bytes"]
+        assert (kept < 150 * MIB) == bool(flipped)
+        wait_until(lambda: saver.counts().get("prepare_packing", 0) == 1)
+        saver.heal()
+        resume(saver)
+    assert (view(address, 160 * MIB).view(np.uint16) == exponents ^ 1).all()
 
 
 def test_resident_memory_falls() -> None:

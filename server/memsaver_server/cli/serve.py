@@ -18,6 +18,7 @@ from memsaver_server.cli.serving import (
     Port,
     PrivateKey,
     UnixSocket,
+    end_if_hibernated,
     settings_of,
     starting,
     until_ended,
@@ -135,6 +136,7 @@ def serve(
         attachment.close()
         engine.close()
         late.cancel()
+        end_if_hibernated()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

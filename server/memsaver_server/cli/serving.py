@@ -75,6 +75,20 @@ def until_ended() -> Iterator[None]:
         notify("STOPPING=1")
 
 
+def end_if_hibernated() -> None:
+    """End the process with exit code 0 if it is hibernated; nothing may be left to do but what the interpreter does.
+
+    That calls CUDA, which would wait for a wake-up, and the device may have no memory for one.
+    """
+    from memsaver_core import hibernation
+
+    if hibernation.is_hibernated():
+        sys.stdout.flush()
+        if isinstance(sys.stderr, LogStream):
+            sys.stderr.settle(END_S)
+        os._exit(0)
+
+
 def settings_of(**given: str | bool | None) -> Settings:
     """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
 

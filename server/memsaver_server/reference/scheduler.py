@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memsaver_core import MemsaverError
+from memsaver_core import MemsaverError, hibernation
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 from memsaver_server.reference.requests import Request, Row, SlotTable
 from memsaver_server.threads import start_thread
@@ -255,7 +255,8 @@ class Scheduler:
         ready.set_result(self.runner)
         with torch.no_grad():
             self._loop()
-            self.runner.close()
+            if not hibernation.is_hibernated():  # else it would wait for a wake-up
+                self.runner.close()
         with self._changed:
             reason = self._failure or AdmissionClosedError("the engine was shut down")
             self._fail([*self._running, *self._waiting], reason)

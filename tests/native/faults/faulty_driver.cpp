@@ -181,8 +181,21 @@ void FaultyDriver::unpack(int device, const PackItem& packed, const PackItem& co
   enter("unpack");
   driver_->unpack(device, packed, content, damaged, stream);
 }
-void FaultyDriver::prepare_packing(int device) noexcept { driver_->prepare_packing(device); }
-bool FaultyDriver::has_packing(int device) noexcept { return driver_->has_packing(device); }
+void FaultyDriver::prepare_packing(int device) noexcept {
+  try {
+    enter("prepare_packing");
+    driver_->prepare_packing(device);
+  } catch (const Error&) {  // then nothing is prepared
+  }
+}
+bool FaultyDriver::has_packing(int device) noexcept {
+  try {
+    enter("has_packing");
+    return driver_->has_packing(device);
+  } catch (const Error&) {
+    return false;
+  }
+}
 Event FaultyDriver::record(int device, Stream stream) {
   enter("record");
   return driver_->record(device, stream);
