@@ -93,7 +93,7 @@ def served(
     except ConfigurationError as refused:
         if where:
             raise
-        logger.warning("the engine's own memory calls stay as they are, and need an idle engine: %s", refused)
+        logger.warning("the engine's own memory calls stay as they are: %s", refused)
         yield
         return
     if not is_first():

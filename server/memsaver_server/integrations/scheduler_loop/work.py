@@ -19,7 +19,7 @@ class Work(ABC):
 
     @abstractmethod
     def is_still(self) -> bool:
-        """Whether nothing computes, and nothing moves content of memory that is released."""
+        """Whether no request computes, and no copy of the cache or of weights is under way."""
 
     @abstractmethod
     def has_nothing_to_do(self) -> bool:

@@ -1,7 +1,7 @@
 """SGLang's own requests for memory, weights, cache and pauses, carried out by the service's lifecycle.
 
-By SGLang alone a release ends the process if a request runs, a
-resume if nothing is released, and a weight update or a continuation touches memory that is released.
+By SGLang alone a release ends the process if a request runs, a resume if nothing is released, and a weight update or a
+continuation touches memory that is released.
 """
 
 from __future__ import annotations

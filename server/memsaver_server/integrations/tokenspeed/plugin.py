@@ -27,7 +27,8 @@ def register() -> None:
     from memsaver_server.integrations.tokenspeed import workspaces
 
     module: Any = importlib.import_module("tokenspeed.runtime.engine.event_loop")
-    module.create_attn_components = workspaces.releasable(module.create_attn_components)
+    if hasattr(module, "create_attn_components"):  # in 0.1.0
+        module.create_attn_components = workspaces.releasable(module.create_attn_components)
     loop = module.EventLoop
     for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
         if hasattr(loop, name):

@@ -32,11 +32,9 @@ def releasable(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def created(server_args: Any, *arguments: Any, **named: Any) -> Any:
         components = create(server_args, *arguments, **named)
-        if server_args.enable_memory_saver:
-            for workspace in _existing():
-                ms.adopt(workspace, TAG, restore="zero", device=workspace.device.index)
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # the memory that they were in
+        if server_args.enable_memory_saver and (workspaces := _existing()):
+            ms.adopt(workspaces, TAG)
+            torch.cuda.empty_cache()  # the memory that they were in
         return components
 
     return created
