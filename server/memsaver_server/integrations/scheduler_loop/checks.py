@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import memsaver_core as ms
@@ -11,15 +12,13 @@ import memsaver_core as ms
 
 def lacking(owner: Any, paths: Iterable[str]) -> list[str]:
     """Return those of ``paths`` (names of attributes, joined by dots) that ``owner`` does not have."""
-    return [path for path in paths if not _has(owner, path)]
-
-
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+    found = []
+    for path in paths:
+        try:
+            attrgetter(path)(owner)
+        except AttributeError:
+            found.append(path)
+    return found
 
 
 def memory_problem(enabled: bool, adapter: str) -> str:

@@ -63,44 +63,30 @@ def without_service(engine: LoopEngine) -> Iterator[None]:
 
 
 @contextmanager
-def served(
-    variable: str,
-    *,
-    releasable: bool,
-    check: Callable[[bool], None],
-    is_first: Callable[[], bool],
-    engine: Callable[[], LoopEngine],
-    follow: Callable[[], None],
-) -> Iterator[None]:
+def served(variable: str, releasable: bool, start: Callable[[bool], LoopEngine | None]) -> Iterator[None]:
     """Serve a scheduler at the address in ``variable``; without an address, carry out its own calls.
 
     Args:
         releasable: whether the engine was asked to put its memory into regions.
-        check: raises ConfigurationError if the scheduler cannot be served; is told whether a service is wanted.
-        is_first: whether this is the rank that receives requests.
-        engine: called on the first rank.
-        follow: called on each other rank.
+        start: returns the engine on the rank that receives requests; has another rank follow that, and returns None. Is
+            told whether a service is wanted, and raises ConfigurationError if the scheduler cannot be served.
 
     Raises:
         ConfigurationError: a service is wanted, and the scheduler cannot be served, or the address cannot be bound.
     """
     where = os.environ.get(variable)
-    if not where and not releasable:
-        yield
-        return
+    engine = None
     try:
-        check(bool(where))
+        if where or releasable:
+            engine = start(bool(where))
     except ConfigurationError as refused:
         if where:
             raise
         logger.warning("the engine's own memory calls stay as they are: %s", refused)
+    if engine is None:
         yield
         return
-    if not is_first():
-        follow()
-        yield
-        return
-    with attach(engine(), None, **address(where, variable)) if where else without_service(engine()):
+    with attach(engine, None, **address(where, variable)) if where else without_service(engine):
         yield
 
 

@@ -148,6 +148,15 @@ class SglangEngine(LoopEngine):
             self.loop.send(self._messages.ContinueGenerationReqInput())
 
 
+def start(scheduler: Any, service: bool) -> SglangEngine | None:
+    """As ``plugin.served`` has it."""
+    check(scheduler, service=service)
+    if scheduler.world_group.rank_in_group == 0:
+        return SglangEngine(scheduler)
+    port.join(scheduler)
+    return None
+
+
 def check(scheduler: Any, *, service: bool = False) -> None:
     """Raise ConfigurationError if ``scheduler`` cannot be served; the message says why.
 

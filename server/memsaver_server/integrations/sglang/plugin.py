@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memsaver_server.integrations.scheduler_loop import plugin
@@ -63,14 +64,7 @@ def follow(scheduler: Any) -> None:
 
 
 def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
-    from memsaver_server.integrations.sglang.engine import SglangEngine, check
+    from memsaver_server.integrations.sglang.engine import start
 
-    with plugin.served(
-        VARIABLE,
-        releasable=scheduler.memory_saver_adapter.enabled,
-        check=lambda service: check(scheduler, service=service),
-        is_first=lambda: bool(scheduler.world_group.rank_in_group == 0),
-        engine=lambda: SglangEngine(scheduler),
-        follow=lambda: follow(scheduler),
-    ):
+    with plugin.served(VARIABLE, scheduler.memory_saver_adapter.enabled, partial(start, scheduler)):
         run_event_loop(scheduler)

@@ -79,6 +79,15 @@ class TokenspeedEngine(LoopEngine):
         self._run("freeze")
 
 
+def start(event_loop: Any, service: bool) -> TokenspeedEngine | None:
+    """As ``plugin.served`` has it."""
+    check(event_loop)
+    if event_loop.attn_tp_rank == 0:
+        return TokenspeedEngine(event_loop)
+    port.join(event_loop)
+    return None
+
+
 def check(loop: Any) -> None:
     """Raise ConfigurationError if ``loop`` cannot be served; the message says why."""
     if missing := lacking(loop, NAMES):

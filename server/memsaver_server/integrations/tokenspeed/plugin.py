@@ -67,16 +67,9 @@ def follow(loop: Any) -> None:
 def _attached(run: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(run)
     def served(loop: Any) -> None:
-        from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine, check
+        from memsaver_server.integrations.tokenspeed.engine import start
 
-        with plugin.served(
-            VARIABLE,
-            releasable=loop.server_args.enable_memory_saver,
-            check=lambda service: check(loop),
-            is_first=lambda: bool(loop.attn_tp_rank == 0),
-            engine=lambda: TokenspeedEngine(loop),
-            follow=lambda: follow(loop),
-        ):
+        with plugin.served(VARIABLE, loop.server_args.enable_memory_saver, functools.partial(start, loop)):
             run(loop)
 
     return served
