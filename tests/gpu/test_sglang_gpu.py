@@ -162,7 +162,7 @@ def test_speculation(start: Start, tmp_path: Path, algorithm: str) -> None:
     if algorithm == "STANDALONE":  # SGLang's update writes the same weights into both models, and no buffers
         server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
         server.service("/resume_memory_occupation")
-        server.own("/update_weights_from_disk", {"model_path": str(server.model)})
+        server.write_weights()
         assert server.answers() == expected
 
 

@@ -27,13 +27,13 @@ import memsaver_core as ms
 import memsaver_server
 from memsaver_core import process
 from memsaver_core.compat import torch_memory_saver
-from memsaver_server.integrations.sglang import engine, plugin, ranks
+from memsaver_server.integrations.sglang import engine, plugin
 from tests.native import injection
 from tests.programs import Child
 
 from . import sglang_standin as standin
 
-__all__ = ["engine", "memsaver_server", "ranks", "torch"]  # imported before the fork
+__all__ = ["engine", "memsaver_server", "torch"]  # imported before the fork
 
 
 def echo(scheduler: standin.Scheduler) -> None:

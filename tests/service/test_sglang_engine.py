@@ -19,6 +19,7 @@ from memsaver_core.errors import ConfigurationError
 from memsaver_core.hibernation import preconditions
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
+from memsaver_server.integrations.scheduler_loop.plugin import address
 from memsaver_server.integrations.sglang import plugin
 from memsaver_server.integrations.sglang.engine import SglangEngine
 from memsaver_server.integrations.sglang.work import SchedulerWork
@@ -422,8 +423,8 @@ def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pyte
 
 
 def test_addresses() -> None:
-    assert plugin.address("127.0.0.1:30100") == {"host": "127.0.0.1", "port": 30100}
-    assert plugin.address("[::1]:1") == {"host": "::1", "port": 1}
-    assert plugin.address("/run/memsaver.sock") == {"uds": "/run/memsaver.sock"}
+    assert address("127.0.0.1:30100", "MEMSAVER_SGLANG") == {"host": "127.0.0.1", "port": 30100}
+    assert address("[::1]:1", "MEMSAVER_SGLANG") == {"host": "::1", "port": 1}
+    assert address("/run/memsaver.sock", "MEMSAVER_SGLANG") == {"uds": "/run/memsaver.sock"}
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        plugin.address("1")
+        address("1", "MEMSAVER_SGLANG")

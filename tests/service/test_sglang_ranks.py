@@ -5,7 +5,6 @@ A token depends on the memory of every rank: equal tokens mean equal content.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +18,9 @@ import torch
 
 from memsaver_core.compat import torch_memory_saver
 from memsaver_core.ranks import protocol
-from memsaver_server.integrations.sglang import event_loop
-from memsaver_server.integrations.sglang.intake import Intake
-from memsaver_server.integrations.sglang.ranks import SchedulerRank
+from memsaver_server.integrations.scheduler_loop import event_loop
+from memsaver_server.integrations.scheduler_loop.ranks import SchedulerRank
+from memsaver_server.integrations.sglang import port
 from memsaver_server.integrations.sglang.work import SchedulerWork
 from tests.waiting import wait_until
 
@@ -208,7 +207,8 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
 ) -> None:
     """It waits until the iteration that the command came in is over, and tells if that does not happen."""
     monkeypatch.setattr(event_loop, "ARRIVAL_S", 0.01)
-    loop = event_loop.EventLoop(standin_scheduler, SchedulerWork(standin_scheduler))
+    loop = event_loop.EventLoop(SchedulerWork(standin_scheduler))
+    port.take_over(standin_scheduler, loop)
     rank = SchedulerRank(loop)
 
     def failure() -> protocol.Failure | None:
@@ -228,9 +228,7 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
 
 def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) -> None:
     """The first one rests; all others wait for its broadcast."""
-    messages = importlib.import_module("sglang.srt.managers.io_struct")
-    intake = Intake(standin_scheduler, messages)
-    loop = event_loop.LeadingLoop(standin_scheduler, SchedulerWork(standin_scheduler), intake)
+    loop = port.lead(standin_scheduler, SchedulerWork(standin_scheduler))
     thread = threading.Thread(target=standin_scheduler.run_event_loop, daemon=True)
     thread.start()
     with loop.standstill() as number:

@@ -61,6 +61,10 @@ class Server(EngineServer):
         port = self.url.rpartition(":")[2]
         self.run([*command, "--port", port, *arguments], {**self.environment, **named, **environment})
 
+    def write_weights(self, status: int = 200, **fields: Any) -> httpx.Response:
+        """Have SGLang write the weights of its model again."""
+        return self.own("/update_weights_from_disk", {"model_path": str(self.model), **fields}, status=status)
+
     def request(self, length: int = 16, prompt: list[int] | None = None, **fields: Any) -> httpx.Response:
         parameters = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": prompt or PROMPT, "sampling_params": parameters, **fields}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,10 +32,6 @@ def server(unserved: Server) -> Iterator[Server]:
     assert not unserved.is_dead(), unserved.output()[-3000:]
 
 
-def update(server: Server, **fields: Any) -> None:
-    server.own("/update_weights_from_disk", {"model_path": str(server.model), **fields})
-
-
 @pytest.mark.guards("a release by the engine's own call ended the server")
 def test_a_release_under_load(server: Server) -> None:
     """20 requests in flight: all are answered in full, then memory is released; a repeat succeeds."""
@@ -50,19 +45,19 @@ def test_a_release_under_load(server: Server) -> None:
     assert "released" in refused.text
     server.own("/resume_memory_occupation")
     server.own("/resume_memory_occupation")
-    update(server)
+    server.write_weights()
     assert server.generate(300, prompts(1)[0]) == expected[0]
 
 
 def test_weights_are_written_only_while_resident(server: Server) -> None:
     expected = server.generate()
     server.own("/release_memory_occupation", {"tags": ["weights"]})
-    refused = server.own("/update_weights_from_disk", {"model_path": str(server.model)}, status=400)
+    refused = server.write_weights(400)
     assert "resume it first" in refused.json()["message"]
     assert server.own("/weights_checker", {"action": "checksum"}, status=400).json()["success"] is False
     server.own("/resume_memory_occupation", {"tags": ["weights"]})
     assert server.request().status_code == 503  # their content was discarded
-    update(server)
+    server.write_weights()
     assert server.generate() == expected
 
 
@@ -96,12 +91,12 @@ def test_slime(server: Server, pause: str, tmp_path: Path) -> None:
     server.own("/resume_memory_occupation", {"tags": ["weights"]})
     server.own("/pause_generation", {"mode": pause})
     server.own("/flush_cache")
-    server.own("/update_weights_from_disk", {"model_path": str(other), "flush_cache": True})
+    server.write_weights(model_path=str(other), flush_cache=True)
     server.own("/continue_generation", {})
     server.own("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     assert len(running.result(ANSWER_S)) == 1500 if pause == "retract" else len(running.result(ANSWER_S)) < 1500
     assert server.generate() != expected
-    update(server)
+    server.write_weights()
     assert server.generate() == expected
 
 
@@ -115,7 +110,7 @@ def test_verl(server: Server) -> None:
         server.own("/release_memory_occupation", body)
         server.own("/resume_memory_occupation", {"tags": ["weights"]})
         server.own("/resume_memory_occupation", {"tags": ["weights"]})
-        update(server, flush_cache=False)
+        server.write_weights(flush_cache=False)
         server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
         assert server.http.get(server.url + "/flush_cache?reset_connector=true").status_code == 200
         assert server.generate() == expected
@@ -126,12 +121,12 @@ def test_areal(server: Server) -> None:
     expected = server.generate(1500, prompts(1)[0])
     running = server.in_background(4, 1500)
     server.own("/pause_generation", {})
-    update(server, abort_all_requests=True)
+    server.write_weights(abort_all_requests=True)
     server.own("/continue_generation", {})
     assert all(len(each.result(ANSWER_S)) < 1500 for each in running)
     server.own("/release_memory_occupation", {})
     server.own("/resume_memory_occupation", {})
-    update(server)
+    server.write_weights()
     assert server.generate(1500, prompts(1)[0]) == expected
 
 

@@ -80,15 +80,15 @@ def test_discarded_weights(server: Server) -> None:
     """Nothing is generated before SGLang's update has written them."""
     expected = server.generate()
     server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
-    failed = server.own("/update_weights_from_disk", {"model_path": str(server.model)}, status=400)
+    failed = server.write_weights(400)
     assert "released" in failed.json()["message"]
     server.service("/resume_memory_occupation")
     refused = server.request()
     assert refused.status_code == 503
     assert "content of weights" in refused.text
-    server.own("/update_weights_from_disk", {"model_path": "/nowhere"}, status=400)
+    server.write_weights(400, model_path="/nowhere")
     assert server.request().status_code == 503
-    server.own("/update_weights_from_disk", {"model_path": str(server.model)})
+    server.write_weights()
     assert server.generate() == expected
 
 

@@ -18,6 +18,7 @@ from tokenspeed.runtime.configs.paged_cache_spec import PagedCacheGroupSpec
 from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
 from tokenspeed.runtime.engine import event_loop
 from tokenspeed.runtime.execution.types import ModelExecutionResult
+from tokenspeed.runtime.layers.attention.backends.trtllm_mla import get_trtllm_workspace_buffer
 from tokenspeed.runtime.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 import memsaver_core as ms
@@ -66,6 +67,7 @@ class Executor:
     execution_stream = None
 
     def __init__(self, model: Model, cache: Cache) -> None:
+        self.workspace = get_trtllm_workspace_buffer(ms.torch_device())
         self.model_runner = SimpleNamespace(model=model)
         self.token_to_kv_pool = cache
 
@@ -77,6 +79,7 @@ class Executor:
 
     def execute_forward_op_with_log(self, forward_op: Any, *arguments: Any, **named: Any) -> ModelExecutionResult:
         time.sleep(STEP_S)
+        assert not self.workspace[:64].any()  # a kernel leaves its semaphores as it expects them
         cache, model = self.token_to_kv_pool.tokens, self.model_runner.model
         ids, at, out = list(forward_op.input_ids), 0, []
         for number, row in enumerate(forward_op.request_pool_indices):
@@ -117,6 +120,7 @@ def create_model_runner(server_args: Any, *arguments: Any) -> tuple[Any, None]:
 
 def create_attn_components(server_args: Any, *arguments: Any, **named: Any) -> tuple[Any, ...]:
     adapter = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
+    get_trtllm_workspace_buffer(ms.torch_device())  # as a backend does for its process
     with adapter.region(tag="kv_cache", enable_cpu_backup=False):
         return None, Cache(), None, None, TOKENS, 0, None
 

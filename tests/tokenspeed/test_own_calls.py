@@ -55,6 +55,6 @@ def test_a_trainer_that_pauses(server: Server) -> None:
     server.own("/release_memory_occupation")
     server.own("/resume_memory_occupation")
     waiting = server.later(server.generate)
-    server.own("/update_weights_from_distributed", {"names": ["weight"], "dtypes": ["int64"], "shapes": [[1]]})
+    server.write_weights()
     server.own("/continue_generation")
     assert waiting.result(60) == expected

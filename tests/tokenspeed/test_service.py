@@ -15,7 +15,7 @@ def test_release_and_resume(server: Server) -> None:
     expected = server.generate()
     for _ in range(3):
         server.service("/release_memory_occupation")
-        assert server.tags() == {"kv_cache": "released", "weights": "released"}
+        assert server.tags() == {"kv_cache": "released", "weights": "released", "workspace": "released"}
         with pytest.raises(grpc.RpcError, match="is released"):
             server.generate()
         assert server.get("/readyz").status_code == 503
@@ -31,6 +31,17 @@ def test_one_tag(server: Server) -> None:
         assert server.tags()[tag] == "released"
         server.own("/resume_memory_occupation")
         assert server.generate() == expected
+
+
+def test_a_workspace_that_no_client_names(server: Server) -> None:
+    """It is released with everything, and comes back with the last of the tags that clients name."""
+    expected = server.generate()
+    server.service("/release_memory_occupation")
+    server.service("/resume_memory_occupation", {"tags": ["weights"]})
+    assert server.tags()["workspace"] == "released"
+    server.service("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert server.tags()["workspace"] == "resident"
+    assert server.generate() == expected
 
 
 def test_a_release_waits_for_requests_in_flight(server: Server) -> None:
@@ -64,15 +75,14 @@ def test_a_release_that_keeps_requests(server: Server) -> None:
 def test_discarded_weights(server: Server) -> None:
     """Nothing is generated before tokenspeed's update has written them; buffers come back without it."""
     expected = server.generate()
-    body = {"names": ["weight"], "dtypes": ["int64"], "shapes": [[1]]}
     server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
-    refused = server.own("/update_weights_from_distributed", body, status=400)
+    refused = server.write_weights(400)
     assert "resume it first" in refused["message"]
     server.service("/resume_memory_occupation")
-    server.own("/update_weights_from_distributed", {**body, "names": ["other"]}, status=400)
+    server.write_weights(400, "other")
     with pytest.raises(grpc.RpcError, match="content of weights"):
         server.generate()
-    server.own("/update_weights_from_distributed", body)
+    server.write_weights()
     assert server.generate() == expected
 
 

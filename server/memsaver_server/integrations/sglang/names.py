@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from memsaver_server.integrations.scheduler_loop.checks import lacking
+
 #: What a scheduler must have. docs/sglang.md says for which versions this was looked up.
 SCHEDULER = (
     "_engine_paused", "_request_dispatcher", "chunked_req", "disaggregation_mode", "flush_cache", "gracefully_exit",
@@ -26,11 +28,9 @@ MESSAGES = (
 def missing(scheduler: Any) -> list[str]:
     """Return the names that this version of SGLang lacks."""
     messages = importlib.import_module("sglang.srt.managers.io_struct")
-    lacking = [f"Scheduler.{name}" for name in SCHEDULER if not hasattr(scheduler, name)]
-    lacking += [f"io_struct.{name}" for name in MESSAGES if not hasattr(messages, name)]
-    receiver = getattr(scheduler, "request_receiver", None)
-    return lacking + [
-        f"SchedulerRequestReceiver.{name}" for name in ("recv_requests", "input_blocker") if not hasattr(receiver, name)
+    paths = (*SCHEDULER, "request_receiver.recv_requests", "request_receiver.input_blocker")
+    return [f"Scheduler.{name}" for name in lacking(scheduler, paths)] + [
+        f"io_struct.{name}" for name in lacking(messages, MESSAGES)
     ]
 
 

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_server.integrations.scheduler_loop import plugin
 from memsaver_server.integrations.sglang import frontend, prefill_graphs
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
-    from memsaver_server.operation import Operation
 
 #: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
 VARIABLE = "MEMSAVER_SGLANG"
-
-logger = logging.getLogger("memsaver")
 
 
 def register() -> None:
     """SGLang's plugin entry point: carry out the memory calls of each engine whose memory is in memsaver's regions, and
     serve it at ``MEMSAVER_SGLANG`` if that is set."""
-    if not (os.environ.get(VARIABLE) or is_installed()):
+    if not (os.environ.get(VARIABLE) or plugin.is_installed()):
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     around = hooks.HookType.AROUND
@@ -37,14 +31,6 @@ def register() -> None:
         hooks.HookRegistry.register(target, frontend.hook(call), around)
     if prefill_graphs.are_released():
         hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
-
-
-def is_installed() -> bool:
-    """Whether ``import torch_memory_saver`` gives memsaver's."""
-    if "torch_memory_saver" in sys.modules:
-        return sys.modules["torch_memory_saver"].__name__.startswith("memsaver_core.")
-    found = importlib.util.find_spec("torch_memory_saver")
-    return found is not None and "memsaver_core" in (found.origin or "")
 
 
 def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
@@ -59,46 +45,10 @@ def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) 
         ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
     """
     # Not at the import, which SGLang does in each of its processes.
-    from memsaver_server import Settings
-    from memsaver_server import attach as serve
     from memsaver_server.integrations.sglang.engine import SglangEngine, check
 
     check(scheduler, service=True)
-    settings = settings or Settings()
-    engine = SglangEngine(scheduler)
-    attachment = serve(engine, settings=settings, **options)
-    engine.take_controls(attachment.lifecycle, settings)
-    return attachment
-
-
-def controls(scheduler: Any) -> AbstractContextManager[None]:
-    """As ``attach``, without a service: carry out SGLang's own memory calls alone.
-
-    Raises:
-        ConfigurationError: this scheduler cannot be served.
-    """
-    from memsaver_server.integrations.sglang.engine import SglangEngine
-
-    return without_service(SglangEngine(scheduler))
-
-
-@contextmanager
-def without_service(engine: Any) -> Iterator[None]:
-    """Have a lifecycle carry out the own calls of ``engine``, which has ``take_controls``."""
-    import memsaver_core as ms
-    from memsaver_server import Settings
-    from memsaver_server.engine import memory_of
-    from memsaver_server.lifecycle import Lifecycle
-
-    settings = Settings()
-    lifecycle = Lifecycle(engine, settings, _log)
-    engine.take_controls(lifecycle, settings)
-    if ms.core_settings().prepare_backup:
-        memory_of(engine).prepare_backup()
-    try:
-        yield
-    finally:
-        lifecycle.operations.close()
+    return plugin.attach(SglangEngine(scheduler), settings, **options)
 
 
 def follow(scheduler: Any) -> None:
@@ -107,49 +57,14 @@ def follow(scheduler: Any) -> None:
     Raises:
         ConfigurationError: this scheduler cannot be served.
     """
-    from memsaver_server.integrations.sglang import engine, event_loop, ranks, work
+    from memsaver_server.integrations.sglang import engine, port
 
     engine.check(scheduler)
-    ranks.join(scheduler, event_loop.EventLoop(scheduler, work.SchedulerWork(scheduler)))
-
-
-def _log(operation: Operation) -> None:
-    logger.info("%s %s in %.3f s", operation.request.operation, operation.status, operation.seconds)
+    port.join(scheduler)
 
 
 def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
-    from memsaver_server.integrations.sglang import engine
-    from memsaver_server.integrations.sglang.ranks import is_first
+    from memsaver_server.integrations.sglang.engine import start
 
-    where = os.environ.get(VARIABLE)
-    if not where and not scheduler.memory_saver_adapter.enabled:
+    with plugin.served(VARIABLE, scheduler.memory_saver_adapter.enabled, partial(start, scheduler)):
         run_event_loop(scheduler)
-        return
-    try:
-        engine.check(scheduler, service=bool(where))
-    except ConfigurationError as refused:
-        if where:
-            raise
-        logger.warning("SGLang's own memory calls stay as they are, and need an idle engine: %s", refused)
-        run_event_loop(scheduler)
-        return
-    if not is_first(scheduler):
-        follow(scheduler)
-        run_event_loop(scheduler)
-        return
-    with attach(scheduler, **address(where)) if where else controls(scheduler):
-        run_event_loop(scheduler)
-
-
-def address(value: str, variable: str = VARIABLE) -> dict[str, Any]:
-    """Return ``HOST:PORT`` or a path as arguments of ``attach``.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    host, colon, port = value.rpartition(":")
-    if colon and port.isdecimal():
-        return {"host": host.strip("[]"), "port": int(port)}
-    if "/" in value:
-        return {"uds": value}
-    raise ConfigurationError(f"{variable}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")

@@ -1,14 +1,13 @@
-"""What a rank does with its own scheduler, in the scheduler's thread, in the same iteration as every other rank."""
+"""What a rank does with SGLang's ``Scheduler``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import DrainTimeoutError
+from memsaver_server.integrations.scheduler_loop.work import Work
 from memsaver_server.integrations.sglang import names
-from memsaver_server.integrations.sglang.buffers import Buffers
 
 _HIERARCHICAL_CACHE = (
     "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
@@ -16,12 +15,10 @@ _HIERARCHICAL_CACHE = (
 )
 
 
-class SchedulerWork:
-    """The methods that return nothing are names of commands."""
-
+class SchedulerWork(Work):
     def __init__(self, scheduler: Any) -> None:
+        super().__init__()
         self._scheduler = scheduler
-        self._buffers = Buffers()
         self._aside: tuple[list[Any], bool] = ([], False)
         if (updater := getattr(scheduler, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
@@ -40,7 +37,7 @@ class SchedulerWork:
         return bool(idle) and not self._looks_at_copies()
 
     def has_nothing_to_do(self) -> bool:
-        """Whether the event loop would do nothing until it receives something. Cheap while requests run."""
+        """Cheap while requests run."""
         scheduler = self._scheduler
         idle = scheduler._engine_paused or (scheduler.running_batch.is_empty() and scheduler.is_fully_idle())
         return bool(idle) and not self._looks_at_copies()
@@ -50,7 +47,6 @@ class SchedulerWork:
         return not self._scheduler._engine_paused and names.copies_cache(self._scheduler)
 
     def in_flight(self) -> list[str]:
-        """Return the names of the requests in flight; also called from other threads."""
         scheduler = self._scheduler
         running = sorted(request.rid for request in names.running(scheduler))
         return [*running, *(request.rid for request in list(scheduler.waiting_queue) if request.rid not in running)]
@@ -95,12 +91,5 @@ class SchedulerWork:
         scheduler.waiting_queue[:], scheduler._engine_paused = self._aside
         self._aside = ([], False)
 
-    def save_buffers(self) -> None:
-        """Copy the models' buffers, which no weight update writes, if their memory is resident."""
-        self._buffers.save(names.models(self._scheduler))
-
-    def repair(self, lost: Sequence[str]) -> None:
-        """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""
-        self._buffers.repair(lost)
-        if "kv_cache" in lost:
-            self.flush()
+    def models(self) -> list[Any]:
+        return names.models(self._scheduler)

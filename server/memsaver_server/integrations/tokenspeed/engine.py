@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import memsaver_core as ms
 from memsaver_core.errors import ConfigurationError, UnsupportedError
-from memsaver_server.engine import LOCAL_MEMORY, DrainMode, DrainTimeoutError, Engine, Memory, check_drain_mode, never
-from memsaver_server.integrations.sglang import ranks
-from memsaver_server.integrations.sglang.event_loop import LeadingLoop
+from memsaver_server.engine import DrainMode, check_drain_mode, never
+from memsaver_server.integrations.scheduler_loop.checks import lacking, memory_problem
+from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
+from memsaver_server.integrations.tokenspeed import port
 from memsaver_server.integrations.tokenspeed.controls import Controls
-from memsaver_server.integrations.tokenspeed.port import Everything, Port, Step
 from memsaver_server.integrations.tokenspeed.work import LoopWork
 from memsaver_server.settings import Settings
 
 if TYPE_CHECKING:
     from memsaver_server.lifecycle import Lifecycle
-
-#: The longest iteration of an idle event loop and some more, seconds.
-ITERATION_S = 2.0
 
 #: What an event loop must have, by the path to it.
 NAMES = (
@@ -34,49 +27,40 @@ NAMES = (
 )  # fmt: skip
 
 
-class TokenspeedEngine(Engine):
-    """An engine over the ``EventLoop`` of rank 0; each other rank calls ``ranks.join`` with its ``Port``.
+class TokenspeedEngine(LoopEngine):
+    """An engine over an ``EventLoop``.
 
-    An event loop is touched in its own thread alone, once per iteration. By tokenspeed alone requests wait while memory
-    is released, and each holds a lock that a weight update waits for; so they are refused, or wait up to a number.
+    By tokenspeed alone requests wait while memory is released, and each holds a lock that a weight update waits for; so
+    they are refused, or wait up to a number.
     """
 
     name = "tokenspeed"
 
     @property
     def model_name(self) -> str:
-        return str(self._loop.server_args.model)
+        return str(self._event_loop.server_args.model)
 
-    def __init__(self, loop: Any) -> None:
-        """Take over the intake of ``loop``, before it runs.
+    def __init__(self, event_loop: Any) -> None:
+        """Take over the intake of ``event_loop``, before it runs.
 
         Raises:
             ConfigurationError: this loop cannot be served; the message says why.
         """
-        check(loop)
-        self._loop = loop
-        self._work = LoopWork(loop)
-        self._port = Port(loop, self._work)
-        self._leading = LeadingLoop(self._port, self._work, Everything())  # type: ignore[arg-type]
-        self._leading.after = self._note
-        self._several = ranks.gather(self._port, self._leading) if ranks.are_several(self._port) else None
-        self.memory: Memory = self._several or LOCAL_MEMORY
-        self._still: Future[None] | None = None
+        check(event_loop)
+        self._event_loop = event_loop
+        work = LoopWork(event_loop)
+        super().__init__(work, port.lead(event_loop, work), port.group(event_loop))
 
     def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
-        """Have ``lifecycle`` carry out what tokenspeed's own server and ``Engine`` are asked for."""
-        self._leading.take = Controls(self._port, self._leading, lifecycle, settings).take
+        self.loop.take = Controls(self, self._event_loop.request_handler, lifecycle, settings).take
 
     # The methods of ``Engine``.
 
-    def is_alive(self) -> bool:
-        return self._leading.is_alive()
-
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._leading.send(Step("close", (reason, hold)))
+        self.loop.tell("close", reason, hold)
 
     def open_admission(self) -> None:
-        self._leading.send(Step("open"))
+        self.loop.tell("open")
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's event loop to a standstill until `open_admission`.
@@ -91,60 +75,30 @@ class TokenspeedEngine(Engine):
             raise UnsupportedError(
                 "tokenspeed cannot compute a paused request again from its tokens; release with the mode wait or abort"
             )
-        deadline = time.monotonic() + timeout_s
-        still: Future[None] = Future()
-
-        def begin() -> None:
-            self._leading.send(Step("drain", (mode == "abort",)))
-            self._still = still
-
-        begun = self._leading.submit(begin)
-        # Without any time left, too, one iteration is tried.
-        self._leading.wait_for_future(begun, max(timeout_s, ITERATION_S), given_up)
-        if not begun.cancel():
-            begun.result()
-            looked = self._leading.submit(lambda: None)
-            self._leading.wait_for_future(looked, max(timeout_s, ITERATION_S), given_up)
-            self._leading.wait_for_future(still, deadline - time.monotonic(), given_up)
-        if not still.done():
-            self._still = None
-            raise DrainTimeoutError(timeout_s, self._work.in_flight())
+        self.when_still(timeout_s, begin=lambda: self.loop.tell("drain", mode == "abort"), given_up=given_up)
         self._run("freeze")
 
-    def flush_cache(self) -> None:
-        self._run("forget")
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Write buffers back into weights that came back without content; forget the prefixes of a lost cache.
-
-        The weights themselves are then written by tokenspeed's own update calls.
-        """
-        self._run("repair", tuple(lost))
-
-    def _run(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command; raise what failed on any of them."""
-        (self._several or self._leading).run(name, *arguments)
-
-    def _note(self) -> None:
-        """The loop has processed what it received. In its thread."""
-        if (still := self._still) is not None and self._work.is_still():
-            self._still = None
-            still.set_result(None)
+def start(event_loop: Any, service: bool) -> TokenspeedEngine | None:
+    """As ``plugin.served`` has it."""
+    check(event_loop)
+    if event_loop.attn_tp_rank == 0:
+        return TokenspeedEngine(event_loop)
+    port.join(event_loop)
+    return None
 
 
 def check(loop: Any) -> None:
     """Raise ConfigurationError if ``loop`` cannot be served; the message says why."""
-    if lacking := [path for path in NAMES if not _has(loop, path)]:
+    if missing := lacking(loop, NAMES):
         raise ConfigurationError(
-            f"this version of tokenspeed cannot be served: its EventLoop has no {', '.join(lacking)}; "
+            f"this version of tokenspeed cannot be served: its EventLoop has no {', '.join(missing)}; "
             "docs/tokenspeed.md lists versions that can"
         )
     mapping = loop.server_args.mapping
-    problem = ""
-    if ms.enabled() and not loop.server_args.enable_memory_saver:
-        problem = "its memory is in no region; start it with --enable-memory-saver"
-    elif ms.enabled() and not _is_ours():
-        problem = "it uses another torch_memory_saver; install memsaver-torch-memory-saver in place of that"
+    adapter = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
+    if problem := memory_problem(loop.server_args.enable_memory_saver, adapter):
+        pass
     elif mapping.attn.tp_size != mapping.world_size:
         problem = "its ranks are more than one tensor-parallel group; run a server for each group"
     elif getattr(loop.server_args, "nnodes", 1) > 1:
@@ -155,17 +109,3 @@ def check(loop: Any) -> None:
         problem = "its scheduler cannot forget cached prefixes; start it with --no-enable-prefix-caching"
     if problem:
         raise ConfigurationError(f"tokenspeed's scheduler cannot be served: {problem}")
-
-
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
-
-
-def _is_ours() -> bool:
-    """Whether tokenspeed's adapter imported memsaver's module under the name ``torch_memory_saver``."""
-    adapter = importlib.import_module("tokenspeed.runtime.utils.torch_memory_saver_adapter")
-    return getattr(getattr(adapter, "torch_memory_saver", None), "__name__", "").startswith("memsaver_core.")

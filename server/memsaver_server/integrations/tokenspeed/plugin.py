@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from memsaver_core.errors import ConfigurationError
-from memsaver_server.integrations.sglang.plugin import address, is_installed, without_service
+from memsaver_server.integrations.scheduler_loop import plugin
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
@@ -19,16 +17,19 @@ if TYPE_CHECKING:
 #: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
 VARIABLE = "MEMSAVER_TOKENSPEED"
 
-logger = logging.getLogger("memsaver")
-
 
 @functools.cache
 def register() -> None:
     """Carry out the memory calls of each engine of this process whose memory is in memsaver's regions, and serve it at
     ``MEMSAVER_TOKENSPEED`` if that is set."""
-    if not (os.environ.get(VARIABLE) or is_installed()):
+    if not (os.environ.get(VARIABLE) or plugin.is_installed()):
         return
-    loop = importlib.import_module("tokenspeed.runtime.engine.event_loop").EventLoop
+    from memsaver_server.integrations.tokenspeed import workspaces
+
+    module: Any = importlib.import_module("tokenspeed.runtime.engine.event_loop")
+    if hasattr(module, "create_attn_components"):  # in 0.1.0
+        module.create_attn_components = workspaces.releasable(module.create_attn_components)
+    loop = module.EventLoop
     for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
         if hasattr(loop, name):
             setattr(loop, name, _attached(getattr(loop, name)))
@@ -46,15 +47,9 @@ def attach(loop: Any, *, settings: Settings | None = None, **options: Any) -> At
         ConfigurationError: this loop cannot be served, or the address cannot be bound.
     """
     # Not at the import, which tokenspeed does in each of its processes.
-    from memsaver_server import Settings
-    from memsaver_server import attach as serve
     from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine
 
-    settings = settings or Settings()
-    engine = TokenspeedEngine(loop)
-    attachment = serve(engine, settings=settings, **options)
-    engine.take_controls(attachment.lifecycle, settings)
-    return attachment
+    return plugin.attach(TokenspeedEngine(loop), settings, **options)
 
 
 def follow(loop: Any) -> None:
@@ -63,34 +58,18 @@ def follow(loop: Any) -> None:
     Raises:
         ConfigurationError: this loop cannot be served.
     """
-    from memsaver_server.integrations.sglang import event_loop, ranks
-    from memsaver_server.integrations.tokenspeed import engine, port, work
+    from memsaver_server.integrations.tokenspeed import engine, port
 
     engine.check(loop)
-    steps = work.LoopWork(loop)
-    scheduler = port.Port(loop, steps)
-    ranks.join(scheduler, event_loop.EventLoop(scheduler, steps))  # type: ignore[arg-type]
+    port.join(loop)
 
 
 def _attached(run: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(run)
     def served(loop: Any) -> None:
-        from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine, check
+        from memsaver_server.integrations.tokenspeed.engine import start
 
-        where = os.environ.get(VARIABLE)
-        if not where:
-            try:
-                check(loop)
-            except ConfigurationError as refused:
-                if loop.server_args.enable_memory_saver:
-                    logger.warning("tokenspeed's own memory calls stay as they are: %s", refused)
-                run(loop)
-                return
-        if loop.attn_tp_rank != 0:
-            follow(loop)
-            run(loop)
-            return
-        with attach(loop, **address(where, VARIABLE)) if where else without_service(TokenspeedEngine(loop)):
+        with plugin.served(VARIABLE, loop.server_args.enable_memory_saver, functools.partial(start, loop)):
             run(loop)
 
     return served

@@ -1,4 +1,4 @@
-"""What a rank does with its own event loop, in the loop's thread, in the same iteration as every other rank."""
+"""What a rank does with tokenspeed's ``EventLoop``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 from memsaver_core.errors import MemsaverError
 from memsaver_server.engine import DrainTimeoutError
-from memsaver_server.integrations.sglang.buffers import Buffers
+from memsaver_server.integrations.scheduler_loop.work import Work
 
 
-class LoopWork:
-    """The methods that return nothing are names of commands.
-
-    Admission is that of tokenspeed's ``PauseController``: while its state is not UNPAUSED, what is not refused waits.
-    """
+class LoopWork(Work):
+    """Admission is that of tokenspeed's ``PauseController``: unless that is UNPAUSED, what is not refused waits."""
 
     def __init__(self, loop: Any) -> None:
+        super().__init__()
         self._loop = loop
         self._pause = loop._pause
         self._module = importlib.import_module("tokenspeed.runtime.engine.pause")
@@ -25,7 +23,6 @@ class LoopWork:
         self._frozen = False
         self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
         self._held = 0
-        self._buffers = Buffers()
 
     def is_still(self) -> bool:
         """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved."""
@@ -34,14 +31,12 @@ class LoopWork:
         return not copies and not moves() and bool(self._module.scheduler_drained(self._loop.scheduler))
 
     def has_nothing_to_do(self) -> bool:
-        """Whether the event loop would do nothing until it receives something."""
         pause = self._pause
         waiting = pause.buffered_specs and not pause.is_paused
         compiling = self._loop.request_handler.grammar_manager.grammar_queue
         return not (waiting or compiling or pause.is_drain_pending) and self.is_still()
 
     def in_flight(self) -> list[str]:
-        """Return the names of the requests in flight; also called from other threads."""
         waiting = {spec.request_id for spec in list(self._pause.buffered_specs)}
         return [rid for rid in list(self._loop.output_processor.rid_to_state) if rid not in waiting]
 
@@ -83,7 +78,7 @@ class LoopWork:
             raise DrainTimeoutError(0, self.in_flight())
         self._frozen = True
         self.stay_frozen()
-        self._buffers.save([self._model()])
+        self.save_buffers()
 
     def stay_frozen(self) -> None:
         """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
@@ -97,7 +92,7 @@ class LoopWork:
             self._pause.state = self._module.PauseState.UNPAUSED if self._frozen else self._paused_before
             self._paused_before, self._frozen, self._held = None, False, 0
 
-    def forget(self) -> None:
+    def flush(self) -> None:
         """Forget every cached prefix.
 
         Raises:
@@ -107,12 +102,11 @@ class LoopWork:
             raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
 
     def repair(self, lost: Sequence[str]) -> None:
-        """Write back the buffers of ``lost`` weights; forget the prefixes of a lost cache and clear its pages."""
-        self._buffers.repair(lost)
+        """As of any engine; also clear the pages of a lost cache."""
+        super().repair(lost)
         if "kv_cache" in lost:
-            self.forget()
             self._loop._memory._kv_repair()
 
-    def _model(self) -> Any:
+    def models(self) -> list[Any]:
         executor = getattr(self._loop, "model_executor", None)  # up to 0.1.0
-        return (executor or self._loop._device._executor).model_runner.model
+        return [(executor or self._loop._device._executor).model_runner.model]

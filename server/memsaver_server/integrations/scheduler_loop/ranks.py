@@ -1,4 +1,4 @@
-"""The scheduler processes of an engine: one for each tensor-parallel rank of each pipeline stage, on one host.
+"""The scheduler processes of an engine: one for each rank, all on one host.
 
 Rank 0 receives requests, and the service runs there. Each process, rank 0 included, answers the messages of the rank
 protocol in a thread of its own.
@@ -7,9 +7,10 @@ protocol in a thread of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,27 @@ from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.reports import OperationReport
-from memsaver_server.integrations.sglang import names
-from memsaver_server.integrations.sglang.event_loop import EventLoop, LeadingLoop
+from memsaver_server.integrations.scheduler_loop.event_loop import EventLoop, LeadingLoop
 from memsaver_server.ranks import RankMemory
 
 #: How long all ranks may take from the first one's start of its event loop to the last one's, seconds.
 CONNECT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of an engine, as this one of them sees it.
+
+    Attributes:
+        ranks: their ranks in torch's default process group; the first one receives the engine's requests.
+        rank_in_group: this process's place among them.
+        cpu_group: torch's process group of all, for tensors on the host.
+    """
+
+    world_size: int
+    ranks: Sequence[int]
+    rank_in_group: int
+    cpu_group: Any
 
 
 class SchedulerRank(Rank):
@@ -121,44 +137,31 @@ class SchedulerMemory(RankMemory):
                 return operate()
 
 
-def is_first(scheduler: Any) -> bool:
-    """Return whether ``scheduler`` is rank 0, which receives the engine's requests."""
-    parallel = names.parallel(scheduler)
-    return bool(parallel.tp_rank == parallel.pp_rank == 0)
-
-
-def are_several(scheduler: Any) -> bool:
-    """Return whether ``scheduler`` is one of several ranks."""
-    parallel = names.parallel(scheduler)
-    return bool(parallel.tp_size * parallel.pp_size > 1)
-
-
-def gather(scheduler: Any, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks, of which ``scheduler`` is the first; each of the others calls ``join``.
+def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
+    """Return the memory of all ranks, of which this is the first; each of the others calls ``join``.
 
     Raises:
         MemsaverError: a rank did not join.
     """
-    listener = Listener(scheduler.world_group.world_size, first=0)
-    _tell(scheduler, listener.path)
-    _answer(scheduler, loop, listener.path)
+    listener = Listener(group.world_size, first=0)
+    _tell(group, listener.path)
+    _answer(group, loop, listener.path)
     return SchedulerMemory(loop, SocketChannel(None, listener.accept(CONNECT_S)))
 
 
-def join(scheduler: Any, loop: EventLoop) -> None:
+def join(group: Group, loop: EventLoop) -> None:
     """Have this rank answer the first one, which calls ``gather``, until that closes the connection."""
-    _answer(scheduler, loop, _tell(scheduler, ""))
+    _answer(group, loop, _tell(group, ""))
 
 
-def _tell(scheduler: Any, path: str) -> str:
+def _tell(group: Group, path: str) -> str:
     """Return what rank 0 tells all others; every rank must call it."""
     told = [path]
-    world = scheduler.world_group
-    torch.distributed.broadcast_object_list(told, src=world.ranks[0], group=world.cpu_group)
+    torch.distributed.broadcast_object_list(told, src=group.ranks[0], group=group.cpu_group)
     return told[0]
 
 
-def _answer(scheduler: Any, loop: EventLoop, path: str) -> None:
+def _answer(group: Group, loop: EventLoop, path: str) -> None:
     """Answer in a thread of its own: this process may be hibernated, with its scheduler's thread in a device call."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     rank = SchedulerRank(loop)
@@ -166,7 +169,7 @@ def _answer(scheduler: Any, loop: EventLoop, path: str) -> None:
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        serve(path, scheduler.world_group.rank_in_group, rank.answer)
+        serve(path, group.rank_in_group, rank.answer)
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
     if ms.core_settings().prepare_backup:
