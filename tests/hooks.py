@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Folders that run on the host driver set it when they are collected; a run of GPU tests is to use CUDA throughout.
     if config.option.markexpr == "gpu" and torch.cuda.is_available():
         os.environ.setdefault("MEMSAVER_DRIVER", "cuda")
+    # What a shell runs in the background ignores SIGINT, and so would the programs that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
