@@ -34,7 +34,7 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
         operation = found.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         def answers(case: schemathesis.Case) -> None:
             response = case.call(timeout=60)
             assert response.status_code != 500, response.text
