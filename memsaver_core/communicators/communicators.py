@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 
 from memsaver_core import process
-from memsaver_core.communicators import discovery, engines, fabric
+from memsaver_core.communicators import discovery, fabric, sharing
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
 from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
@@ -89,6 +89,14 @@ class Communicators:
         """Return what was counted last. Calls no driver."""
         return tuple(status for _, status in self._counted)
 
+    def can_suspend(self) -> bool:
+        """Return whether memsaver may suspend communicators, and the NCCL that this process has loaded can.
+
+        Calls no driver.
+        """
+        library = None if process.settings().communicators == "off" else loaded()
+        return library is not None and library.version >= SUSPENDS
+
     def usable(self) -> bool:
         """Return whether none is suspended, or being suspended or resumed. Calls no driver."""
         return self._late is None and not any(status.suspended for status in self.statuses())
@@ -124,7 +132,7 @@ class Communicators:
         """
         devices = [(each.name, each.device) for each, _ in self._counted if each.nccl and each.device is not None]
         told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
-        return [*filter(None, told), *engines.shared_memory()]
+        return [*filter(None, told), *sharing.shared_memory()]
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Give back the device memory of communicators, which cannot be used until ``resume``.
@@ -268,5 +276,5 @@ def _unable(each: Communicator) -> str:
             "install NCCL 2.29.7 or later"
         )
     if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
-        return "NCCL_CUMEM_ENABLE=0, so what it holds stays; unset it before the engine starts"
+        return "NCCL_CUMEM_ENABLE=0, so what it holds stays; start the engine with NCCL_CUMEM_ENABLE=1"
     return ""

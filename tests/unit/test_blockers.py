@@ -17,7 +17,7 @@ import torch.multiprocessing
 
 import memsaver_core as ms
 from memsaver_core import communicators
-from memsaver_core.communicators import engines, fabric
+from memsaver_core.communicators import fabric, sharing
 from memsaver_core.hibernation import helper, preconditions
 from memsaver_core.hibernation.preconditions import Facts, obstacles
 from memsaver_core.reports import CommunicatorStatus
@@ -95,20 +95,28 @@ class _Group:
     ("parts", "told"),
     [
         ({"ca_comm": SimpleNamespace(disabled=False, buffer_ptrs=[4096])}, "--disable-custom-all-reduce"),
+        ({"ca_comm": SimpleNamespace(disabled=False)}, "--disable-custom-all-reduce"),
         ({"ca_comm": SimpleNamespace(disabled=True)}, ""),
         ({"ca_comm": None}, ""),
         ({"symm_mem_comm": SimpleNamespace(disabled=True, buffer=torch.ones(1))}, "VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
+        ({"symm_mem_comm": SimpleNamespace(disabled=True, buffer=torch.ones(3))}, "(12 bytes)"),
         ({"symm_mem_comm": SimpleNamespace(disabled=True)}, ""),
+        ({"torch_symm_mem_comm": SimpleNamespace(disabled=False, buffer=torch.ones(1))}, "--enable-torch-symm-mem"),
+        ({"torch_symm_mem_comm": SimpleNamespace(disabled=True, buffer=None)}, ""),
+        ({"pymscclpp_comm": SimpleNamespace(disabled=True, comm=object())}, "--enable-mscclpp"),
+        ({"pymscclpp_comm": SimpleNamespace(disabled=True)}, ""),
+        ({"all2all_manager": type("DeepEPHTAll2AllManager", (), {})()}, "--all2all-backend"),
+        ({"all2all_manager": type("AgRsAll2AllManager", (), {})()}, ""),
     ],
 )
 def test_what_an_engine_s_ranks_share_is_seen(
     monkeypatch: pytest.MonkeyPatch, parts: dict[str, object], told: str
 ) -> None:
-    """By the names in vLLM 0.26; even symmetric memory that disabled itself holds its buffer."""
+    """By the names in vLLM 0.26 and SGLang 0.5.17; even symmetric memory that disabled itself holds its buffer."""
     group = _Group(**parts)
     state = SimpleNamespace(_groups={"tp:0": lambda: group, "ended": lambda: None})
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
-    found = engines.shared_memory()
+    found = sharing.shared_memory()
     assert len(found) == bool(told)
     assert all(told in each and "vllm's group tp:0" in each for each in found)
 
@@ -122,9 +130,9 @@ def test_buffers_that_can_be_dropped_are_no_reason(monkeypatch: pytest.MonkeyPat
     group = _Group(ca_comm=SimpleNamespace(disabled=False, buffer_ptrs=[4096, imported.address]))
     state = SimpleNamespace(_groups={"tp:0": lambda: group})
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
-    assert engines.shared_memory() == []
+    assert sharing.shared_memory() == []
     imported.drop()
-    assert engines.shared_memory() == []
+    assert sharing.shared_memory() == []
 
 
 def test_workspaces_of_libraries_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +141,38 @@ def test_workspaces_of_libraries_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(symmetric._group_name_to_workspace_tensor, "tp", torch.ones(1))
     flashinfer = SimpleNamespace(_fi_ar_workspace=object(), _fi_ar_quant_workspace=None)
     monkeypatch.setitem(sys.modules, "vllm.distributed.device_communicators.flashinfer_all_reduce", flashinfer)
-    found = engines.shared_memory()
+    found = sharing.shared_memory()
     assert [("VLLM_ALLREDUCE_USE_FLASHINFER=0" in each, "fuse_gemm_comms" in each) for each in found] == [
         (True, False),
         (False, True),
     ]
+    assert "groups tp; 4 bytes" in found[1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang.srt"])
+def test_nccls_symmetric_memory_is_seen(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    module = f"{engine}.distributed.device_communicators.pynccl_allocator"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(_mem_pool=None))
+    assert sharing.shared_memory() == []
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(_mem_pool=object()))
+    [told] = sharing.shared_memory()
+    assert "NCCL symmetric memory" in told
+
+
+def test_what_only_sglang_shares_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = {"flashinfer_fusion_attn_tp_workspace": SimpleNamespace(workspace=None), "mask": object()}
+    context = SimpleNamespace(get_resources=lambda: SimpleNamespace(buffers=buffers))
+    backend = SimpleNamespace(value="none", is_none=lambda: backend.value == "none")
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(
+        sys.modules, "sglang.srt.layers.moe.utils", SimpleNamespace(get_moe_a2a_backend=lambda: backend)
+    )
+    assert sharing.shared_memory() == []
+    buffers["flashinfer_fusion_attn_tp_workspace"].workspace = object()
+    backend.value = "deepep"
+    shared, workspaces = sharing.shared_memory()
+    assert "(deepep); leave out --moe-a2a-backend" in shared
+    assert "--enforce-disable-flashinfer-allreduce-fusion" in workspaces
 
 
 @pytest.mark.parametrize(

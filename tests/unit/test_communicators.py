@@ -125,7 +125,7 @@ def test_an_error_of_nccl_names_the_communicator(pair: Ranks) -> None:
     ("version", "environment", "obstacle"),
     [
         (22809, {}, "NCCL 2.28.9 can neither suspend nor count it, so what it holds stays; install NCCL 2.29.7"),
-        (23007, {"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE=0, so what it holds stays; unset it"),
+        (23007, {"NCCL_CUMEM_ENABLE": "0"}, "NCCL_CUMEM_ENABLE=0, so what it holds stays; start the engine"),
         (23007, {"MEMSAVER_COMMUNICATORS": "off"}, "MEMSAVER_COMMUNICATORS=off; unset it"),
     ],
 )

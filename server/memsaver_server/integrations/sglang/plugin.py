@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memsaver_server.integrations.scheduler_loop import plugin
-from memsaver_server.integrations.sglang import frontend, prefill_graphs
+from memsaver_server.integrations.sglang import frontend, nccl, prefill_graphs
 
 if TYPE_CHECKING:
     from memsaver_server import Attachment, Settings
@@ -26,6 +26,7 @@ def register() -> None:
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     around = hooks.HookType.AROUND
     hooks.HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", _attached, around)
+    hooks.HookRegistry.register(nccl.CONFIGURE, nccl.configure, around)
     for call in frontend.CALLS:
         target = f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{call}"
         hooks.HookRegistry.register(target, frontend.hook(call), around)

@@ -1,0 +1,88 @@
+"""Device memory that ranks share beside what their communicators hold, by the names of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from memsaver_core.communicators.engines import groups, part
+from memsaver_core.shared_buffers import is_imported
+
+#: What a group communicates with, and how to do without it: the attribute that only one which shares memory has.
+_OF_GROUPS = (
+    ("symm_mem_comm", "buffer", "torch symmetric memory", "set VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
+    ("torch_symm_mem_comm", "buffer", "torch symmetric memory", "leave out --enable-torch-symm-mem"),
+    ("pymscclpp_comm", "comm", "MSCCL++", "leave out --enable-mscclpp"),
+)
+
+#: Modules whose pool NCCL registers as symmetric memory.
+_NCCL_POOLS = (
+    ("vllm.distributed.device_communicators.pynccl_allocator", "set VLLM_USE_NCCL_SYMM_MEM=0"),
+    ("sglang.srt.distributed.device_communicators.pynccl_allocator", "leave out --enable-symm-mem"),
+)
+
+#: vLLM's module whose workspaces FlashInfer shares between ranks, and their names in it.
+_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+_FLASHINFER_WORKSPACES = ("_fi_ar_workspace", "_fi_ar_quant_workspace")
+
+
+def shared_memory() -> list[str]:
+    """Return what of it prevents a hibernation, each with what to change for the next start."""
+    return [*_of_groups(), *_of_experts(), *_of_libraries()]
+
+
+def _of_groups() -> Iterator[str]:
+    for engine, group in groups():
+        where = f"of {engine}'s group {group.unique_name}"
+        custom = part(group, "ca_comm")
+        # Only vLLM's, and SGLang's older one, have addresses; SGLang's newer one is on torch symmetric memory.
+        buffers = getattr(custom, "buffer_ptrs", ())
+        if custom is not None and not custom.disabled and not any(map(is_imported, buffers)):
+            yield f"the custom all-reduce {where} shares memory between ranks; start with --disable-custom-all-reduce"
+        for name, held, what, advice in _OF_GROUPS:
+            # Even one that disabled itself holds its memory, if it came so far as to share it.
+            if (memory := getattr(part(group, name), held, None)) is not None:
+                size = f" ({memory.nbytes} bytes)" if hasattr(memory, "nbytes") else ""
+                yield f"{what}{size} {where} is in use; {advice}"
+
+
+def _of_experts() -> Iterator[str]:
+    for engine, group in groups():
+        # vLLM's default, which exchanges tokens by NCCL alone, is AgRsAll2AllManager.
+        manager = type(part(group, "all2all_manager")).__name__
+        if manager not in ("NoneType", "AgRsAll2AllManager"):
+            yield (
+                f"{manager} of {engine}'s group {group.unique_name} shares memory between ranks; start with "
+                "--all2all-backend allgather_reducescatter"
+            )
+    experts: Any = sys.modules.get("sglang.srt.layers.moe.utils")
+    if experts is not None and not (backend := experts.get_moe_a2a_backend()).is_none():
+        yield f"SGLang's experts share memory between ranks ({backend.value}); leave out --moe-a2a-backend"
+
+
+def _of_libraries() -> Iterator[str]:
+    for module, advice in _NCCL_POOLS:
+        if getattr(sys.modules.get(module), "_mem_pool", None) is not None:
+            yield f"NCCL symmetric memory is in use; {advice}"
+    flashinfer = sys.modules.get(_FLASHINFER)
+    if any(getattr(flashinfer, each, None) is not None for each in _FLASHINFER_WORKSPACES):
+        yield (
+            "FlashInfer's all-reduce workspaces are shared between ranks; set VLLM_ALLREDUCE_USE_FLASHINFER=0 and the "
+            "compilation setting pass_config.fuse_allreduce_rms=false"
+        )
+    context: Any = sys.modules.get("sglang.srt.runtime_context")
+    buffers = context.get_resources().buffers if context is not None else {}
+    fused = [each for name, each in buffers.items() if name.startswith("flashinfer_fusion_")]
+    if any(getattr(each, "workspace", None) is not None for each in fused):
+        yield (
+            "FlashInfer's all-reduce workspaces are shared between ranks; start with "
+            "--enforce-disable-flashinfer-allreduce-fusion"
+        )
+    symmetric: Any = sys.modules.get("torch.distributed._symmetric_memory")
+    workspaces = getattr(symmetric, "_group_name_to_workspace_tensor", {})
+    if held := {name: workspace.nbytes for name, workspace in workspaces.items() if workspace is not None}:
+        yield (
+            f"torch symmetric memory has workspaces (groups {', '.join(held)}; {sum(held.values())} bytes); switch off "
+            "what uses them, in vLLM the compilation setting pass_config.fuse_gemm_comms"
+        )

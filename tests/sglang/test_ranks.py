@@ -1,0 +1,79 @@
+"""Two tensor-parallel ranks of a real SGLang server, which release, resume and hibernate together."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.engine_server import prompts
+from tests.native import nccl
+from tests.waiting import wait_until
+
+from .conftest import Start
+from .server import ANSWER_S, Server
+
+#: One core for each rank, as SGLang counts them.
+CORES = "|".join(str(core) for core in (sorted(os.sched_getaffinity(0)) * 2)[:2])
+
+
+@pytest.fixture(scope="module")
+def served(start: Start) -> Server:
+    """With a library that has NCCL's functions in the place of the one that a CPU build of torch lacks."""
+    return start(
+        *("--tp", "2", "--enable-weights-cpu-backup"),
+        SGLANG_CPU_OMP_THREADS_BIND=CORES,
+        LD_PRELOAD=str(nccl.library()),
+    )
+
+
+def test_both_release_and_resume(server: Server) -> None:
+    server.check_cycles(server.generate)
+    ranks = server.get("/memory_occupation").json()["ranks"]
+    assert [each["rank"] for each in ranks] == [0, 1]
+    assert {each["pid"] for each in ranks} == {each.pid for each in server.schedulers()}
+
+
+def test_requests_in_flight_end_first(server: Server) -> None:
+    expected = [server.generate(100, prompt) for prompt in prompts(4)]
+    running = server.in_background(4, 100)
+    server.own("/release_memory_occupation")
+    assert [each.result(ANSWER_S) for each in running] == expected
+    assert server.request().status_code == 503
+    server.own("/resume_memory_occupation")
+    assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
+
+
+def test_kept_requests_go_on(server: Server) -> None:
+    expected = server.generate(300, prompts(1)[0])
+    (running,) = server.in_background(1, 300)
+    server.service("/release_memory_occupation", {"mode": "keep"})
+    server.service("/resume_memory_occupation")
+    assert running.result(ANSWER_S) == expected
+
+
+def test_both_hibernate(server: Server) -> None:
+    body = {"hibernate": True, "verify": "token"}
+    expected = server.generate()
+    for _ in range(2):
+        server.service("/release_memory_occupation", body)
+        assert server.get("/memory_occupation").json()["hibernated"] is True
+        server.service("/resume_memory_occupation", {"verify": "token"})
+        assert server.generate() == expected
+
+
+def test_their_communicators_can_be_suspended(server: Server) -> None:
+    """SGLang starts its ranks with NCCL_CUMEM_ENABLE=0 unless it is set."""
+    for scheduler in server.schedulers():
+        settings = psutil.Process(scheduler.pid).environ()
+        assert settings["NCCL_CUMEM_ENABLE"] == "1"
+        assert settings["NCCL_GRAPH_REGISTER"] == "0"
+
+
+def test_the_death_of_one_ends_the_server(served: Server) -> None:
+    """By SGLang; what waits for the ranks is told, and nothing hangs."""
+    served.service("/release_memory_occupation")
+    served.schedulers()[1].send_signal(signal.SIGKILL)
+    wait_until(lambda: served.process.poll() is not None)
