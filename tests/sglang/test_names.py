@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memsaver_server.integrations.sglang import names, prefill_graphs
+from memsaver_server.integrations.sglang import names, nccl, prefill_graphs
 
 from .server import source
 
@@ -32,3 +32,22 @@ def test_names_of_prefill_graphs() -> None:
 
 def test_names_of_draft_models() -> None:
     assert "def draft_runners(self)" in source("speculative/base_spec_worker.py")
+
+
+def test_names_of_what_ranks_share() -> None:
+    for path, name in (
+        ("distributed/device_communicators/custom_all_reduce.py", "self.buffer_ptrs = "),
+        ("distributed/device_communicators/pymscclpp.py", "self.comm = "),
+        ("distributed/device_communicators/pynccl_allocator.py", "\n_mem_pool = "),
+        ("distributed/device_communicators/torch_symm_mem.py", "self.buffer = "),
+        ("distributed/parallel_state.py", "self.ca_comm: "),
+        ("distributed/parallel_state.py", "self.pymscclpp_comm: "),
+        ("distributed/parallel_state.py", "self.torch_symm_mem_comm: "),
+        ("layers/flashinfer_comm_fusion.py", '"flashinfer_fusion_'),
+        ("layers/flashinfer_comm_fusion.py", "self.workspace = "),
+        ("layers/moe/utils.py", "def get_moe_a2a_backend("),
+        ("runtime_context.py", "def get_resources("),
+    ):
+        assert name in source(path), (path, name)
+    module, _, function = nccl.CONFIGURE.removeprefix("sglang.srt.").rpartition(".")
+    assert f"def {function}(server_args" in source(module.replace(".", "/") + ".py")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import psutil
 import pytest
 
 from tests.engine_server import prompts
@@ -65,11 +64,13 @@ def test_both_hibernate(server: Server) -> None:
 
 
 def test_their_communicators_can_be_suspended(server: Server) -> None:
-    """SGLang starts its ranks with NCCL_CUMEM_ENABLE=0 unless it is set."""
+    """SGLang starts its ranks with NCCL_CUMEM_ENABLE=0 unless it is set. Ranks write over their own environment's
+    place in memory, their helpers do not."""
+    server.service("/release_memory_occupation", {"hibernate": True})
     for scheduler in server.schedulers():
-        settings = psutil.Process(scheduler.pid).environ()
-        assert settings["NCCL_CUMEM_ENABLE"] == "1"
-        assert settings["NCCL_GRAPH_REGISTER"] == "0"
+        [helper] = [each for each in scheduler.children() if "memsaver" in each.exe()]
+        assert helper.environ()["NCCL_CUMEM_ENABLE"] == "1"
+        assert helper.environ()["NCCL_GRAPH_REGISTER"] == "0"
 
 
 def test_the_death_of_one_ends_the_server(served: Server) -> None:
@@ -77,3 +78,18 @@ def test_the_death_of_one_ends_the_server(served: Server) -> None:
     served.service("/release_memory_occupation")
     served.schedulers()[1].send_signal(signal.SIGKILL)
     wait_until(lambda: served.process.poll() is not None)
+
+
+def test_pipelines(start: Start) -> None:
+    """Four ranks: two stages of two."""
+    server = start("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup", SGLANG_CPU_OMP_THREADS_BIND=CORES)
+    server.check_cycles(server.generate)
+    assert [each["rank"] for each in server.get("/memory_occupation").json()["ranks"]] == [0, 1, 2, 3]
+    expected = [server.generate(100, prompt) for prompt in prompts(4)]
+    running = server.in_background(4, 100)
+    server.service("/release_memory_occupation", {"hibernate": True})
+    assert [each.result(ANSWER_S) for each in running] == expected
+    server.service("/resume_memory_occupation")
+    assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
+    refused = server.service("/release_memory_occupation", {"mode": "keep"}, status=409)
+    assert "pipeline" in refused["message"]
