@@ -499,6 +499,7 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
     content: dict[str, dict[str, Any]] = {
         "sglang": {},
         "sglang.srt": {},
+        "sglang.srt.entrypoints": {"engine": SimpleNamespace(_set_envs_and_config=lambda server_args: None)},
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {each.__name__: each for each in MESSAGES},
         "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
