@@ -11,6 +11,7 @@ import pytest
 
 import memsaver_core as ms
 from tests.gpu import engines
+from tests.gpu.children import two_devices
 from tests.sglang import checkpoint
 from tests.sglang.server import ARGUMENTS, Server
 
@@ -173,3 +174,18 @@ def test_experts(start: Start) -> None:
 def test_quantized_weights(start: Start) -> None:
     """Quantized by SGLang as it loads them."""
     check(start("--quantization", "fp8", *NO_PREFILL_GRAPHS, **RELEASED))
+
+
+@two_devices
+def test_two_ranks(start: Start) -> None:
+    """By NCCL alone, whose memory goes with the rest."""
+    check(start("--tp", "2", "--disable-custom-all-reduce", *NO_PREFILL_GRAPHS, **RELEASED))
+
+
+@two_devices
+def test_two_ranks_with_a_custom_all_reduce(start: Start) -> None:
+    """SGLang's default. What it shares stays, and no checkpoint covers it."""
+    server = start("--tp", "2", *NO_PREFILL_GRAPHS, TORCH_SYMM_MEM_DISABLE_MULTICAST="1", **RELEASED)
+    server.check_cycles(server.answers)
+    refused = server.service("/release_memory_occupation", {"hibernate": True}, status=409)
+    assert "--disable-custom-all-reduce" in refused["error"]["message"]
