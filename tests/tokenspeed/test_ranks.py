@@ -19,4 +19,6 @@ def test_two_ranks(start: Start) -> None:
         assert {rank["state"] for rank in occupation["ranks"]} == {"released"}
         call("/resume_memory_occupation")
         assert server.generate(60, prompts(1)[0]) == expected[0]
+    refused = server.service("/release_memory_occupation", {"hibernate": True}, status=409)
+    assert "share device memory" in refused["message"]
     assert not server.is_dead()

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from memsaver_core.errors import MemsaverError
+from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import DrainTimeoutError
 from memsaver_server.integrations.scheduler_loop.work import Work
+
+#: tokenspeed sets NCCL_CUMEM_ENABLE=0 whatever the environment has, and its all-reduces have buffers of all ranks.
+_SHARED = (
+    "tokenspeed's ranks share device memory, in NCCL and for their all-reduces, that cannot be checkpointed; release "
+    "without hibernate, or run one rank"
+)
 
 
 class LoopWork(Work):
@@ -23,6 +30,8 @@ class LoopWork(Work):
         self._frozen = False
         self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
         self._held = 0
+        if loop.server_args.mapping.world_size > 1:
+            register_check(lambda: [_SHARED])
 
     def is_still(self) -> bool:
         """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved."""
