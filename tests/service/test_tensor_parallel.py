@@ -50,7 +50,7 @@ SHAPE = {
 
 #: Makes an engine whose rank 1 is stopped while it loads.
 FROZEN_LOAD = """
-import os, signal, sys
+import fcntl, os, signal, sys
 from memsaver_server.reference import rank_group
 from memsaver_server.reference.engine import TransformersEngine
 
@@ -61,7 +61,9 @@ def join_frozen(group, device):
     if sys.argv[1] == "while it loads":
         join(group, device)
     os.kill(group._processes[0].pid, signal.SIGSTOP)
-    if sys.argv[1] == "before it joins":
+    if sys.argv[1] == "before it joins":  # a rank that is frozen may have the lock of the file where they meet
+        meeting = open(group._folder + "/meeting")
+        fcntl.flock(meeting, fcntl.LOCK_EX)
         join(group, device)
 
 rank_group.RankGroup.join = join_frozen

@@ -93,7 +93,6 @@ class RankGroup:
         self._waits: set[_Wait] = set()
         self._closed = threading.Event()
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
-        self._meeting = Path(self._folder) / "meeting"
         listener = Listener(ranks)
         self._processes = [_start(rank, listener.path) for rank in range(1, ranks)]
         self._watches = [
@@ -112,7 +111,9 @@ class RankGroup:
         if not connections:
             self.close()
             raise self.failure or RanksFailedError(str(connected.exception()))
-        setup = {"options": asdict(options), "ranks": ranks, "meeting": str(self._meeting)}
+        meeting = Path(self._folder) / "meeting"
+        self._store = tensor_parallel.meet(meeting, ranks)
+        setup = {"options": asdict(options), "ranks": ranks, "meeting": str(meeting)}
         self._ready = self.channel.start({"engine": "setup", **setup})
 
     def load(self, load: Callable[[], None]) -> None:
@@ -132,7 +133,7 @@ class RankGroup:
 
     def join(self, device: torch.device) -> None:
         """Make the group in which the ranks compute, at the same time as the others."""
-        tensor_parallel.join(Place(0, self.ranks), self._meeting, device)
+        tensor_parallel.join(Place(0, self.ranks), self._store, device)
 
     def await_ready(self) -> None:
         """Wait until every rank has made its runner.

@@ -60,7 +60,7 @@ class RankProcess:
     def do_setup(self, options: dict[str, Any], ranks: int, meeting: str) -> None:
         asked = EngineOptions(**options)
         place = Place(self._number, ranks)
-        tensor_parallel.join(place, Path(meeting), asked.device_of(place.rank))
+        tensor_parallel.join(place, tensor_parallel.meet(Path(meeting), ranks), asked.device_of(place.rank))
         self._runner = asked.make_runner(place)
         self._update = WeightUpdate(self._runner, asked.torch_dtype)
         if ms.core_settings().prepare_backup:

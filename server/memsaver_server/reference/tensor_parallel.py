@@ -167,8 +167,17 @@ def check_alone() -> None:
         )
 
 
-def join(place: Place, meeting: Path, device: torch.device) -> None:
-    """Join the group of ranks that meet in the file ``meeting``, as torch's default process group.
+def meet(meeting: Path, ranks: int) -> Any:
+    """Return the store in which the ranks find each other: the file ``meeting``.
+
+    Rank 0 calls this before any other rank can. torch waits for the lock of the file with the interpreter's lock held:
+    a rank that is stopped while it has the file's would stop all of rank 0, and with it what looks for such ranks.
+    """
+    return dist.FileStore(str(meeting), ranks)
+
+
+def join(place: Place, store: Any, device: torch.device) -> None:
+    """Join the group of ranks that meet in ``store``, as torch's default process group.
 
     Raises:
         RuntimeError: the group cannot be made.
@@ -182,7 +191,7 @@ def join(place: Place, meeting: Path, device: torch.device) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.FileStore(str(meeting), place.ranks),
+        store=store,
         rank=place.rank,
         world_size=place.ranks,
         device_id=device if on_gpu else None,
