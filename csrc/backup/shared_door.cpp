@@ -21,8 +21,8 @@ namespace memsaver {
 
 namespace {
 
-constexpr int kNames = 96;          // more than a store has members: a name may be taken by a stranger
-constexpr timeval kPatience{1, 0};  // for a process that listens but is stopped
+constexpr int kNames = 96;               // more than a store has members: a name may be taken by a stranger
+constexpr timeval kAnswerTimeout{1, 0};  // for a process that listens but is stopped
 
 std::string prefix_of(const std::string& store) {
   constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
@@ -138,8 +138,8 @@ int StoreDoor::ask(const std::string& text) const {
   int socket = open_socket();
   if (socket < 0) return -1;
   const ScopeExit at_end([&] { close(socket); });
-  setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof kPatience);
-  setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof kPatience);
+  setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &kAnswerTimeout, sizeof kAnswerTimeout);
+  setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &kAnswerTimeout, sizeof kAnswerTimeout);
   const Name name = name_of(text);
   if (connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) != 0) return -1;
   return is_of_this_user(socket) ? receive_descriptor(socket) : -1;

@@ -20,7 +20,7 @@ py::dict dict_of(const Function& function) {
     const py::gil_scoped_release no_gil;
     result = function();
   }
-  return to_dict(result);
+  return python::to_dict(result);
 }
 
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
