@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from _machine import visible_gpu
 
 #: How long an engine may take to start, seconds.
 START_S = 400.0
@@ -51,7 +52,7 @@ def vllm(checkpoint: str, utilization: float, prompt: list[int], tokens: int, *m
     arguments += ["--skip-tokenizer-init", "--enable-sleep-mode", "--host", "127.0.0.1", "--port", "{port}"]
     arguments += ["--gpu-memory-utilization", str(utilization), "--max-model-len", "2048", *more]
     environment = {"MEMSAVER_VLLM": "0" if stock else "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": visible_gpu()}
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "detokenize": False}
     body |= {"return_token_ids": True, "stream": True}
     paths = ("/sleep?level=1", "/wake_up", "/reset_prefix_cache")

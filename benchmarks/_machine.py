@@ -12,11 +12,21 @@ import torch
 MIB = 1 << 20
 
 
-def used_mib(gpu: int = 0) -> float:
-    """Device memory in use by all processes on a GPU, MiB, as nvidia-smi shows it."""
+def visible_gpu(gpu: int = 0) -> str:
+    """Number or UUID of a GPU for a process's CUDA_VISIBLE_DEVICES; ``gpu`` counts those that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu].strip() if visible else str(gpu)
+
+
+def _nvml_device(gpu: int) -> Any:
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
-    return float(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used) / MIB
+    name = visible_gpu(gpu)
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def used_mib(gpu: int = 0) -> float:
+    """Device memory in use by all processes on a GPU that this process sees, MiB, as nvidia-smi shows it."""
+    return float(pynvml.nvmlDeviceGetMemoryInfo(_nvml_device(gpu), version=pynvml.nvmlMemory_v2).used) / MIB
 
 
 def used_mib_of(gpus: int) -> list[float]:
@@ -26,9 +36,8 @@ def used_mib_of(gpus: int) -> list[float]:
 
 def about_gpu() -> dict[str, Any]:
     """Return the names and versions that belong into a result."""
-    pynvml.nvmlInit()
     return {
-        "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
+        "gpu": pynvml.nvmlDeviceGetName(_nvml_device(0)),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,
     }

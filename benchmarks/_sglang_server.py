@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-import memsaver_core
+from memsaver_core import compat
 
-#: Where ``import torch_memory_saver`` finds memsaver's.
-DROP_IN = Path(memsaver_core.__file__).parent / "compat" / "path"
 #: With the memory of graphs under a tag SGLang starts only without its prefill graphs.
 ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
 ARGUMENTS = (
@@ -152,7 +150,7 @@ def started(mode: str, model: Path, stock: Path | None, port: int, arguments: li
         stock: the folder with torch_memory_saver, if another one comes first on the path.
     """
     environment = {**os.environ, **ENVIRONMENT}
-    first = stock if mode == "stock" else DROP_IN
+    first = stock if mode == "stock" else compat.PATH
     path = [str(first)] if first else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
     if mode == "service":

@@ -169,6 +169,14 @@ def torch_memory_saver(case: str, count: int, nbytes: int, repeats: int, rest: f
     return peer(clock, case, buffers, repeats, lambda: saver.pause("t"), lambda: saver.resume("t"))
 
 
+def drop_in(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
+    """The same program on memsaver in its place."""
+    import memsaver_core.compat
+
+    memsaver_core.compat.install()
+    return torch_memory_saver(case, count, nbytes, repeats, rest)
+
+
 def vllm(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -361,7 +369,10 @@ def cycles(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dic
     }
 
 
-WORKERS = {"memsaver": memsaver, "torch_memory_saver": torch_memory_saver, "vllm": vllm, "raw": raw, "cycles": cycles}
+WORKERS = {
+    "memsaver": memsaver, "drop-in": drop_in, "torch_memory_saver": torch_memory_saver, "vllm": vllm, "raw": raw,
+    "cycles": cycles,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

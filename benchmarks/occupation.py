@@ -1,7 +1,7 @@
 """Release and resume, timed: memsaver, its peers where they are installed, and what driver and link allow.
 
 One run measures all of them in turn on the same buffers, each in a process of its own: medians of several repetitions
-with the spread, as JSON, as a table and as a plot.
+with the spread, as JSON, as a table and as a plot. The drop-in is memsaver in torch_memory_saver's place.
 
     python benchmarks/occupation.py                     # 40 GiB discarded, 32 GiB kept
     python benchmarks/occupation.py --discard 4GiB --host 4GiB --cycles 100 --out /tmp
@@ -188,7 +188,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     shown = [row for row in result["rows"] if row["unit"] == "s" and "64 MiB" not in row["what"]]
     figure, axes = pyplot.subplots(figsize=(10, 0.32 * len(shown) + 1.2))
-    colours = {"memsaver": "#0b7285", "raw": "#868e96", "torch_memory_saver": "#e8590c", "vllm": "#5f3dc4"}
+    colours = {"memsaver": "#0b7285", "drop-in": "#1098ad", "raw": "#868e96"}
+    colours |= {"torch_memory_saver": "#e8590c", "vllm": "#5f3dc4"}
     for at, row in enumerate(reversed(shown)):
         spread = [[(row["median"] - row["min"]) * 1e3], [(row["max"] - row["median"]) * 1e3]]
         axes.barh(at, row["median"] * 1e3, xerr=spread, color=colours[row["library"]], height=0.7)
@@ -226,7 +227,7 @@ def main() -> None:
         return result
 
     run("raw", "discard", discard)
-    for library in ("memsaver", *peers):
+    for library in ("memsaver", "drop-in", *peers):
         run(library, "discard", discard)
     kept = run("memsaver", "host", host)
     firsts = [
@@ -234,7 +235,7 @@ def main() -> None:
     ]
     merged = {name: [s for first in firsts for s in first["samples"][name]] for name in firsts[0]["samples"]}
     rows.extend(rows_of("memsaver", "host-first", {"bytes": firsts[0]["bytes"], "samples": merged}))
-    for library in peers:
+    for library in ("drop-in", *peers):
         run(library, "host", host, 2)
     cycles = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0) if options.cycles else None
     result = {

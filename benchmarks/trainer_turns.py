@@ -31,7 +31,9 @@ import torch
 from _checkpoint import CONFIG, write_checkpoint
 from _machine import about_gpu, touch_host_memory, used_mib
 from _record import new_parser, new_result, write
-from _sglang_server import DROP_IN, Server, prompts, started
+from _sglang_server import Server, prompts, started
+
+from memsaver_core import compat
 
 MODES = ("stock", "memsaver")
 PARTS = ("rollout", "engine releases", "trainer resumes", "training", "trainer pauses", "engine resumes")
@@ -88,7 +90,7 @@ def train(model: Path) -> None:
 
 class Trainer:
     def __init__(self, stack: ExitStack, mode: str, model: Path, stock: Path | None) -> None:
-        first = [str(stock)] if mode == "stock" and stock else [str(DROP_IN)] if mode == "memsaver" else []
+        first = [str(stock)] if mode == "stock" and stock else [str(compat.PATH)] if mode == "memsaver" else []
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*first, os.environ.get("PYTHONPATH", "")]),

@@ -31,7 +31,7 @@ import httpx
 import torch
 from _checkpoint import PROMPTS, write_checkpoint
 from _http_engines import Kind, ask, started, vllm
-from _machine import MIB, about_gpu, touch_host_memory, used_mib
+from _machine import MIB, about_gpu, touch_host_memory, used_mib, visible_gpu
 from _record import ROOT, new_parser, new_result, write
 from _wake_up_page import ENGINES, MODES, to_markdown
 
@@ -142,7 +142,7 @@ def serve_sglang(mode: str, folder: Path, prompt: list[int], options: argparse.N
 @contextmanager
 def serve_reference(_mode: str, folder: Path, prompt: list[int], _options: argparse.Namespace) -> Iterator[Engine]:
     arguments = ["-m", "memsaver_server.cli", "serve", "--model", str(folder), "--port", "{port}"]
-    environment = {"CUDA_VISIBLE_DEVICES": "0"} if ON_GPU else {"MEMSAVER_DRIVER": "host"}
+    environment = {"CUDA_VISIBLE_DEVICES": visible_gpu()} if ON_GPU else {"MEMSAVER_DRIVER": "host"}
     if ON_GPU:
         arguments += ["--kv-cache-bytes", "40GiB"]
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": greedy(TOKENS)}

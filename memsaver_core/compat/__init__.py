@@ -12,8 +12,10 @@ from pathlib import Path
 
 from memsaver_core.errors import ConfigurationError
 
-__all__ = ["install"]
+__all__ = ["PATH", "install"]
 
+#: On ``PYTHONPATH`` it makes ``import torch_memory_saver`` import memsaver's.
+PATH = Path(__file__).with_name("path")
 _NAME = "torch_memory_saver"
 _OURS = f"{__name__}.{_NAME}"
 _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
@@ -41,6 +43,6 @@ def install(*, subprocesses: bool = False) -> None:
     for name in _SUBMODULES.split():
         sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name}")
     if subprocesses:
-        folder = str(Path(__file__).with_name("path"))
+        folder = str(PATH)
         others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *others])

@@ -23,7 +23,7 @@ ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
 
 #: Small enough for every test machine; tests that need more override it.
-HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB"}
+HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", "PYTHONFAULTHANDLER": "1"}
 
 
 @dataclass
@@ -40,9 +40,14 @@ class Server:
             return log.read()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send ``number``, wait for the exit and return its code."""
+        """Send ``number``, wait for the exit and return its code; if there is none, fail with what each thread does."""
         self.process.send_signal(number)
-        return self.process.wait(60)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait(60)
+            raise AssertionError(f"it did not end: {self.log}") from None
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-import memsaver_core as ms
+from memsaver_core import compat
 from tests.gpu import engines
 from tests.gpu.children import two_devices
 from tests.sglang import checkpoint
 from tests.sglang.server import ARGUMENTS, Server
 
-DROP_IN = Path(ms.__file__).parent / "compat" / "path"
 DENSE = {**checkpoint.QWEN, **checkpoint.WIDE}
 EXPERTS = {**checkpoint.MIXTRAL, **checkpoint.WIDE}
 #: A cache of the rotary embedding of its own.
@@ -40,7 +39,7 @@ class GpuServer(Server):
     )  # fmt: skip
     environment: ClassVar[dict[str, str]] = {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(DROP_IN), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(compat.PATH), os.environ.get("PYTHONPATH", "")]),
         "TRANSFORMERS_OFFLINE": "1",
     }
 
