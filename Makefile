@@ -30,16 +30,16 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 
 test: lint  ## lint, type-check and run every test (those that need a GPU are skipped without one)
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]; fi
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-reliability test-service test-fleet test-whole test-unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-service test-reliability test-unit test-whole test-fleet
 
 # By folder, two at once: each in a process of its own, where no other folder's engines hold memory.
 # The longest first.
-test-reliability: TESTS := tests/native tests/reliability
 test-service: TESTS := tests/service
-test-fleet: TESTS := tests/fleet
-test-whole: TESTS := tests/e2e
+test-reliability: TESTS := tests/native tests/reliability
 test-unit: TESTS := tests/unit tests/devices
-test-reliability test-service test-fleet test-whole test-unit: $(READY)
+test-whole: TESTS := tests/e2e
+test-fleet: TESTS := tests/fleet
+test-service test-reliability test-unit test-whole test-fleet: $(READY)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
 
 test-sglang: $(SGLANG_VENV)/.ready  ## tests against real SGLang on the CPU; SGLANG=0.5.23 chooses its version (minutes)

@@ -143,6 +143,23 @@ def test_what_prevents_it_is_told_with_what_to_do(
         assert ranks.ask("communicators.suspend()", [0]) == ["{}"]
 
 
+@pytest.mark.parametrize(("suspended", "failed"), [(True, False), (False, True), (False, False)])
+def test_a_service_does_not_wait_at_its_end_for_what_is_suspended_or_dead(
+    tmp_path: Path, suspended: bool, failed: bool
+) -> None:
+    """The interpreter's end, which takes NCCL down, is passed over; without need it is not."""
+    with nccl.started(2, tmp_path, MEMSAVER_DRIVER="host") as ranks:
+        ranks.ask("__import__('atexit').register(__import__('time').sleep, 600)", [0])
+        if suspended:
+            ranks.ask("communicators.suspend()")
+        end = f"__import__('importlib').import_module('memsaver_server.cli.serving').end_at_once(failed={failed})"
+        if suspended or failed:
+            assert ranks.ask(end, [0]) == [""]
+            assert ranks.children[0].process.wait(60) == 0
+        else:
+            assert ranks.ask(end, [0]) == ["None"]
+
+
 def test_one_rank_alone_shares_nothing(tmp_path: Path) -> None:
     with nccl.started(1, tmp_path, MEMSAVER_DRIVER="host") as ranks:
         assert ranks.ask("communicators.found()") == ["()"]

@@ -18,7 +18,7 @@ from memsaver_server.cli.serving import (
     Port,
     PrivateKey,
     UnixSocket,
-    end_if_hibernated,
+    end_at_once,
     settings_of,
     starting,
     until_ended,
@@ -134,9 +134,10 @@ def serve(
         late.daemon = True
         late.start()
         attachment.close()
+        failed = not engine.is_alive()
         engine.close()
         late.cancel()
-        end_if_hibernated()
+        end_at_once(failed=failed)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

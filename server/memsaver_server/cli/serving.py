@@ -75,14 +75,18 @@ def until_ended() -> Iterator[None]:
         notify("STOPPING=1")
 
 
-def end_if_hibernated() -> None:
-    """End the process with exit code 0 if it is hibernated; nothing may be left to do but what the interpreter does.
+def end_at_once(*, failed: bool) -> None:
+    """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do.
 
-    That calls CUDA, which would wait for a wake-up, and the device may have no memory for one.
+    It takes torch and CUDA down. While the process is hibernated CUDA waits for a wake-up, for which the device may
+    have no memory. NCCL may wait for ranks that have ended, or for memory of its own that is suspended.
+
+    Args:
+        failed: ranks of the engine have ended.
     """
-    from memsaver_core import hibernation
+    from memsaver_core import communicators, hibernation
 
-    if hibernation.is_hibernated():
+    if failed or hibernation.is_hibernated() or not communicators.usable():
         sys.stdout.flush()
         if isinstance(sys.stderr, LogStream):
             sys.stderr.settle(END_S)

@@ -57,7 +57,7 @@ class Deadlines:
 
     Attributes:
         idle_s: of a release or a resume: without progress on any rank.
-        prepare_s, communicators_s, hibernation_s: of such a step as a whole.
+        prepare_s, communicators_s, hibernation_s: of such a step as a whole; for the last, with nothing resident.
     """
 
     idle_s: float = 120.0

@@ -43,6 +43,9 @@ from memsaver_server.ranks.steps import Steps
 
 _T = TypeVar("_T")
 
+#: Bytes per second of resident memory; a checkpoint or a restore that is slower hangs. The driver's rate is 2.4e9.
+_SLOWEST_COPY = 5e8
+
 
 class RankMemory:
     """Implements ``Memory``.
@@ -111,7 +114,7 @@ class RankMemory:
 
     def hibernation_obstacles(self) -> list[str]:
         """Return what the ranks reported at the start; each rank checks again before anything is released."""
-        return [obstacle for rank in self._group.ranks for obstacle in rank.obstacles]
+        return self._of_ranks([rank.obstacles for rank in self._group.ranks])
 
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""
@@ -259,8 +262,12 @@ class RankMemory:
         )
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: str, undo: _Step) -> None:
+        statuses = [status for status in self._group.statuses if status is not None]
+        most = max((sum(tag.resident_bytes for tag in status.tags) for status in statuses), default=0)
+        limit = self._group.deadlines.hibernation_s + most / _SLOWEST_COPY
+
         def each(name: _Step) -> Callable[[], list[Answer]]:
-            return lambda: self._group.ask(HibernationStep(name), self._group.deadlines.hibernation_s)
+            return lambda: self._group.ask(HibernationStep(name), limit)
 
         steps.take(step, phase, each(step), each(undo))
 
@@ -282,15 +289,17 @@ class RankMemory:
         """
         names, reasons = agreement.suspendable(plans)
         if options.hibernate:
-            several = self._group.several
-            found = [
-                f"rank {i}: {each}" if several else each for i, plan in enumerate(plans) for each in plan.obstacles
-            ]
+            found = self._of_ranks([plan.obstacles for plan in plans])
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
         asked = options.hibernate or not options.tags or COMMUNICATORS in options.tags
         return names if asked else ()
+
+    def _of_ranks(self, told: Sequence[Sequence[str]]) -> list[str]:
+        """Return what each rank told, with its number if there are several."""
+        several = self._group.several
+        return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(told) for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], options: ReleaseOptions) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""

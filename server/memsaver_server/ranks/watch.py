@@ -1,4 +1,8 @@
-"""Watches processes, so that the end of one is an event."""
+"""Watches processes, so that the end of one is an event.
+
+A pidfd tells it once the kernel has taken the process's memory down, which may take seconds if tens of gigabytes are
+pinned. So the process's state is looked at, too.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,17 @@ import selectors
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from memsaver_core.reports import RankStatus
 
 logger = logging.getLogger("memsaver")
+
+#: Interval at which the states of processes are looked at, seconds.
+_LOOK_S = 0.25
+#: Of the flags in the ninth field of proc_pid_stat(5): the process is ending (PF_EXITING of the kernel's sched.h).
+_EXITING = 0x4
 
 
 class ProcessWatch:
@@ -20,7 +30,7 @@ class ProcessWatch:
     collected.
 
     Attributes:
-        pids: those that are watched. The kernel, a sandbox or a lack of threads may prevent it.
+        pids: those that are watched. A lack of threads may prevent it.
     """
 
     def __init__(self, pids: Iterable[int], on_end: Callable[[int], None]) -> None:
@@ -30,14 +40,13 @@ class ProcessWatch:
         finalizer = weakref.finalize(self, os.eventfd_write, stop, 1)
         watched, ended = set(), []
         for pid in pids:
-            try:
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                watched.add(pid)
-            except ProcessLookupError:
+            if not Path(f"/proc/{pid}").exists():
                 ended.append(pid)
-            except OSError as error:
-                logger.warning("process %d cannot be watched: %s", pid, error)
-        arguments = (selector, stop, weakref.WeakMethod(on_end))
+                continue
+            watched.add(pid)
+            with suppress(OSError):  # the kernel, a sandbox or a lack of descriptors may prevent it
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        arguments = (selector, stop, set(watched), weakref.WeakMethod(on_end))
         thread = threading.Thread(target=_watch, args=arguments, name="memsaver-watch", daemon=True)
         try:
             thread.start()
@@ -52,11 +61,22 @@ class ProcessWatch:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process; see proc_pid_stat(5)."""
+    """Return whether a signal or a debugger has stopped a process."""
+    stat = _stat(pid)
+    return bool(stat) and stat[0] in "Tt"
+
+
+def _is_ending(pid: int) -> bool:
+    stat = _stat(pid)
+    return not stat or stat[0] in "ZX" or bool(int(stat[6]) & _EXITING)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the third and later fields of proc_pid_stat(5); none if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
 
 
 def is_rank_stopped(rank: RankStatus) -> bool:
@@ -70,16 +90,23 @@ def stopped_ranks(ranks: Iterable[RankStatus]) -> str:
     return f"stopped by a signal or a debugger: {' and '.join(names)}; continue with kill -CONT" if names else ""
 
 
-def _watch(selector: selectors.BaseSelector, stop: int, on_end: weakref.WeakMethod[Callable[[int], None]]) -> None:
+def _watch(
+    selector: selectors.BaseSelector, stop: int, pids: set[int], on_end: weakref.WeakMethod[Callable[[int], None]]
+) -> None:
     while True:
-        for key, _ in selector.select():
+        ended = set()
+        for key, _ in selector.select(_LOOK_S if pids else None):
             if key.fd == stop:
                 _close(selector)
                 return
             selector.unregister(key.fd)
             os.close(key.fd)
+            ended.add(key.data)
+        ended |= set(filter(_is_ending, pids))
+        for pid in ended & pids:
             if (call := on_end()) is not None:
-                call(key.data)
+                call(pid)
+        pids -= ended
 
 
 def _close(selector: selectors.BaseSelector) -> None:

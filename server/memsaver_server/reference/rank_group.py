@@ -87,6 +87,7 @@ class RankGroup:
         """
         self.ranks = ranks
         self.failure: RanksFailedError | None = None
+        self._failing = threading.Lock()
         self._failed: Future[None] = Future()
         self._on_failure = on_failure
         self._closing = False
@@ -176,12 +177,14 @@ class RankGroup:
 
     def fail(self, why: str) -> None:
         """From now on the ranks can compute nothing more: end what waits for one of them."""
-        if self.failure is None and not self._closing:
+        with self._failing:
+            if self.failure is not None or self._closing:
+                return
             self.failure = RanksFailedError(f"{why}; restart the engine")
-            log.critical("%s", self.failure)
-            self._failed.set_result(None)
-            self._on_failure(why, self.failure)
-            tensor_parallel.abort()
+        log.critical("%s", self.failure)
+        self._failed.set_result(None)
+        self._on_failure(why, self.failure)
+        tensor_parallel.abort()
 
     @contextmanager
     def bounded(self, what: str, limit_s: float) -> Iterator[None]:
@@ -213,8 +216,9 @@ class RankGroup:
                 process.kill()
         self._closed.set()
         for watch in self._watches:
-            watch.join()
-        tensor_parallel.leave()
+            watch.join(_END_S)
+        if not any(watch.is_alive() for watch in self._watches):  # one that still aborts the group is inside of NCCL
+            tensor_parallel.leave()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
