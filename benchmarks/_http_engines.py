@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,9 +16,12 @@ from typing import Any
 
 import httpx
 from _machine import visible_gpu
+from _processes import end, free_ports
 
 #: How long an engine may take to start, seconds.
 START_S = 400.0
+#: How long it may take to end by itself, seconds.
+END_S = 60.0
 #: The first token in an answer.
 _TOKEN = re.compile(rb'"(token|output)_ids": ?\[\d')
 
@@ -62,24 +64,21 @@ def vllm(checkpoint: str, utilization: float, prompt: list[int], tokens: int, *m
 @contextmanager
 def started(kind: Kind, model: str, folder: Path) -> Iterator[httpx.Client]:
     """Run an engine while the block runs; yields a client of it once it serves. Its log is ``folder``/``model``.log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     log = folder / f"{model}.log"
     with log.open("w") as output:
         arguments, environment = kind.arguments(model, port), {**os.environ, **kind.environment}
-        process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            end = time.monotonic() + START_S
+            deadline = time.monotonic() + START_S
             while not _answers(client):
-                if process.poll() is not None or time.monotonic() > end:
+                if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the engine of {model} did not start:\n{log.read_text()[-6000:]}")
                 time.sleep(0.2)
             yield client
     finally:
-        process.terminate()
-        process.wait(60)
+        end(process, END_S)
 
 
 def _answers(client: httpx.Client) -> bool:

@@ -41,7 +41,9 @@ def new_result(script: str) -> dict[str, Any]:
 def write(name: str, result: dict[str, Any], to_markdown: Callable[[dict[str, Any]], str] | None, out: Path) -> str:
     """Write ``name``.json, and ``name``.md if there is a ``to_markdown``, into the folder ``out``; return the page."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    new = out / f".{name}.json"
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(out / f"{name}.json")  # another benchmark may read it at any moment
     page = to_markdown(result) if to_markdown is not None else ""
     if page:
         (out / f"{name}.md").write_text(page)

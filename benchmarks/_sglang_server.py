@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
 import httpx
+from _processes import end, free_ports
 
 from memsaver_core import compat
 
@@ -55,37 +55,45 @@ class Running:
 
 
 class Server:
-    """Its endpoints; ``own`` calls SGLang's, ``service`` memsaver's. Both raise AssertionError for another status."""
+    """Its endpoints; ``own`` calls SGLang's, ``service`` memsaver's. Both raise AssertionError for another status.
 
-    def __init__(self, process: subprocess.Popen[str], log: Path, port: int) -> None:
+    Attributes:
+        own_url, service_url: where these are.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], log: Path, ports: list[int]) -> None:
         self._process, self._log = process, log
-        self._own, self._service = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
+        self.own_url, self.service_url = (f"http://127.0.0.1:{port}" for port in ports)
         # No connection is kept: the server ends those that rest, perhaps just as a request is on its way.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(timeout=ANSWER_S, limits=limits)
         self._threads = ThreadPoolExecutor(256)
 
     def own(self, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Answer:
-        return self._call(self._own + path, body, status)
+        return self._call(self.own_url + path, body, status)
 
     def service(self, path: str, body: dict[str, Any] | None = None, status: int = 200) -> Answer:
-        return self._call(self._service + path, body, status)
+        return self._call(self.service_url + path, body, status)
 
     def flush(self) -> None:
         """As RL frameworks do: just after an answer SGLang alone may refuse it."""
         deadline = time.monotonic() + ANSWER_S
-        while self._http.post(self._own + "/flush_cache").status_code != 200:
+        while self._http.post(self.own_url + "/flush_cache").status_code != 200:
             assert time.monotonic() < deadline, "the cache was not flushed"
             time.sleep(0.05)
 
     def probe_ms(self, path: str) -> float:
         begun = time.perf_counter()
-        self._http.get(self._service + path).raise_for_status()
+        self._http.get(self.service_url + path).raise_for_status()
         return (time.perf_counter() - begun) * 1e3
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
         body = {"input_ids": prompt, "sampling_params": _greedy(count)}
         return list(self.own("/generate", body).body["output_ids"])
+
+    def count_tokens(self, prompts: list[list[int]], count: int) -> int:
+        """Ask for ``count`` tokens for all prompts at once, each in one piece; return how many came."""
+        return sum(len(each) for each in self._threads.map(lambda prompt: self.generate(prompt, count), prompts))
 
     def start(self, prompts: list[list[int]], count: int) -> list[Running]:
         """Start requests for ``count`` tokens each, and return once each has its first."""
@@ -109,7 +117,7 @@ class Server:
 
     def is_up(self) -> bool:
         try:
-            return self._process.poll() is None and self._http.get(self._own + "/health").status_code == 200
+            return self._process.poll() is None and self._http.get(self.own_url + "/health").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -123,7 +131,7 @@ class Server:
 
     def _stream(self, running: Running, prompt: list[int], count: int) -> list[int]:
         body = {"input_ids": prompt, "sampling_params": _greedy(count), "stream": True}
-        with self._http.stream("POST", self._own + "/generate", json=body) as answer:
+        with self._http.stream("POST", self.own_url + "/generate", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     running.tokens = json.loads(line.removeprefix("data: ")).get("output_ids", running.tokens)
@@ -141,21 +149,24 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @contextmanager
-def started(mode: str, model: Path, stock: Path | None, port: int, arguments: list[str]) -> Iterator[Server]:
+def started(
+    mode: str, model: Path, stock: Path | None, arguments: list[str], port: int | None = None
+) -> Iterator[Server]:
     """Start SGLang, and end it.
 
     Args:
-        mode: ``stock`` (torch_memory_saver), ``drop-in`` (memsaver in its place) or ``service`` (its service, too, at
-            the port after ``port``).
+        mode: ``stock`` (torch_memory_saver), ``drop-in`` (memsaver in its place) or ``service`` (its service, too).
         stock: the folder with torch_memory_saver, if another one comes first on the path.
+        port: SGLang's, and the next one is the service's; free ones unless it is given.
     """
+    ports = [port, port + 1] if port else free_ports(2)
     environment = {**os.environ, **ENVIRONMENT}
     first = stock if mode == "stock" else compat.PATH
     path = [str(first)] if first else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
     if mode == "service":
-        environment["MEMSAVER_SGLANG"] = f"127.0.0.1:{port + 1}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        environment["MEMSAVER_SGLANG"] = f"127.0.0.1:{ports[1]}"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(ports[0])]
     with tempfile.NamedTemporaryFile("w", prefix=f"sglang-{mode}-", suffix=".log", delete=False) as log:
         process = subprocess.Popen(
             [*command, *ARGUMENTS, *arguments],
@@ -166,8 +177,6 @@ def started(mode: str, model: Path, stock: Path | None, port: int, arguments: li
             text=True,
         )
     try:
-        yield Server(process, Path(log.name), port)
+        yield Server(process, Path(log.name), ports)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)

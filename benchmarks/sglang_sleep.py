@@ -1,11 +1,15 @@
 """SGLang seen from outside: release and resume by torch_memory_saver, by memsaver in its place, and by its service.
 
 Writes a checkpoint of seeded random weights, starts one server after the other, and last all three at once, of which
-each in turn answers the same requests. What is measured is written at once, whatever becomes of the next row.
+each in turn answers the same requests.
 
     python benchmarks/sglang_sleep.py --stock DIR   # a folder with torch_memory_saver; needs SGLang and a GPU
     python benchmarks/sglang_sleep.py --parts drop-in --cycles 3 --out /tmp
+    python benchmarks/sglang_sleep.py --parts --out DIR                     # only the page, of the results in DIR
     ... --sglang "--attention-backend triton --enable-deterministic-inference"
+
+Each part has a file of its own, written after each row; the page is made of all of them in the folder. So parts can be
+measured one by one, or at the same time on several GPUs.
 
 Tokens are compared after ``/flush_cache``, as a cached prefix is another computation. Requests in flight are compared
 with the same ones undisturbed; their batches differ, so all are equal only if SGLang computes deterministically.
@@ -15,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import math
 import shlex
 import statistics
 import tempfile
@@ -22,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +39,28 @@ from _sglang_server import Answer, Server, prompts, started
 
 MODES = ("stock", "drop-in", "service")
 LOAD = "load"
+PARTS = (*MODES, LOAD)
 COLUMNS = ("what", "cycles", "release, ms", "resume, ms", "first token after it, ms", "MiB left", "outcome")
 #: Requests in flight at a release, and their tokens.
 REQUESTS, LENGTH = 20, 400
-#: Requests that load a server, their tokens, and how many turns of them it takes.
-LOAD_REQUESTS, LOAD_TOKENS, TURNS = 64, 128, 9
+#: Requests that load a server, and their tokens: a turn takes seconds.
+LOAD_REQUESTS, LOAD_TOKENS = 64, 1000
 #: Memory for the load alone, so that three servers find room.
-LOAD_ARGUMENTS = ("--max-total-tokens", "65536")
+LOAD_ARGUMENTS = ("--max-total-tokens", "131072")
 
 Call = Callable[..., Answer]
 
 
 class Table:
-    """The rows of one part. Writes the whole record whenever one is added."""
+    """The rows of one part. Writes its file whenever one is added: what is measured is measured."""
 
-    def __init__(self, record: dict[str, Any], part: str, out: Path) -> None:
-        self._record, self._out = record, out
-        self._rows: list[list[str]] = []
-        record["parts"][part] = self._rows
+    def __init__(self, about: dict[str, Any], part: str, out: Path) -> None:
+        self._record, self._out = {**about, "part": part, "rows": []}, out
 
     def add(self, *cells: str) -> None:
-        self._rows.append(list(cells))
+        self._record["rows"].append([cell.replace("|", "/") for cell in cells])
         print("|", " | ".join(cells), "|", flush=True)
-        write("sglang", self._record, to_markdown, self._out)
+        write(f"sglang-{self._record['part']}", self._record, None, self._out)
 
 
 def first_and_later(values: list[float]) -> str:
@@ -86,6 +92,7 @@ class Measured:
         released, resumed, to_token, left, equal = [], [], [], [], 0
         phases: dict[str, list[float]] = {}
         for _ in range(count):
+            self.engine.flush()  # just after an answer a step may still run, at which SGLang alone ends
             answers = [call("/release_memory_occupation", body)]
             left.append(used_mib())
             begun = time.perf_counter()
@@ -194,23 +201,27 @@ def measure(mode: str, engine: Server, table: Table, options: argparse.Namespace
     table.add("afterwards", "", "", "", "", f"{used_mib():,.0f}", f"{up}, tokens {equal}")
 
 
-def load(engines: dict[str, Server], table: Table, quick: bool) -> None:
-    """Tokens per second of each server while nothing is released, in turns."""
-    asked = prompts(*[64] * (8 if quick else LOAD_REQUESTS))
+def load(engines: dict[str, Server], table: Table, turns: int, requests: int) -> None:
+    """Tokens per second of each server while nothing is released: each in every turn, in changing order."""
+    asked = prompts(*[64] * requests)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(3 if quick else TURNS):
+    for turn in range(turns + 1):
         for name in engines if turn % 2 else reversed(engines):
             engines[name].flush()
             begun = time.perf_counter()
-            made = sum(len(each.whole.result()) for each in engines[name].start(asked, LOAD_TOKENS))
-            rates[name].append(made / (time.perf_counter() - begun))
+            made = engines[name].count_tokens(asked, LOAD_TOKENS)
+            if turn:  # the first one compiles
+                rates[name].append(made / (time.perf_counter() - begun))
+    what = f"{requests} requests of {LOAD_TOKENS:,} tokens at once"
     for name, values in rates.items():
-        later = values[1:]  # the first one compiles
-        told = f"{statistics.median(later):,.0f} tokens/s ({min(later):,.0f} to {max(later):,.0f})"
-        if name != MODES[0] and MODES[0] in rates:
-            ratios = [one / other for one, other in zip(later, rates[MODES[0]][1:], strict=True)]
-            told += f", {statistics.median(ratios) - 1:+.1%} beside stock, median over the turns"
-        table.add(f"{name}, {len(asked)} requests at once", str(len(later)), "", "", "", "", told)
+        told = f"{statistics.median(values):,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
+        table.add(f"{name}, {what}", str(turns), "", "", "", "", told)
+    for other, name in combinations(rates, 2):
+        ratios = [100 * (one / two - 1) for one, two in zip(rates[name], rates[other], strict=True)]
+        error = statistics.stdev(ratios) / math.sqrt(turns)
+        told = f"{statistics.mean(ratios):+.2f} % tokens/s, standard error {error:.2f} % "
+        told += f"({min(ratios):+.2f} to {max(ratios):+.2f} % in a turn)"
+        table.add(f"{name} beside {other}", str(turns), "", "", "", "", told)
 
 
 def run(part: str, model: Path, table: Table, options: argparse.Namespace) -> None:
@@ -221,51 +232,72 @@ def run(part: str, model: Path, table: Table, options: argparse.Namespace) -> No
     begun = time.monotonic()
     with ExitStack() as stack:
         engines = {
-            mode: stack.enter_context(started(mode, model, options.stock, options.port + 10 * place, arguments))
+            mode: stack.enter_context(
+                started(mode, model, options.stock, arguments, options.port and options.port + 10 * place)
+            )
             for place, mode in enumerate(modes)
         }
         for engine in engines.values():
             engine.wait_until_up()
         table.add(f"start, {time.monotonic() - begun:.0f} s", *[""] * 6)
         if part == LOAD:
-            load(engines, table, options.cycles < 5)
+            quick = options.cycles < 5
+            load(engines, table, 2 if quick else options.turns, 8 if quick else LOAD_REQUESTS)
         else:
             measure(part, engines[part], table, options, model)
 
 
-def to_markdown(record: dict[str, Any]) -> str:
+def to_markdown(parts: list[dict[str, Any]]) -> str:
     lines = [
-        f"# SGLang {record['sglang']}: {record['gpu']}, driver {record['driver']}, torch {record['torch']}",
+        "# SGLang from outside",
         "",
-        f"{record['date']}, `{record['command']}`. Device memory as nvidia-smi counts it; times as the caller sees "
-        "them: the first; the median and the longest of the others. CUDA graphs on.",
+        "Device memory as nvidia-smi counts it; times as the caller sees them: the first; the median and the longest "
+        "of the others. CUDA graphs on.",
     ]
-    for part, rows in record["parts"].items():
-        lines += ["", f"## {part}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
+    for part in parts:
+        lines += [
+            "",
+            f"## {part['part']}",
+            "",
+            f"SGLang {part['sglang']}, {part['gpu']}, driver {part['driver']}, torch {part['torch']}; {part['date']}, "
+            f"`{part['command']}`.",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            f"|{'---|' * len(COLUMNS)}",
+        ]
+        lines += [f"| {' | '.join(row)} |" for row in part["rows"]]
     return "\n".join(lines) + "\n"
+
+
+def write_page(folder: Path) -> str:
+    parts = [json.loads(path.read_text()) for path in folder.glob("sglang-*.json")]
+    page = to_markdown(sorted(parts, key=lambda part: PARTS.index(part["part"])))
+    (folder / "sglang.md").write_text(page)
+    return page
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
-    parser.add_argument("--parts", nargs="+", choices=[*MODES, LOAD], default=[*MODES, LOAD])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cycles", type=int, default=5, help="of each kind; ten times as many of the drop-in's")
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--turns", type=int, default=12, help="of the load, in which each server has one")
+    parser.add_argument("--port", type=int, help="SGLang's, and the next one is the service's; by default free ones")
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
     options = parser.parse_args()
-    record: dict[str, Any] = {
-        **new_result("sglang_sleep.py"),
-        **about_gpu(),
-        "sglang": importlib.metadata.version("sglang"),
-        "parts": {},
-    }
+    if options.parts:
+        measure_parts(options)
+    print(write_page(options.out))
+
+
+def measure_parts(options: argparse.Namespace) -> None:
+    about = {**new_result("sglang_sleep.py"), **about_gpu(), "sglang": importlib.metadata.version("sglang")}
     touch_host_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
         for part in options.parts:
-            table = Table(record, part, options.out)
+            table = Table(about, part, options.out)
             try:
                 run(part, Path(folder), table, options)
             except Exception:

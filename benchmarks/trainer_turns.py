@@ -42,6 +42,9 @@ REQUESTS, TOKENS = 32, 128
 #: A step's training: sequences of so many tokens, one backward pass for each.
 SEQUENCES, LENGTH = 4, 256
 
+#: How a line of the trainer's begins that answers: torch_memory_saver and torch print, too.
+ANSWER = "ANSWER "
+
 # -- the trainer, in a process of its own: a command on each line of its input, an answer on each line of its output ---
 
 
@@ -77,7 +80,7 @@ def train(model: Path) -> None:
         "resume": lambda: torch_memory_saver.resume("trainer"),
         "sum": lambda: None,
     }
-    print("up", flush=True)
+    print(ANSWER, flush=True)
     for line in sys.stdin:
         begun = time.perf_counter()
         calls[line.strip()]()
@@ -85,7 +88,7 @@ def train(model: Path) -> None:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         checksum = sum(float(each.detach().double().sum()) for each in policy.parameters()) if "sum" in line else 0.0
-        print(json.dumps([seconds, checksum]), flush=True)
+        print(ANSWER + json.dumps([seconds, checksum]), flush=True)
 
 
 class Trainer:
@@ -111,18 +114,18 @@ class Trainer:
         )
         stack.callback(self._process.wait)
         stack.callback(self._process.kill)
-        self._read("up")
+        self._read(ANSWER)
 
     def call(self, name: str) -> tuple[float, float]:
         """Return seconds, and for ``sum`` the sum of all parameters."""
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
-        seconds, checksum = json.loads(self._read("["))
+        seconds, checksum = json.loads(self._read(ANSWER).removeprefix(ANSWER))
         return seconds, checksum
 
     def _read(self, start: str) -> str:
-        """Return the next line that begins so: torch_memory_saver prints, too."""
+        """Return the next line that begins so."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
@@ -138,7 +141,7 @@ def measure(mode: str, model: Path, options: argparse.Namespace) -> dict[str, An
     with ExitStack() as stack:
         server = "stock" if mode == "stock" else "drop-in"
         arguments = shlex.split(options.sglang)
-        engine: Server = stack.enter_context(started(server, model, options.stock, options.port, arguments))
+        engine: Server = stack.enter_context(started(server, model, options.stock, arguments, options.port))
         engine.wait_until_up()
         asked = prompts(*[16] * REQUESTS)
         expected = engine.generate(asked[0], 32)
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--port", type=int, help="SGLang's; by default a free one")
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import pynvml
 import torch
 from _checkpoint import CONFIG, PROMPTS, write_checkpoint
 from _machine import about_gpu, touch_host_memory, used_mib_of
+from _processes import end
 from _record import new_parser, new_result, write
 from vllm_sleep import weight_sums
 
@@ -38,6 +40,8 @@ MODES = {
 }
 #: An engine has some time before its first sleep, and the driver some while it sleeps, seconds.
 IDLE_S = 1.0
+#: How long one mode may take, seconds.
+LIMIT_S = 900.0
 
 
 # -- run inside vLLM's workers -----------------------------------------------------------------------------------------
@@ -161,8 +165,8 @@ def measure(options: argparse.Namespace) -> None:
                 options.answer.write_text(json.dumps(result))
 
 
-def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one mode in a process of its own."""
+def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure one mode in a process of its own; return None if it came to nothing."""
     environment = {
         **os.environ,
         "MEMSAVER_VLLM": "0" if mode == "stock" else "1",
@@ -176,9 +180,14 @@ def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
         arguments = ["--child", mode, "--model", model, "--answer", str(answer)]
         for name in ("ranks", "cycles", "deep", "utilization"):
             arguments += [f"--{name}", str(getattr(options, name))]
+        process = subprocess.Popen([sys.executable, __file__, *arguments], env=environment, start_new_session=True)
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT_S)
+        finally:
+            end(process)
         # What it measured counts even if it failed later.
-        subprocess.run([sys.executable, __file__, *arguments], check=False, env=environment, timeout=900)
-        result: dict[str, Any] = json.loads(answer.read_text())
+        result: dict[str, Any] | None = json.loads(answer.read_text()) if answer.exists() else None
         return result
 
 
@@ -266,10 +275,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(options.config, Path(folder))
         for mode in options.modes:
-            record["engines"][mode] = run(mode, folder, options)
+            if (measured := run(mode, folder, options)) is None:
+                print(f"{mode}: nothing was measured; see the output above", flush=True)
+                continue
+            record["engines"][mode] = measured
             # What is measured is measured, whatever becomes of the next.
-            page = write(name, record, to_markdown, options.out)
-    print(page)
+            write(name, record, to_markdown, options.out)
+    print(to_markdown(record))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ These must be those from before.
     python benchmarks/wake_up.py --engines reference --model builtin --cycles 3 --out /tmp              # without a GPU
     python benchmarks/wake_up.py --engines --out DIR                    # only the page, of the results in DIR
 
-Each engine and mode has a file of its own, written after each cycle. The page is made of all of them in the folder.
+Each engine and mode has a file of its own, written after each cycle; the page is made of all of them in the folder. So
+they can be measured one by one, or at the same time on several GPUs.
 """
 
 from __future__ import annotations
@@ -118,22 +119,23 @@ def serve_vllm(mode: str, folder: Path, prompt: list[int], options: argparse.Nam
     more = shlex.split(options.vllm)
     kind = vllm(str(folder), options.utilization, prompt, TOKENS, *more, stock=mode == "stock")
     kind.body["model"] = f"vllm-{mode}"
-    with started(kind, kind.body["model"], Path(tempfile.gettempdir())) as client:
+    with started(kind, kind.body["model"], new_folder()) as client:
         yield Engine(kind, client, client, None, service=mode == "memsaver")
 
 
 @contextmanager
 def serve_sglang(mode: str, folder: Path, prompt: list[int], options: argparse.Namespace) -> Iterator[Engine]:
-    """Stock by SGLang's own calls; with memsaver by its service, at the port after SGLang's."""
+    """Stock by SGLang's own calls; with memsaver by its service."""
     kind = Kind(body={"input_ids": prompt, "sampling_params": greedy(TOKENS), "stream": True})
     server_mode = "service" if mode == "memsaver" else mode
     with ExitStack() as stack:
         arguments = shlex.split(options.sglang)
-        server = _sglang_server.started(server_mode, folder, options.stock, options.port, arguments)
-        stack.enter_context(server).wait_until_up()
+        server = stack.enter_context(
+            _sglang_server.started(server_mode, folder, options.stock, arguments, options.port)
+        )
+        server.wait_until_up()
         client, service = (
-            stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120))
-            for port in (options.port, options.port + 1)
+            stack.enter_context(httpx.Client(base_url=url, timeout=120)) for url in (server.own_url, server.service_url)
         )
         memory = service if mode == "memsaver" else client
         yield Engine(kind, client, memory, None, service=mode == "memsaver")
@@ -147,8 +149,13 @@ def serve_reference(_mode: str, folder: Path, prompt: list[int], _options: argpa
         arguments += ["--kv-cache-bytes", "40GiB"]
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": greedy(TOKENS)}
     kind = Kind(tuple(arguments), environment, body=body)
-    with started(kind, "reference", Path(tempfile.gettempdir())) as client:
+    with started(kind, "reference", new_folder()) as client:
         yield Engine(kind, client, client, {**body, "sampling_params": greedy(1)}, service=True)
+
+
+def new_folder() -> Path:
+    """For a log that stays."""
+    return Path(tempfile.mkdtemp(prefix="wake-up-"))
 
 
 SERVE = {"vllm": serve_vllm, "sglang": serve_sglang, "reference": serve_reference}
@@ -243,7 +250,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="", help="more arguments for vLLM, in one string")
     parser.add_argument("--sglang", default="", help="more arguments for SGLang, in one string")
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
-    parser.add_argument("--port", type=int, default=30000, help="SGLang's; memsaver's service is at the next one")
+    parser.add_argument("--port", type=int, help="SGLang's, and the next one is the service's; by default free ones")
     options = parser.parse_args()
     if options.model == BUILTIN:
         from memsaver_server.reference.builtin_model import small_checkpoint
