@@ -52,6 +52,7 @@ def rows_of(library: str, case: str, result: dict[str, Any]) -> list[Row]:
         row: Row = {
             "library": library,
             "case": case,
+            "bytes": result["bytes"],
             "what": name,
             "median": statistics.median(samples),
             "min": min(samples),
@@ -77,8 +78,9 @@ def find(rows: list[Row], library: str, case: str, what: str) -> float | None:
     return None
 
 
-def comparisons(rows: list[Row], host_bytes: int) -> list[tuple[str, str]]:
+def comparisons(rows: list[Row]) -> list[tuple[str, str]]:
     """The ratios that matter, each from figures of this run alone."""
+    host_bytes = next((row["bytes"] for row in rows if (row["library"], row["case"]) == ("memsaver", "host")), 0)
 
     def ratio(a: float | None, b: float | None) -> str:
         return "not measured" if a is None or b is None else f"{a / b:.2f}x"
@@ -162,6 +164,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         )
     lines += ["", "| comparison | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in result["comparisons"]]
+    lines += ["", *(f"Failed: {each}" for each in result["failed"])] if result["failed"] else []
     run = result.get("cycles")
     if run:
         lines += [
@@ -221,15 +224,29 @@ def main() -> None:
     touch_host_memory(2 * host)
     rows: list[Row] = []
 
-    def run(library: str, case: str, nbytes: int, repeats: int = options.repeats) -> dict[str, Any]:
-        result = work(library, case, options.count, nbytes, repeats, options.rest)
-        rows.extend(rows_of(library, case, result))
-        return result
+    result: dict[str, Any] = {**new_result("occupation.py"), **about_gpu(), "rows": rows, "failed": [], "cycles": None}
+
+    def record() -> str:
+        """Write what is measured so far, whatever becomes of the next."""
+        result["comparisons"] = comparisons(rows)
+        return write("occupation", result, to_markdown, options.out)
+
+    def run(library: str, case: str, nbytes: int, repeats: int = options.repeats) -> None:
+        try:
+            measured = work(library, case, options.count, nbytes, repeats, options.rest)
+        except RuntimeError as error:
+            if library not in peers:
+                raise
+            print(error, file=sys.stderr)
+            result["failed"].append(f"{library}, {case}: {str(error).strip().splitlines()[-1][:200]}")
+        else:
+            rows.extend(rows_of(library, case, measured))
+        record()
 
     run("raw", "discard", discard)
     for library in ("memsaver", "drop-in", *peers):
         run(library, "discard", discard)
-    kept = run("memsaver", "host", host)
+    run("memsaver", "host", host)
     firsts = [
         work("memsaver", "host-first", options.count, host, 1, options.rest) for _ in range(options.first_releases)
     ]
@@ -237,15 +254,9 @@ def main() -> None:
     rows.extend(rows_of("memsaver", "host-first", {"bytes": firsts[0]["bytes"], "samples": merged}))
     for library in ("drop-in", *peers):
         run(library, "host", host, 2)
-    cycles = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0) if options.cycles else None
-    result = {
-        **new_result("occupation.py"),
-        **about_gpu(),
-        "rows": rows,
-        "comparisons": comparisons(rows, kept["bytes"]),
-        "cycles": cycles,
-    }
-    print(write("occupation", result, to_markdown, options.out))
+    if options.cycles:
+        result["cycles"] = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0)
+    print(record())
     plot(result, options.out / "occupation.png")
 
 

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from _machine import about_gpu
 from _record import new_parser, new_result, write
-from _workers import MIB, IdleEngine, change, checksum
+from _workers import MIB, IdleEngine, checksum
 
 from memsaver_server.cli.units import parse_size
 
@@ -101,7 +102,6 @@ def work(kind: str, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
             if number:
                 for buffer in buffers:
                     buffer[0::2].bitwise_xor_(1)  # the lowest bit of each mantissa, or of its byte
-                change([])
             before = checksum(buffers)
             rate, answer = post("release")
             rates["release" if number else "first release"].append(rate)
@@ -162,14 +162,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rest", type=float, default=0.3, help="seconds between operations")
     options = parser.parse_args()
-    rows = [run(kind, pack, options) for kind in options.kinds for pack in ("auto", "off")]
-    result = {
+    result: dict[str, Any] = {
         **new_result("packing.py"),
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "host driver",
+        "device": about_gpu()["gpu"] if torch.cuda.is_available() else "host driver",
         "torch": torch.__version__,
-        "rows": rows,
+        "rows": [],
     }
-    print(write("packing", result, to_markdown, options.out))
+    for kind in options.kinds:
+        for pack in ("auto", "off"):
+            result["rows"].append(run(kind, pack, options))
+            # What is measured is measured, whatever becomes of the next.
+            write("packing", result, to_markdown, options.out)
+    print(to_markdown(result))
 
 
 if __name__ == "__main__":
