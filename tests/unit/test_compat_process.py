@@ -261,6 +261,48 @@ if plenty:  # until the host lacks memory
     )
 
 
+@pytest.mark.parametrize("how", ["no thread", "no answer"])
+def test_host_memory_that_nothing_watches_over(how: str) -> None:
+    """It is unpinned; the next resume tries again."""
+    run(
+        INSTALL
+        + """
+import os, threading, time, torch
+import memsaver_core as ms
+from memsaver_core.compat.torch_memory_saver import spare_memory
+from torch_memory_saver import torch_memory_saver as saver
+
+def fails(*arguments):
+    raise RuntimeError("it cannot be done")
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+unused = lambda: ms.status().host_backup.unused_bytes
+asked = []
+owner, name = (threading.Thread, "start") if os.environ["HOW"] == "no thread" else (spare_memory, "is_plentiful")
+spare_memory.is_plentiful = lambda spare: asked.append(spare) or True
+works = getattr(owner, name)
+with saver.region(enable_cpu_backup=True):
+    tensor = torch.ones(1000)
+setattr(owner, name, fails)
+saver.pause()
+assert ms.status().host_backup.capacity_bytes
+saver.resume()
+wait_until(lambda: not unused())
+setattr(owner, name, works)
+saver.pause()
+saver.resume()
+wait_until(lambda: len(asked) >= 2)
+assert unused()
+""",
+        HOW=how,
+    )
+
+
 def test_a_process_that_ends_just_after_a_resume() -> None:
     """While a thread of memsaver's asks the native core how much memory is unused."""
     run(

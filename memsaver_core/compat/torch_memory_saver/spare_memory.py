@@ -6,11 +6,14 @@ It is kept as long as the host has plenty, at most for some minutes.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from pathlib import Path
 
 from memsaver_core import _native
+
+logger = logging.getLogger(__name__)
 
 #: How long memory is kept that no pause uses: longer than a training step.
 KEPT_FOR_S = 600.0
@@ -48,14 +51,21 @@ class SpareMemory:
         atexit.register(self._end)
 
     def keep(self, saver: _native.Saver) -> None:
-        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it."""
+        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it. Unpin it now if
+        nothing can watch over it."""
         with self._lock:
             self._until = time.monotonic() + KEPT_FOR_S
             if self._watching:
                 return
-            self._watching = True
-        self._thread = threading.Thread(target=self._watch, args=(saver,), name="memsaver-spare-memory", daemon=True)
-        self._thread.start()
+            thread = threading.Thread(target=self._watch, args=(saver,), name="memsaver-spare-memory", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("backup memory is unpinned at once: no thread to watch over it: %s", error)
+            else:
+                self._watching, self._thread = True, thread
+                return
+        saver.trim_backup_memory(at_once=True)
 
     def _end(self) -> None:
         """Python ends a thread that returns from native code after this, and C++ then aborts the process."""
@@ -64,14 +74,18 @@ class SpareMemory:
             self._thread.join()
 
     def _watch(self, saver: _native.Saver) -> None:
-        while True:
-            status = saver.status()
-            spare = status["pool_capacity_bytes"] - status["pool_used_bytes"]
-            with self._lock:
-                over = time.monotonic() > self._until or not is_plentiful(spare)
-                self._watching = not over
-            if over:
-                saver.trim_backup_memory()
-                return
+        while self._keeps(saver):
             if self._ending.wait(_EVERY_S):
                 return
+        saver.trim_backup_memory()
+
+    def _keeps(self, saver: _native.Saver) -> bool:
+        try:
+            status = saver.status()
+            plentiful = is_plentiful(status["pool_capacity_bytes"] - status["pool_used_bytes"])
+        except Exception:
+            logger.exception("backup memory is unpinned: how much memory the host has cannot be told")
+            plentiful = False
+        with self._lock:
+            self._watching = plentiful and time.monotonic() <= self._until
+            return self._watching
