@@ -51,8 +51,10 @@ class SpareMemory:
         atexit.register(self._end)
 
     def keep(self, saver: _native.Saver) -> None:
-        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it. Unpin it now if
-        nothing can watch over it."""
+        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it.
+
+        Unpins it now if nothing can watch over it.
+        """
         with self._lock:
             self._until = time.monotonic() + KEPT_FOR_S
             if self._watching:
