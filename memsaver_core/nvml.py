@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 _handles: dict[str, Any] = {}  # by uuid
@@ -34,6 +35,7 @@ def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None]
     return int(memory.total), int(memory.used), sum(own) if own else None
 
 
+@lru_cache
 def in_multi_node_fabric(uuid: str) -> bool:
     """Return whether NVLink connects the device ``uuid`` with those of other hosts (as in GB200 NVL72)."""
     handle = _handle(uuid)

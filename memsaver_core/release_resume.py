@@ -236,7 +236,7 @@ def status() -> Status:
         backup, progress = HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0)
         state = "released" if nccl_released else "resident"
         fixed = (process.enabled(), process.driver_name(), state, "", nccl_tags, backup, progress)
-        return Status(*fixed, communicators=communicators.statuses())
+        return Status(*fixed, communicators=communicators.statuses(), shared=communicators.shared())
     now = saver.status()
     lost = hibernation.failure()
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
@@ -260,6 +260,7 @@ def status() -> Status:
         hibernated=hibernation.is_hibernated(),
         reserved_by_device=now["reserved_by_device"],
         communicators=communicators.statuses(),
+        shared=communicators.shared(),
     )
 
 

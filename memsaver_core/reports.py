@@ -189,5 +189,6 @@ class Status:
     progress: Progress
     hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
     communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    shared: tuple[str, ...] = ()  # what ranks share of device memory besides, which stays, and what to change
     reserved_by_device: Mapping[int, int] = field(default_factory=dict)  # bytes held for a resume that is prepared
     ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one

@@ -17,17 +17,17 @@ from memsaver_core.communicators.communicators import TIMEOUT_S, Communicators
 from memsaver_core.communicators.graphs import warn_of_registered_graphs
 
 __all__ = [
-    "TIMEOUT_S", "can_suspend", "checkpoint_obstacles", "found", "register", "register_buffers", "resume", "statuses",
+    "TIMEOUT_S", "can_suspend", "found", "register", "register_buffers", "resume", "shared", "statuses",
     "suspend", "tag_status", "unregister", "usable", "warn_of_registered_graphs",
 ]  # fmt: skip
 
 this_process = Communicators()
 can_suspend = this_process.can_suspend
-checkpoint_obstacles = this_process.checkpoint_obstacles
 found = this_process.found
 register = this_process.register
 register_buffers = this_process.register_buffers
 resume = this_process.resume
+shared = this_process.shared
 statuses = this_process.statuses
 suspend = this_process.suspend
 tag_status = this_process.tag_status

@@ -39,6 +39,7 @@ class Communicators:
         self._lock = threading.Lock()  # one operation at a time
         self._registered: dict[str, Communicator] = {}
         self._counted: tuple[tuple[Communicator, CommunicatorStatus], ...] = ()
+        self._shared: tuple[str, ...] = ()
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
@@ -80,9 +81,14 @@ class Communicators:
     def found(self) -> tuple[CommunicatorStatus, ...]:
         """Find and count the communicators of more than one rank, in the order of their creation.
 
-        Must not be called while the process is hibernated, when device calls block.
+        Must not be called while the process is hibernated, when device calls block. While some are being suspended or
+        resumed, what was counted before.
         """
-        self._count()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._lock.release()
         return self.statuses()
 
     def statuses(self) -> tuple[CommunicatorStatus, ...]:
@@ -125,14 +131,12 @@ class Communicators:
             mapped_by_device=mapped,
         )
 
-    def checkpoint_obstacles(self) -> list[str]:
-        """Return what ranks share of device memory, besides what can be suspended, that prevents a hibernation.
+    def shared(self) -> tuple[str, ...]:
+        """Return what ranks share of device memory besides what can be suspended, each with what to change.
 
-        Each with what to change. Of the communicators that were counted last.
+        It stays after a release and prevents a hibernation. As of the last count; calls no driver.
         """
-        devices = [(each.name, each.device) for each, _ in self._counted if each.nccl and each.device is not None]
-        told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
-        return [*filter(None, told), *sharing.shared_memory()]
+        return self._shared
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Give back the device memory of communicators, which cannot be used until ``resume``.
@@ -161,7 +165,7 @@ class Communicators:
                     freed[each.name] = each.held().suspendable
                     self._call("suspend", each, each.suspend, deadline)
             finally:
-                self.found()
+                self._count()
             return freed
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
@@ -183,7 +187,7 @@ class Communicators:
                 for each in chosen:
                     self._call("resume", each, each.resume, deadline)
             finally:
-                self.found()
+                self._count()
 
     def _check_free(self, name: str) -> None:
         if name in self._registered:
@@ -192,6 +196,9 @@ class Communicators:
     def _count(self) -> tuple[tuple[Communicator, CommunicatorStatus], ...]:
         present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()
         self._counted = counted = tuple((each, self._status(each)) for each in present)
+        devices = [(each.name, each.device) for each in present if each.nccl and each.device is not None]
+        told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        self._shared = (*filter(None, told), *sharing.shared_memory())
         return counted
 
     def _chosen(

@@ -28,8 +28,16 @@ _FLASHINFER_WORKSPACES = ("_fi_ar_workspace", "_fi_ar_quant_workspace")
 
 
 def shared_memory() -> list[str]:
-    """Return what of it prevents a hibernation, each with what to change for the next start."""
-    return [*_of_groups(), *_of_experts(), *_of_libraries()]
+    """Return what of it there is, each with what to change for the next start.
+
+    It stays after a release and prevents a hibernation.
+    """
+    try:
+        return [*_of_groups(), *_of_experts(), *_of_libraries()]
+    except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone
+        return [
+            f"what ranks share cannot be told ({type(error).__name__}: {error}); report this with the engine's version"
+        ]
 
 
 def _of_groups() -> Iterator[str]:

@@ -103,7 +103,7 @@ def observe() -> Facts:
         helper=has_helper,
         communicators=communicators.found(),
         imported_bytes=shared_buffers.imported_bytes(),
-        sharing=tuple(communicators.checkpoint_obstacles()),
+        sharing=communicators.shared(),
         others=registered_checks(),
     )
     if not backend.has_context:

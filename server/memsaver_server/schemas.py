@@ -326,6 +326,9 @@ class OccupationAnswer(Model):
     prepared: PreparedState | None = None
     tags: list[TagStatusAnswer]
     communicators: list[dict[str, str | int | bool]] = []  # fields of memsaver_core.CommunicatorStatus
+    shared_by_ranks: list[str] = Field(
+        default=[], description="Other device memory that ranks share, which no release gives back; what to change."
+    )
     devices: list[OccupiedDeviceAnswer]
     host_backup: HostBackupAnswer
     ranks: list[dict[str, int | str | bool | None]] = []  # fields of memsaver_core.RankStatus, and stopped

@@ -256,6 +256,7 @@ def everything() -> str:
             {"rank": 2, "pid": 4713, "alive": True, "state": "resident", "stopped": True},
         ],
         "communicators": communicators(),
+        "shared_by_ranks": ["MSCCL++ of sglang's group tp:0 is in use; leave out --enable-mscclpp"],
         "host_backup": {
             **{"bytes": 1 << 30, "file_bytes": 1 << 20, "capacity_bytes": 2 << 30, "limit_bytes": 8 << 30},
             "unused_bytes": 1 << 30,
@@ -288,6 +289,7 @@ def test_everything_has_its_place(page: playwright.Page, server: Server) -> None
     one = page.locator("#communicators tr", has_text="tensor-parallel").locator("td").all_text_contents()
     assert one == ["2", "960 MiB", "0", "8.00 MiB"]
     playwright.expect(page.locator("#obstacles")).to_contain_text("install NCCL 2.29.7 or later")
+    playwright.expect(page.locator("#obstacles")).to_contain_text("leave out --enable-mscclpp")
     playwright.expect(page.locator("#backup")).to_contain_text("1.00 GiB of it for the next release")
     playwright.expect(page.locator("#backup")).to_contain_text("a share of 512 MiB (processes: 2;")
     playwright.expect(page.locator("#operations")).to_contain_text("cancelled")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,6 +31,16 @@ def communicator(tmp_path: Path) -> Iterator[None]:
     communicators.unregister("tp")
     communicators.found()
     defined["library"].ncclCommDestroy(ctypes.c_void_p(comm))
+
+
+@pytest.mark.guards("idle NCCL communicators held gigabytes while the engine slept")
+def test_what_ranks_share_besides_is_shown(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays after a release; said without one, with what to change."""
+    module = "vllm.distributed.device_communicators.pynccl_allocator"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(_mem_pool=object()))
+    wait_until(lambda: http.get("/memory_occupation").json()["shared_by_ranks"])
+    [told] = http.get("/memory_occupation").json()["shared_by_ranks"]
+    assert told == "NCCL symmetric memory is in use; set VLLM_USE_NCCL_SYMM_MEM=0"
 
 
 @pytest.mark.usefixtures("communicator")

@@ -119,6 +119,15 @@ def test_what_an_engine_s_ranks_share_is_seen(
     found = sharing.shared_memory()
     assert len(found) == bool(told)
     assert all(told in each and "vllm's group tp:0" in each for each in found)
+    communicators.found()
+    assert list(ms.status().shared) == found  # told without a hibernation, too
+
+
+def test_names_that_have_changed_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(_groups={"tp:0": lambda: SimpleNamespace(ca_comm=object())})
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    [told] = sharing.shared_memory()
+    assert told.startswith("what ranks share cannot be told (AttributeError: ")
 
 
 def test_buffers_that_can_be_dropped_are_no_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -151,7 +151,9 @@ def test_communicators_have_what_can_be_suspended_and_what_stays() -> None:
         {**one, **held, "rank": 1},
         {**old, "persistent_bytes": 0, "obstacle": "NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later"},
     ]
-    text = printed(status_view(occupation("weights", communicators=told)))
+    shared = ["MSCCL++ of sglang's group tp:0 is in use; leave out --enable-mscclpp"]
+    text = printed(status_view(occupation("weights", communicators=told, shared_by_ranks=shared)))
+    assert f"stays: {shared[0]}" in text
     assert re.search(r"^tp +2 +960 MiB .*0.* +8 MiB", text, re.MULTILINE)
     assert "ep stays: NCCL 2.28.9 [cannot] suspend it; install NCCL 2.29.7 or later" in text
 

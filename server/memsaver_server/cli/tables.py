@@ -188,6 +188,7 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
         parts += ["", devices_table(occupation.devices), "", holders_table(occupation.devices)]
     if occupation.communicators:
         parts += ["", communicators_table(occupation.communicators), *_obstacles(occupation.communicators)]
+    parts += [Text.assemble(plain(f"stays: {each}"), style="yellow") for each in occupation.shared_by_ranks]
     if len(occupation.ranks) > 1:
         parts += ["", ranks_table(occupation.ranks)]
     if any(tag.backed_up_bytes for tag in occupation.tags):

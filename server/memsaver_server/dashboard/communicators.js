@@ -19,8 +19,8 @@ export function communicatorRows(communicators) {
   });
 }
 
-/** Why some cannot be suspended, and what to do. */
-export function communicatorObstacles(communicators) {
+/** Why some cannot be suspended, what else ranks share, and what to do. */
+export function communicatorObstacles(communicators, shared) {
   const told = communicators.filter(({ obstacle }) => obstacle).map(({ name, obstacle }) => `${name} stays: ${obstacle}`);
-  return [...new Set(told)].map((reason) => el("p", { class: "quiet" }, reason));
+  return [...new Set(told), ...shared.map((each) => `stays: ${each}`)].map((reason) => el("p", { class: "quiet" }, reason));
 }

@@ -187,9 +187,10 @@ function drawEngines() {
 /** NCCL's communicators, if there are any. */
 function drawCommunicators() {
   const communicators = occupation.communicators ?? [];
-  $("communicators-panel").hidden = !communicators.length;
+  const shared = occupation.shared_by_ranks ?? [];
+  $("communicators-panel").hidden = !communicators.length && !shared.length;
   redraw($("communicators"), communicators, () => communicatorRows(communicators));
-  redraw($("obstacles"), communicators, () => communicatorObstacles(communicators));
+  redraw($("obstacles"), [communicators, shared], () => communicatorObstacles(communicators, shared));
 }
 
 /** The processes of an engine, if it has several. */

@@ -173,6 +173,7 @@ def occupation_answer(lifecycle: Lifecycle, engine: Engine, sample: Sample) -> d
         "prepared": _prepared_state(now.running) if now.running and now.running.status == "prepared" else None,
         "tags": [_tag_status(tag, lost=tag.tag in now.unwritten) for tag in status.tags],
         "communicators": [asdict(each) for each in status.communicators],
+        "shared_by_ranks": list(status.shared),
         "devices": [_occupied(device, sample) for device in sample.devices],
         "host_backup": _host_backup(status.host_backup),
         "ranks": [{**asdict(rank), "stopped": is_rank_stopped(rank)} for rank in status.ranks],

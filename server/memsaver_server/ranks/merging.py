@@ -77,6 +77,7 @@ class RankDevices:
             reserved_by_device=self._reserved(told),
             hibernated=any(status.hibernated for _, status in told),
             communicators=tuple(each for _, status in told for each in status.communicators),
+            shared=tuple(dict.fromkeys(each for _, status in told for each in status.shared)),
         )
 
     def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:

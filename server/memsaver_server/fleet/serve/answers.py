@@ -110,6 +110,7 @@ def occupation(observer: Observer, operations: Operations, requests: Mapping[str
         "prepared": None,
         "tags": _tags(status),
         "communicators": [],
+        "shared_by_ranks": [],
         "devices": devices(status),
         "host_backup": {
             **{name: sum(one[name] for one in backups) for name in _BACKUP_FIELDS},
