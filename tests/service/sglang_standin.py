@@ -121,6 +121,16 @@ class FlushCacheReqOutput:
     message: str = ""
 
 
+@dataclass
+class GetInternalStateReq:
+    rid: str = ""
+
+
+@dataclass
+class GetInternalStateReqOutput:
+    internal_state: dict[str, Any]
+
+
 # Of this stand-in alone.
 
 
@@ -149,7 +159,7 @@ MESSAGES = (
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
     UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput, ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput,
-    FlushCacheReqInput, FlushCacheReqOutput,
+    FlushCacheReqInput, FlushCacheReqOutput, GetInternalStateReq, GetInternalStateReqOutput,
 )  # fmt: skip
 
 # sglang.srt.utils.torch_memory_saver_adapter

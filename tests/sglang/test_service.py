@@ -92,6 +92,16 @@ def test_discarded_weights(server: Server) -> None:
     assert server.generate() == expected
 
 
+def test_kept_requests_whose_weights_are_discarded(server: Server) -> None:
+    """They wait for an update, which by SGLang alone waits for them."""
+    expected = server.generate(1500, prompts(1)[0])
+    (running,) = server.in_background(1, 1500)
+    server.service("/release_memory_occupation", {"mode": "keep", "restore": {"weights": "discard"}})
+    server.service("/resume_memory_occupation")
+    server.write_weights()
+    assert running.result(ANSWER_S) == expected
+
+
 def test_hibernation(server: Server) -> None:
     expected = server.generate()
     server.service("/release_memory_occupation", {"hibernate": True})

@@ -51,3 +51,26 @@ def test_from_the_warm_up_to_the_end(start: Start) -> None:
     (scheduler,) = server.schedulers()
     scheduler.send_signal(signal.SIGKILL)
     wait_until(lambda: server.process.poll() is not None)
+
+
+def test_updates_beside_requests_that_are_held(start: Start) -> None:
+    """The warm-up's, and then a client's, while memory is released: they wait for an update, as by SGLang alone it for
+    them."""
+    server = start("--log-requests", wait=False, MEMSAVER_WHILE_RELEASED="queue")
+    wait_until(lambda: releases(server), START_S)
+    wait_until(lambda: "Receive: obj=" in server.output(), START_S)
+    server.write_weights(400)
+    server.service("/resume_memory_occupation")
+    server.write_weights()
+    server.wait_until_up()
+
+    expected = server.generate()
+    server.own("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+    seen = server.output().count("Receive: obj=")
+    held = server.later(server.generate)
+    wait_until(lambda: server.output().count("Receive: obj=") > seen)
+    server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    server.write_weights(flush_cache=False)
+    assert not held.done()
+    server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert held.result(ANSWER_S) == expected

@@ -116,9 +116,13 @@ class LoopEngine(Engine):
 
     # In the scheduler's thread.
 
+    def is_still(self) -> bool:
+        """Whether no request is in flight."""
+        return self._work.is_still()
+
     def _note(self) -> None:
         """The scheduler has processed what it received."""
-        if self._waiting and self._work.is_still():
+        if self._waiting and self.is_still():
             waiting, self._waiting = self._waiting, []
             for each in waiting:
                 each.then()

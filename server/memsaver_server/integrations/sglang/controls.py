@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memsaver_server.integrations.scheduler_loop import controls
 from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
+from memsaver_server.integrations.sglang import frontend
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.lifecycle import NotResidentError
 from memsaver_server.settings import Settings
@@ -37,7 +38,7 @@ class Controls(controls.Controls):
         self._intake = intake
         # Of the scheduler's thread alone.
         self._continuation: Any = None
-        self._updates: dict[int, Future[Any]] = {}  # by the identity of the request
+        self._updates: dict[str, Future[Any]] = {}  # by the kind of request; they come one at a time
         self._dispatcher = scheduler._request_dispatcher
         scheduler._request_dispatcher = self._dispatch
 
@@ -52,6 +53,10 @@ class Controls(controls.Controls):
     def _takes(self, request: Any) -> bool:
         name = type(request).__name__
         closed = not self._intake.is_open
+        if name == "GetInternalStateReq" and request.rid == frontend.QUESTION:
+            state = {"closed": closed, "still": self._engine.is_still()}
+            self._send(self._messages.GetInternalStateReqOutput(internal_state=state), request)
+            return True
         if name == "FlushCacheReqInput" and (closed or not self._scheduler.is_fully_idle()):
             return self._in_thread(self._flush, request)
         if name == "CheckWeightsReqInput" and "weights" in released_tags(self._lifecycle.memory.status()):
@@ -66,7 +71,7 @@ class Controls(controls.Controls):
 
     def _dispatch(self, request: Any) -> Any:
         """Stands in for the scheduler's ``_request_dispatcher``, which returns the answer to ``request`` or None."""
-        answered = self._updates.pop(id(request), None)
+        answered = self._updates.pop(type(request).__name__, None)
         try:
             output = self._dispatcher(request)
         except BaseException as error:
@@ -89,6 +94,9 @@ class Controls(controls.Controls):
                 output.rid = f"{getattr(error, 'status', 500)} {error}"
         else:
             output = kind(success=error is None, message=str(error or ""))
+        self._send(output, request)
+
+    def _send(self, output: Any, request: Any) -> None:
         self._loop.submit(partial(self._scheduler.ipc_channels.send_to_tokenizer.send_output, output, request))
 
     def _flush(self, request: Any) -> None:
@@ -103,7 +111,7 @@ class Controls(controls.Controls):
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
         def send() -> None:
-            self._updates[id(request)] = answered
+            self._updates[type(request).__name__] = answered
             self._loop.send(request)
 
         if getattr(request, "flush_cache", False):

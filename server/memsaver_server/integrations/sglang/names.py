@@ -19,9 +19,10 @@ SCHEDULER = (
 #: The requests of ``sglang.srt.managers.io_struct``.
 MESSAGES = (
     "AbortReq", "BatchTokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput", "ContinueGenerationReqInput",
-    "FlushCacheReqInput", "FlushCacheReqOutput", "PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput",
-    "ReleaseMemoryOccupationReqOutput", "ResumeMemoryOccupationReqInput", "ResumeMemoryOccupationReqOutput",
-    "TokenizedEmbeddingReqInput", "TokenizedGenerateReqInput",
+    "FlushCacheReqInput", "FlushCacheReqOutput", "GetInternalStateReq", "GetInternalStateReqOutput",
+    "PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ReleaseMemoryOccupationReqOutput",
+    "ResumeMemoryOccupationReqInput", "ResumeMemoryOccupationReqOutput", "TokenizedEmbeddingReqInput",
+    "TokenizedGenerateReqInput",
 )  # fmt: skip
 
 

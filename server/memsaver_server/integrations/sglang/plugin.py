@@ -27,9 +27,10 @@ def register() -> None:
     around = hooks.HookType.AROUND
     hooks.HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", _attached, around)
     hooks.HookRegistry.register(nccl.CONFIGURE, nccl.configure, around)
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    hooks.HookRegistry.register(f"{manager}.__init__", frontend.initialize, around)
     for call in frontend.CALLS:
-        target = f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{call}"
-        hooks.HookRegistry.register(target, frontend.hook(call), around)
+        hooks.HookRegistry.register(f"{manager}.{call}", frontend.hook(call), around)
     if prefill_graphs.are_released():
         hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
 
