@@ -162,6 +162,19 @@ MESSAGES = (
     FlushCacheReqInput, FlushCacheReqOutput, GetInternalStateReq, GetInternalStateReqOutput,
 )  # fmt: skip
 
+# sglang.srt.sampling.sampling_params
+
+
+class SamplingParams:
+    """Of the verification prompt; this engine is greedy."""
+
+    def __init__(self, **_values: Any) -> None:
+        pass
+
+    def normalize(self, tokenizer: Any) -> None:
+        pass
+
+
 # sglang.srt.utils.torch_memory_saver_adapter
 
 
@@ -516,6 +529,8 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.sampling": {},
+        "sglang.srt.sampling.sampling_params": {"SamplingParams": SamplingParams},
         "sglang.srt.utils": {},
         "sglang.srt.utils.torch_memory_saver_adapter": {"torch_memory_saver": torch_memory_saver},
     }

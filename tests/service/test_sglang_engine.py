@@ -20,7 +20,7 @@ from memsaver_core.hibernation import preconditions
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
 from memsaver_server.integrations.scheduler_loop.plugin import address
-from memsaver_server.integrations.sglang import plugin
+from memsaver_server.integrations.sglang import engine, plugin
 from memsaver_server.integrations.sglang.engine import SglangEngine
 from memsaver_server.integrations.sglang.work import SchedulerWork
 from tests.waiting import wait_until
@@ -231,6 +231,25 @@ def test_a_release_that_keeps_requests(serve: Callable[..., Serving], keep_cache
     assert serving.scheduler._engine_paused
     serving.scheduler.stalled = False
     serving.call("/resume_memory_occupation")
+    assert serving.answer(rid).output_ids == expected
+    assert serving.generate() == expected
+
+
+def test_a_verification_prompt_that_does_not_end(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests that made room for it continue."""
+    monkeypatch.setattr(engine, "VERIFICATION_S", 0.1)
+    monkeypatch.setattr(engine, "ITERATION_S", 0.1)
+    serving = serve()
+    expected = serving.generate()
+    monkeypatch.setattr(serving.scheduler, "abort_request", lambda _request: None)
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    failed = serving.call("/release_memory_occupation", 500, mode="keep", verify="token")
+    assert "verification prompt was not computed" in failed["message"]
+    serving.scheduler.stalled = False
     assert serving.answer(rid).output_ids == expected
     assert serving.generate() == expected
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
-from memsaver_server.engine import DrainMode, check_drain_mode, never
+from memsaver_server.engine import DrainMode, DrainTimeoutError, check_drain_mode, never
 from memsaver_server.integrations.scheduler_loop.checks import memory_problem
 from memsaver_server.integrations.scheduler_loop.engine import ITERATION_S, LoopEngine
 from memsaver_server.integrations.sglang import names, port
@@ -105,9 +106,10 @@ class SglangEngine(LoopEngine):
         """
         if not getattr(self._scheduler, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
-        self._run("set_aside")
-        prompt = self._prompt = VerificationPrompt(self._scheduler, self._messages)
+        prompt = VerificationPrompt(self._scheduler, self._messages)
         try:
+            self._run("set_aside")
+            self._prompt = prompt
             self.loop.send(prompt.request)
             self.loop.wait_for_future(prompt.tokens, VERIFICATION_S)
             if not prompt.tokens.done():
@@ -116,7 +118,8 @@ class SglangEngine(LoopEngine):
             return prompt.tokens.result()
         finally:
             self._prompt = None
-            self.when_still(ITERATION_S)
+            with suppress(DrainTimeoutError):  # requests that were set aside continue beside the prompt
+                self.when_still(ITERATION_S)
             self._run("bring_back")
 
     # In the scheduler's thread.

@@ -19,7 +19,7 @@ class SchedulerWork(Work):
     def __init__(self, scheduler: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
-        self._aside: tuple[list[Any], bool] = ([], False)
+        self._aside: tuple[list[Any], bool] | None = None  # requests that waited, and whether the engine was paused
         if (updater := getattr(scheduler, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
         if getattr(scheduler.server_args, "enable_hierarchical_cache", False):
@@ -85,11 +85,13 @@ class SchedulerWork(Work):
         scheduler._engine_paused = False
 
     def bring_back(self) -> None:
-        """Undo ``set_aside``."""
-        scheduler = self._scheduler
-        self.flush()
-        scheduler.waiting_queue[:], scheduler._engine_paused = self._aside
-        self._aside = ([], False)
+        """Undo ``set_aside``, if that was done; forget the prompt's prefixes, unless it still runs."""
+        if self._aside is None:
+            return
+        self._scheduler.waiting_queue[:], self._scheduler._engine_paused = self._aside
+        self._aside = None
+        if self.is_still():
+            self.flush()
 
     def models(self) -> list[Any]:
         return names.models(self._scheduler)
