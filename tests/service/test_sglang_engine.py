@@ -340,6 +340,20 @@ def test_flush_and_pause(serve: Callable[..., Serving]) -> None:
     assert serving.answer(rid).output_ids == expected
 
 
+def test_a_flush_of_a_hibernated_engine(serve: Callable[..., Serving]) -> None:
+    """SGLang's flush calls the device, which blocks: the prefixes are forgotten after the wake-up."""
+    serving = serve()
+    expected = serving.generate()
+    serving.call("/release_memory_occupation", hibernate=True, restore={"kv_cache": "host"})
+    serving.call("/flush_cache")
+    serving.scheduler.received.put(standin.FlushCacheReqInput(rid="flush"))
+    assert serving.answer("flush").success
+    assert serving.scheduler.tree_cache.prefixes
+    serving.call("/resume_memory_occupation")
+    assert not serving.scheduler.tree_cache.prefixes
+    assert serving.generate() == expected
+
+
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_flush_while_a_request_is_about_to_leave(serve: Callable[..., Serving], paused: bool) -> None:
     """SGLang answers a pause before its scheduler has received it, and a request before its scheduler is idle."""

@@ -48,6 +48,7 @@ class LoopEngine(Engine):
         #: Has every rank carry out a command; raises what failed on any of them.
         self._run: Callable[..., object] = (several or loop).run
         self._waiting: list[_Waiter] = []  # of the scheduler's thread alone
+        self._flush_at_repair = False
 
     @abstractmethod
     def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
@@ -61,10 +62,15 @@ class LoopEngine(Engine):
     def flush_cache(self) -> None:
         """Forget every cached prefix. Touches no memory that is released.
 
+        In a hibernated process the scheduler's own reset would wait for the device: it is done after the wake-up.
+
         Raises:
             MemsaverError: pages are in use.
         """
-        self._run("flush")
+        if self.memory.status().hibernated:
+            self._flush_at_repair = True
+        else:
+            self._run("flush")
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         """Write buffers back into weights that came back without content, and forget the prefixes of a lost cache.
@@ -72,6 +78,9 @@ class LoopEngine(Engine):
         The weights themselves are then written by the engine's own update calls.
         """
         self._run("repair", tuple(lost))
+        if self._flush_at_repair:
+            self._run("flush")
+            self._flush_at_repair = False
 
     def when_still(
         self,
