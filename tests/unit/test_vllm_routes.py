@@ -306,6 +306,18 @@ def test_beyond_loopback_nothing_is_served_without_a_key(group: list[Rank], monk
     assert len(app.routes) == before
 
 
+def test_beside_other_api_servers_nothing_is_served(group: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them has a part of the requests. ``vllm serve`` starts one for each data-parallel engine by default."""
+    app = FastAPI()
+    before = len(app.routes)
+    plugin = RoutesPlugin()
+    plugin.attach_router(app)
+    args = SimpleNamespace(host="127.0.0.1", uds=None, api_server_count=2)
+    asyncio.run(plugin.init_state(EngineClient(group), app.state, args))
+    assert len(app.routes) == before
+    wait_until(lambda: "start it with --api-server-count 1" in caplog.text)
+
+
 def test_an_engine_that_sleeps_otherwise_keeps_its_own_routes(group: list[Rank]) -> None:
     app = FastAPI()
     before = len(app.routes)

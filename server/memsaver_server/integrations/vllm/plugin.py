@@ -56,6 +56,7 @@ class RoutesPlugin:
             return
         settings = Settings()
         try:
+            _check_servers(args)
             if not getattr(args, "uds", None):
                 check_address(getattr(args, "host", None) or "0.0.0.0", settings)
         except ConfigurationError as error:
@@ -63,6 +64,16 @@ class RoutesPlugin:
             return
         await serve_in(self._app, engine_client, settings)
         logger.info("memsaver's routes are served beside vLLM's own")
+
+
+def _check_servers(args: Any) -> None:
+    """Raise ConfigurationError if vLLM's server has several processes, of which the kernel picks one for a request."""
+    servers = getattr(args, "api_server_count", None) or 1
+    if servers > 1:
+        raise ConfigurationError(
+            f"vLLM has {servers} API server processes, by default one for each data-parallel engine, and each would act "
+            "as the only one; start it with --api-server-count 1"
+        )
 
 
 async def serve_in(app: FastAPI, engine_client: Any, settings: Settings) -> VllmEngine:
