@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from fastapi import FastAPI
 from memsaver_core.errors import UnsupportedError
 from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
+from memsaver_server.integrations.vllm import engine
 from memsaver_server.integrations.vllm.plugin import RoutesPlugin, attach_to
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
 from tests.waiting import wait_until
@@ -44,6 +46,7 @@ class EngineClient:
         self.resets = 0
         self.may_reset = asyncio.Event()
         self.may_reset.set()
+        self.may_generate = asyncio.Event()
         self.begun: list[str] = []
         self.errored = False
         self.resources = SimpleNamespace()
@@ -72,6 +75,10 @@ class EngineClient:
         await self.may_reset.wait()
         self.resets += 1
         return True
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        await self.may_generate.wait()
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(parameters.max_tokens)))])
 
 
 class World:
@@ -296,6 +303,20 @@ def test_the_cache_is_reset_with_its_memory(world: World) -> None:
     assert world.client.resets == 2
 
 
+def test_a_verification_that_hangs_fails_the_release(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And generation goes on; a verification that ends is not disturbed by the one before it."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(engine, "VERIFICATION_S", 0.2)
+    failed = world.post("/release_memory_occupation", verify="token")
+    assert failed.status_code == 500
+    assert "did not compute the verification prompt in 0.2 s" in failed.json()["message"]
+    assert world.post("/v1/completions").json()["weights"]
+    world.run(world.client.may_generate.set)
+    monkeypatch.setattr(engine, "VERIFICATION_S", 60.0)
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        world.post(path, verify="token").raise_for_status()
+
+
 def test_beyond_loopback_nothing_is_served_without_a_key(group: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMSAVER_API_KEY", raising=False)
     app = FastAPI()
@@ -339,6 +360,9 @@ class Offline:
         self.entered = threading.Event()
         self.leave = threading.Event()
         self.leave.set()
+        self.may_wake_up = threading.Event()
+        self.may_wake_up.set()
+        self.wake_up_error = ""
         self._busy = threading.Lock()
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -352,6 +376,9 @@ class Offline:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         with self._alone():
+            assert self.may_wake_up.wait(30)
+            if self.wake_up_error:
+                raise RuntimeError(self.wake_up_error)
             if tags is None:
                 for rank in self.executor.ranks:
                     rank.wake_up()
@@ -402,6 +429,38 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
             llm.generate()
         assert http.get("/flush_cache").status_code == 200
         assert http.post("/resume_memory_occupation").json()["success"]
+        assert llm.generate()["weights"]
+
+
+def test_beside_an_llm_a_wake_up_that_hangs_keeps_the_service_answering(group: list[Rank]) -> None:
+    """Only calls of the ``LLM`` wait for it, in their order."""
+    llm = Offline(group)
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=10) as http, ThreadPoolExecutor() as pool:
+        for call in (llm.generate, lambda: http.post("/release_memory_occupation", timeout=60).json()):
+            http.post("/release_memory_occupation").raise_for_status()
+            llm.may_wake_up.clear()
+            assert http.post("/resume_memory_occupation").json()["success"]
+            called = pool.submit(call)
+            for path in ("/livez", "/metrics", "/memory_occupation"):
+                assert http.get(path).status_code == 200
+            assert not called.done()
+            llm.may_wake_up.set()
+            called.result(30)
+        assert released(group[1]) == ALL
+
+
+def test_beside_an_llm_calls_raise_what_a_wake_up_raised(group: list[Rank]) -> None:
+    """They would wait for ever in an engine that is paused."""
+    llm = Offline(group)
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/release_memory_occupation").raise_for_status()
+        llm.wake_up_error = "no"
+        http.post("/resume_memory_occupation").raise_for_status()
+        with pytest.raises(RuntimeError, match="no"):
+            llm.generate()
+        llm.wake_up_error = ""
+        http.post("/pause_generation").raise_for_status()
+        http.post("/continue_generation").raise_for_status()
         assert llm.generate()["weights"]
 
 

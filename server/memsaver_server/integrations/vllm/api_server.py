@@ -48,25 +48,24 @@ class AsyncClient:
         return self._start(self._engine.sleep(level, "keep"))
 
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
         pausing = self._start(self._engine.sleep(0, mode))
-        while not wait([pausing], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
-            if given_up() or time.monotonic() >= deadline:
-                pausing.cancel()
-                raise DrainTimeoutError(timeout_s, self.pending())
-        pausing.result()
+        try:
+            wait_for_pause(pausing, timeout_s, given_up, self.pending)
+        except DrainTimeoutError:
+            pausing.cancel()
+            raise
 
     def wake_up(self, tags: list[str] | None) -> None:
         """Have vLLM resume ``tags``, all if None. Does not block."""
-        self._start(self._engine.wake_up(tags)).add_done_callback(_log_failure)
+        self.run_scheduler(tags).add_done_callback(log_failure)
 
     def reset_prefix_cache(self) -> None:
-        self._wait(self._engine.reset_prefix_cache())
+        self._start(self._engine.reset_prefix_cache()).result()
 
     def forget_prefixes(self) -> None:
         """Have the prefix cache reset before vLLM looks at any request sent from now on. Does not block: of a large
         cache this takes several milliseconds."""
-        self._start(self._engine.reset_prefix_cache()).add_done_callback(_log_failure)
+        self._start(self._engine.reset_prefix_cache()).add_done_callback(log_failure)
 
     def is_alive(self) -> bool:
         return not self._engine.errored
@@ -75,12 +74,12 @@ class AsyncClient:
         config = getattr(getattr(self._engine, "vllm_config", None), "model_config", None)
         return str(getattr(config, "model", ""))
 
-    def run_scheduler(self, tags: list[str] | None) -> None:
-        """As ``wake_up``, but returns once it is done."""
-        self._wait(self._engine.wake_up(tags))
+    def run_scheduler(self, tags: list[str] | None) -> Future[None]:
+        """As ``wake_up``; the result tells its end."""
+        return self._start(self._engine.wake_up(tags))
 
-    def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the ``count`` tokens that greedy decoding appends to ``prompt``, without cached prefixes."""
+    def generate(self, prompt: Sequence[int], count: int) -> Future[list[int]]:
+        """Compute the ``count`` tokens that greedy decoding appends to ``prompt``, without cached prefixes."""
 
         async def generated() -> list[int]:
             await self._engine.reset_prefix_cache()
@@ -91,8 +90,7 @@ class AsyncClient:
             await self._engine.reset_prefix_cache()
             return tokens
 
-        told: list[int] = self._wait(generated())
-        return told
+        return self._start(generated())
 
     def pending(self) -> list[str]:
         """Return the names of the requests in flight."""
@@ -102,9 +100,6 @@ class AsyncClient:
     def _start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self._start(work).result()
-
 
 def greedy(count: int) -> Any:
     """Return vLLM's parameters for ``count`` tokens of greedy decoding."""
@@ -113,7 +108,22 @@ def greedy(count: int) -> Any:
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-def _log_failure(done: Future[Any]) -> None:
+def wait_for_pause(
+    pausing: Future[Any], timeout_s: float, given_up: Callable[[], bool], pending: Callable[[], Sequence[str]]
+) -> None:
+    """Return once vLLM is paused.
+
+    Raises:
+        DrainTimeoutError: it was not in time, or the caller has given it up; names what is ``pending``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not wait([pausing], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
+        if given_up() or time.monotonic() >= deadline:
+            raise DrainTimeoutError(timeout_s, pending())
+    pausing.result()
+
+
+def log_failure(done: Future[Any]) -> None:
     if not done.cancelled() and done.exception() is not None:
         logger.error("vLLM did not continue as it should after a wake-up: %s", done.exception())
 

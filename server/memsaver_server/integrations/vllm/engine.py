@@ -7,7 +7,8 @@ and continued by vLLM's own pause and sleep.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from memsaver_core.errors import MemsaverError, UnsupportedError
 from memsaver_core.options import ReleaseOptions
@@ -25,8 +26,12 @@ SCHEDULING = "scheduling"
 #: The prompt of a verification: token ids that every vocabulary has.
 VERIFICATION_PROMPT = tuple(range(3, 35))
 VERIFICATION_TOKENS = 8
-#: How long the scheduler may take to stop after a verification, seconds.
-VERIFICATION_S = 10.0
+#: How long it may take, and the scheduler's start before it, seconds.
+VERIFICATION_S = 60.0
+#: How long the scheduler may take to stop after it, seconds.
+STOP_S = 10.0
+
+_T = TypeVar("_T")
 
 
 class VllmMemory(RankMemory):
@@ -111,17 +116,18 @@ class VllmEngine(Engine):
 
         Raises:
             UnsupportedError: requests are frozen, which would run along.
+            MemsaverError: the tokens were not computed in time.
         """
         if frozen := self._client.pending():
             raise UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
             )
-        self._client.run_scheduler(None if self._asleep else [SCHEDULING])
+        _in_time(self._client.run_scheduler(None if self._asleep else [SCHEDULING]))
         self._asleep, self._paused = False, True
         try:
-            return self._client.generate(VERIFICATION_PROMPT, VERIFICATION_TOKENS)
+            return _in_time(self._client.generate(VERIFICATION_PROMPT, VERIFICATION_TOKENS))
         finally:
-            self._client.pause("abort", VERIFICATION_S, never)
+            self._client.pause("abort", STOP_S, never)  # a prompt that was not computed in time, too
 
     def flush_cache(self) -> None:
         self._client.reset_prefix_cache()
@@ -130,3 +136,9 @@ class VllmEngine(Engine):
         """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
         if "kv_cache" in lost:
             self._client.forget_prefixes()
+
+
+def _in_time(call: Future[_T]) -> _T:
+    if not wait([call], VERIFICATION_S).done:
+        raise MemsaverError(f"vLLM did not compute the verification prompt in {VERIFICATION_S:g} s")
+    return call.result()

@@ -121,7 +121,7 @@ def attach_to(
             "this engine does not sleep by memsaver: start it with enable_sleep_mode=True and MEMSAVER_VLLM=1, "
             "on a CUDA device"
         )
-    gate_calls(llm, gate, client.lock)
+    gate_calls(llm, gate, client)
     attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
     watch_updates(llm, attachment.lifecycle.weights_updated)
     return attachment
