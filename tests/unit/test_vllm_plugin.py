@@ -23,6 +23,7 @@ import pytest
 from memsaver_core import PhaseLog, ReleaseOptions, ResumeOptions
 from memsaver_core.compat.vllm import config
 from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver_core.policies import RestorePolicy
 from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import (
     ANSWERS,
@@ -84,6 +85,7 @@ class Model:
             "buffers": bool((runner.model.scale == 2.5).all()),
             "kv_cache": all(bool((cache == 7).all()) for cache in runner.kv_caches),
             "kv_cache_zero": all(bool((cache == 0).all()) for cache in runner.kv_caches),
+            "draft": bool((runner.draft_scale == 5).all()),
             "runtime": bool((runner.positions == runner.block_table).all() and runner.positions[-1] == 65535),
         }
 
@@ -98,6 +100,7 @@ class Model:
         self.worker.wake_up()
         self.write_weights()
         self.worker.model_runner.model.scale.fill_(2.5)
+        self.worker.model_runner.draft_scale.fill_(5)
         for cache in self.worker.model_runner.kv_caches:
             cache.fill_(7)
         self.worker.model_runner.woken = 0
@@ -361,6 +364,7 @@ def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
         "buffers": True,
         "kv_cache": False,
         "kv_cache_zero": True,
+        "draft": True,
         "runtime": True,
     }
     assert rank.woken() == 1
@@ -389,6 +393,7 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
     content = rank.content()
     assert content["weights"]
     assert content["buffers"]
+    assert content["draft"]
 
 
 @pytest.mark.guards("a second release or resume failed")
@@ -514,6 +519,22 @@ def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None
     memory.resume(ResumeOptions())
     assert [released(rank) for rank in group] == [set(), set()]
     assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
+
+
+def test_a_failed_resume_keeps_what_vllm_saved_at_level_2(group: list[Rank]) -> None:
+    """On the ranks that had resumed, too: they give their discarded weights up again."""
+    memory = VllmMemory(Executor(group))
+    level_2 = ReleaseOptions(restore={"weights": RestorePolicy.DISCARD})
+    for failing in group:
+        memory.release(level_2)
+        failing.fail("create", "out_of_memory", 1)
+        with pytest.raises(OutOfDeviceMemoryError):
+            memory.resume(ResumeOptions())
+        assert [released(rank) for rank in group] == [ALL, ALL]
+        memory.resume(ResumeOptions())
+        for rank in group:
+            rank.write_weights()
+        assert all(content["buffers"] and content["draft"] for content in (rank.content() for rank in group))
 
 
 @pytest.mark.guards("releasing everything failed after one tag had been released")

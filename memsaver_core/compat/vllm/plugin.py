@@ -17,7 +17,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm import rpc
+from memsaver_core.compat.vllm import rpc, saved_buffers
 from memsaver_core.compat.vllm.allocator import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE, MemsaverAllocator, vllm_allocator
 from memsaver_core.compat.vllm.config import BACKEND, switch, worker_config
 from memsaver_core.compat.vllm.custom_all_reduce import patch_custom_all_reduce
@@ -242,14 +242,10 @@ def _tags_cache_alone(runner: Any) -> bool:
 
 def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None = None) -> Any:
     """Keep vLLM from writing the buffers that it saved at level 2 back into weights that are still released."""
-    saved = getattr(self, "_sleep_saved_buffers", None)
-    if not worker_config.enabled or not saved or tags is None or WEIGHTS in tags or not _weights_are_released():
+    if not worker_config.enabled or tags is None or WEIGHTS in tags or not _weights_are_released():
         return wake_up(self, tags)
-    self._sleep_saved_buffers = {}
-    try:
+    with saved_buffers.set_aside(self):
         return wake_up(self, tags)
-    finally:
-        self._sleep_saved_buffers = saved
 
 
 def _weights_are_released() -> bool:

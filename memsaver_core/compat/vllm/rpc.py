@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 import memsaver_core as ms
+from memsaver_core.compat.vllm import saved_buffers
 from memsaver_core.compat.vllm.allocator import vllm_allocator
 from memsaver_core.compat.vllm.config import worker_config
 from memsaver_core.options import ReleaseOptions, ResumeOptions
@@ -31,12 +32,18 @@ class _WorkerRank(Rank):
         super().__init__()
         #: What became of the expected release; None until the worker was put to sleep.
         self._outcome: OperationReport | Failure | None = None
+        #: What the worker used of its notes in the resume that was the last message.
+        self._used: dict[str, Any] = {}
 
     def enabled(self) -> bool:
         return worker_config.enabled
 
     def carry_out(self, request: protocol.Request) -> Result:
+        used, self._used = self._used, {}
         match request:
+            case protocol.Release():
+                # Another rank could not resume: the discarded content of this one goes again, and comes back from these.
+                vars(self.worker).update(used)
             case protocol.ExpectRelease(options):
                 self._outcome = None
                 vllm_allocator().override = functools.partial(self._release_asleep, options)
@@ -71,6 +78,7 @@ class _WorkerRank(Rank):
 
     def resume(self, options: ResumeOptions) -> Result:
         """Resume inside the worker's wake-up, which must see the error, so as not to restore what it saved."""
+        self._used = saved_buffers.notes(self.worker)
         reports: list[OperationReport] = []
         allocator = vllm_allocator()
         allocator.override = lambda: reports.append(self.followed(functools.partial(ms.resume_with, options)))

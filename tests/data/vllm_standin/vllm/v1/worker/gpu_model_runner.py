@@ -17,6 +17,7 @@ class GPUModelRunner:
     def load_model(self) -> None:
         self.model = torch.nn.Linear(512, 512, bias=False)
         self.model.register_buffer("scale", torch.full((PAGE,), 2.5))
+        self.draft_scale = torch.full((PAGE,), 5.0)
 
     def initialize_kv_cache(self, config: int) -> None:
         self.block_table = torch.arange(PAGE)

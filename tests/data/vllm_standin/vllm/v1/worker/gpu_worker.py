@@ -14,6 +14,7 @@ class Worker:
         self.vllm_config = vllm_config
         self.model_runner: Any = None
         self._sleep_saved_buffers: dict[str, torch.Tensor] = {}
+        self._sleep_rebuild_draft_metadata_buffers = False
         self._backend: Any = None
 
     def _get_sleep_mode_backend(self) -> Any:
@@ -50,6 +51,7 @@ class Worker:
         if level == 2:
             buffers = self.model_runner.model.named_buffers()
             self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in buffers}
+            self._sleep_rebuild_draft_metadata_buffers = True
         self._get_sleep_mode_backend().suspend(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -58,5 +60,8 @@ class Worker:
             if name in self._sleep_saved_buffers:
                 buffer.data.copy_(self._sleep_saved_buffers[name])
         self._sleep_saved_buffers = {}
+        if self._sleep_rebuild_draft_metadata_buffers:
+            self.model_runner.draft_scale.copy_(self.model_runner.model.scale * 2)
+            self._sleep_rebuild_draft_metadata_buffers = False
         if tags is None or "kv_cache" in tags:
             self.model_runner.post_kv_cache_wake_up()
