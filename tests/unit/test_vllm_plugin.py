@@ -285,6 +285,13 @@ def test_the_allocator_is_vllms_own_unless_asked_for(environment: dict[str, str]
     assert run(REGISTER + MAKE, **environment) == allocator
 
 
+@pytest.mark.parametrize(("environment", "setting"), [({}, "0"), ({"NCCL_GRAPH_REGISTER": "1"}, "1")])
+def test_nccl_registers_no_graphs_unless_the_user_says_so(environment: dict[str, str], setting: str) -> None:
+    """What it has registered cannot be replayed after a resume."""
+    code = REGISTER + MAKE + "import os; print(os.environ['NCCL_GRAPH_REGISTER'])"
+    assert run(code, MEMSAVER_VLLM="1", **environment).splitlines()[-1] == setting
+
+
 def test_a_backend_of_that_name_exists_without_the_switch() -> None:
     code = "from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory as Factory\n"
     code += "print(Factory.get_backend_class('memsaver').preserves_communicators())"

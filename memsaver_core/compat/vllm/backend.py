@@ -59,8 +59,8 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """Only if NCCL registers no buffers of captured graphs: their replay hangs after a remap."""
-        return os.environ.get("NCCL_GRAPH_REGISTER") == "0"
+        """Only if NCCL registers no buffers of captured graphs, as the plugin sets it: their replay hangs after a remap."""
+        return os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0"
 
     @classmethod
     def supports_durable_storage(cls) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core import process
+from memsaver_core import communicators, process
 from memsaver_core.compat.vllm import rpc, saved_buffers
 from memsaver_core.compat.vllm.allocator import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE, MemsaverAllocator, vllm_allocator
 from memsaver_core.compat.vllm.config import BACKEND, switch, worker_config
@@ -176,7 +177,7 @@ def patch_worker(module: ModuleType) -> None:
     """``vllm.v1.worker.gpu_worker``: the worker itself."""
     worker = module.Worker
     wrap(worker, "__init__", _deciding)
-    call_after(worker, "init_device", _make_cublas_workspaces)
+    call_after(worker, "init_device", _complete_device)
     wrap(worker, "initialize_from_config", _with_cache_alone)
     call_after(worker, "compile_or_warm_up_model", _prepare_backup)
     wrap(worker, "wake_up", _without_early_buffers)
@@ -185,7 +186,15 @@ def patch_worker(module: ModuleType) -> None:
 
 def _deciding(init: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     worker_config.decide(vllm_config)
+    if worker_config.enabled:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
     init(self, vllm_config, *args, **kwargs)
+
+
+def _complete_device() -> None:
+    _make_cublas_workspaces()
+    if worker_config.enabled:
+        communicators.warn_of_registered_graphs()
 
 
 def _make_cublas_workspaces() -> None:
