@@ -82,12 +82,34 @@ class ContinueGenerationReqInput:
 @dataclass
 class UpdateWeightsFromTensorReqInput:
     table: torch.Tensor
+    rid: str = ""
 
 
 @dataclass
 class UpdateWeightsFromTensorReqOutput:
     success: bool
     message: str = ""
+
+
+@dataclass
+class BeginWeightUpdateReqInput:
+    rid: str = ""
+
+
+@dataclass
+class EndWeightUpdateReqInput(BeginWeightUpdateReqInput):
+    pass
+
+
+@dataclass
+class BeginWeightUpdateReqOutput:
+    success: bool
+    message: str = ""
+
+
+@dataclass
+class EndWeightUpdateReqOutput(BeginWeightUpdateReqOutput):
+    pass
 
 
 @dataclass
@@ -159,6 +181,7 @@ MESSAGES = (
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
     UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput, ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput,
+    BeginWeightUpdateReqInput, BeginWeightUpdateReqOutput, EndWeightUpdateReqInput, EndWeightUpdateReqOutput,
     FlushCacheReqInput, FlushCacheReqOutput, GetInternalStateReq, GetInternalStateReqOutput,
 )  # fmt: skip
 
@@ -419,6 +442,10 @@ class Scheduler:
             with torch.no_grad():
                 self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
             return UpdateWeightsFromTensorReqOutput(True)
+        elif isinstance(request, EndWeightUpdateReqInput):
+            return EndWeightUpdateReqOutput(True)
+        elif isinstance(request, BeginWeightUpdateReqInput):
+            return BeginWeightUpdateReqOutput(True)
         elif isinstance(request, FlushCacheReqInput):
             return FlushCacheReqOutput(self.flush_cache())
         else:

@@ -303,6 +303,28 @@ def test_weights_without_a_backup(serve: Callable[..., Serving], resumed_first: 
     assert serving.generate() == expected
 
 
+def test_an_update_with_a_beginning_and_an_end(serve: Callable[..., Serving]) -> None:
+    """Its parts are not the whole."""
+    serving = serve(weights_cpu_backup=False)
+    expected = serving.generate()
+    weights = serving.scheduler.tp_worker.model_runner.model.table.detach().clone()
+    serving.call("/release_memory_occupation")
+    serving.scheduler.received.put(standin.BeginWeightUpdateReqInput(rid="early"))
+    assert "resume it first" in serving.answer("early").message
+    serving.call("/resume_memory_occupation")
+    for part in (
+        standin.BeginWeightUpdateReqInput(rid="begin"),
+        standin.UpdateWeightsFromTensorReqInput(weights, rid="part"),
+    ):
+        serving.scheduler.received.put(part)
+        assert serving.answer(part.rid).success
+        assert "content of weights" in serving.answer(serving.send()).finished_reason["message"]
+    serving.scheduler.received.put(standin.EndWeightUpdateReqInput(rid="end"))
+    assert serving.answer("end").success
+    wait_until(lambda: serving.http.get("/readyz").status_code == 200)
+    assert serving.generate() == expected
+
+
 @pytest.mark.parametrize("worker", ["draft_model_runner", "draft_runners"])
 def test_the_buffers_of_a_draft_model(make: type[standin.Scheduler], worker: str) -> None:
     """No weight update writes them either."""

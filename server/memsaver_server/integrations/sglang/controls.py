@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memsaver_server.integrations.scheduler_loop import controls
-from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
 from memsaver_server.integrations.sglang import frontend
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.lifecycle import NotResidentError
@@ -20,17 +19,23 @@ from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import released_tags
 
 if TYPE_CHECKING:
+    from memsaver_server.integrations.sglang.engine import SglangEngine
     from memsaver_server.lifecycle import Lifecycle
 
 #: How long a flush waits for requests that are about to end, or to be set aside by a pause before it, seconds.
 SETTLING_S = 1.0
+#: What reads weights; so do the methods of ``RpcReqInput`` that save the model.
+READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
+#: What comes before and after the requests of an update, from 0.5.23 on.
+BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
 
 
 class Controls(controls.Controls):
     client = "sglang"
+    _engine: SglangEngine
 
     def __init__(
-        self, engine: LoopEngine, scheduler: Any, intake: Intake, lifecycle: Lifecycle, settings: Settings
+        self, engine: SglangEngine, scheduler: Any, intake: Intake, lifecycle: Lifecycle, settings: Settings
     ) -> None:
         super().__init__(engine, lifecycle, settings)
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
@@ -59,9 +64,13 @@ class Controls(controls.Controls):
             return True
         if name == "FlushCacheReqInput" and (closed or not self._scheduler.is_fully_idle()):
             return self._in_thread(self._flush, request)
-        if name == "CheckWeightsReqInput" and "weights" in released_tags(self._lifecycle.memory.status()):
-            self._answer(request, NotResidentError("weights"))
-            return True
+        if name in READS or (name == "RpcReqInput" and request.method.startswith("save_")):
+            status = self._lifecycle.memory.status()
+            if status.hibernated or "weights" in released_tags(status):
+                self._answer(request, NotResidentError("weights"))
+                return True
+        if name in (BEGIN, END):
+            return self._in_thread(self._update, request)
         if name == "ContinueGenerationReqInput" and closed:
             self._continuation = request
             return True
@@ -71,7 +80,8 @@ class Controls(controls.Controls):
 
     def _dispatch(self, request: Any) -> Any:
         """Stands in for the scheduler's ``_request_dispatcher``, which returns the answer to ``request`` or None."""
-        answered = self._updates.pop(type(request).__name__, None)
+        name = type(request).__name__
+        answered = self._updates.pop(name, None)
         try:
             output = self._dispatcher(request)
         except BaseException as error:
@@ -79,6 +89,8 @@ class Controls(controls.Controls):
                 answered.set_exception(error)
             raise
         if answered is not None:
+            if name in (BEGIN, END) and output.success:
+                self._engine.unwritten_weights = ("all of an update that has not ended",) if name == BEGIN else ()
             answered.set_result(output)
         return output
 
@@ -92,12 +104,18 @@ class Controls(controls.Controls):
             if error is not None:
                 # This answer has no field for a failure. ``frontend`` raises what the unused field says.
                 output.rid = f"{getattr(error, 'status', 500)} {error}"
+        elif name == "GetWeightsByNameReqOutput":
+            output = kind(parameter=None)  # it has no field for a failure either; SGLang answers None as one
         else:
             output = kind(success=error is None, message=str(error or ""))
         self._send(output, request)
 
     def _send(self, output: Any, request: Any) -> None:
-        self._loop.submit(partial(self._scheduler.ipc_channels.send_to_tokenizer.send_output, output, request))
+        channels = self._scheduler.ipc_channels
+        if type(request).__name__ == "RpcReqInput":
+            self._loop.submit(partial(self._messages.sock_send, channels.recv_from_rpc, output))
+        else:
+            self._loop.submit(partial(channels.send_to_tokenizer.send_output, output, request))
 
     def _flush(self, request: Any) -> None:
         """By SGLang alone it fails beside requests that a pause has set aside, and just after the last answer."""

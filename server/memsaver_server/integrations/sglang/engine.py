@@ -54,6 +54,7 @@ class SglangEngine(LoopEngine):
         self._controls: Controls | None = None
         self._prompt: VerificationPrompt | None = None
         self._frozen = False  # of the scheduler's thread alone
+        self.unwritten_weights: tuple[str, ...] = ()
 
     def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
         controls = self._controls = Controls(self, self._scheduler, self._intake, lifecycle, settings)
