@@ -218,6 +218,20 @@ def test_a_release_that_aborts(serve: Callable[..., Serving]) -> None:
     serving.call("/resume_memory_occupation")
 
 
+def test_a_release_that_aborts_requests_paused_in_place(serve: Callable[..., Serving]) -> None:
+    """A paused scheduler would not end them."""
+    serving = serve()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    serving.scheduler.received.put(standin.PauseGenerationReqInput("in_place"))
+    wait_until(lambda: serving.scheduler._engine_paused)
+    serving.call("/release_memory_occupation", mode="abort", timeout_s=10)
+    assert isinstance(serving.answer(rid), standin.AbortReq)
+    serving.call("/resume_memory_occupation")
+    assert serving.scheduler._engine_paused
+
+
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_a_release_that_keeps_requests(serve: Callable[..., Serving], keep_cache: bool) -> None:
     """Running requests continue after the resume, and get the tokens that they would have got."""

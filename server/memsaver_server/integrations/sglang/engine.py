@@ -73,7 +73,7 @@ class SglangEngine(LoopEngine):
         """Bring every rank's scheduler to a standstill until `open_admission`.
 
         With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens; so
-        do those that SGLang has paused in place, which would not end.
+        do those that SGLang has paused in place, which would not end, nor be aborted.
 
         Raises:
             DrainTimeoutError: it took longer, or was given up; the scheduler continues as before.
@@ -90,10 +90,10 @@ class SglangEngine(LoopEngine):
 
         def begin() -> None:
             nonlocal froze
+            if mode == "keep" or self._scheduler._engine_paused:
+                froze = self._freeze()
             if mode == "abort":
                 self.loop.send(self._messages.AbortReq(rid="", abort_all=True))
-            elif mode == "keep" or self._scheduler._engine_paused:
-                froze = self._freeze()
 
         self.when_still(timeout_s, begin=begin, undo=lambda: self._thaw() if froze else None, given_up=given_up)
         self._run("save_buffers")
