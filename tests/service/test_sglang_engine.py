@@ -232,6 +232,25 @@ def test_a_release_that_aborts_requests_paused_in_place(serve: Callable[..., Ser
     assert serving.scheduler._engine_paused
 
 
+def test_a_pause_of_an_engine_that_the_service_has_paused(serve: Callable[..., Serving]) -> None:
+    """It lasts until its caller continues, as without the release."""
+    serving = serve()
+    expected = serving.generate()
+    serving.scheduler.stalled = True
+    rid = serving.send()
+    waiting(serving, 1)
+    serving.call("/release_memory_occupation", mode="keep")
+    serving.scheduler.received.put(standin.PauseGenerationReqInput("retract"))
+    serving.scheduler.received.put(standin.FlushCacheReqInput(rid="flush"))
+    assert serving.answer("flush").success
+    serving.scheduler.stalled = False
+    serving.call("/resume_memory_occupation")
+    assert serving.call("/flush_cache")
+    assert serving.scheduler._engine_paused
+    serving.scheduler.received.put(standin.ContinueGenerationReqInput())
+    assert serving.answer(rid).output_ids == expected
+
+
 @pytest.mark.parametrize("keep_cache", [True, False])
 def test_a_release_that_keeps_requests(serve: Callable[..., Serving], keep_cache: bool) -> None:
     """Running requests continue after the resume, and get the tokens that they would have got."""

@@ -76,6 +76,7 @@ class Controls(controls.Controls):
             return True
         if name == "PauseGenerationReqInput":
             self._continuation = None
+            self._engine.pause_for_caller()
         return super()._takes(request)
 
     def _dispatch(self, request: Any) -> Any:

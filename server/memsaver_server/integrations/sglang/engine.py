@@ -125,6 +125,10 @@ class SglangEngine(LoopEngine):
 
     # In the scheduler's thread.
 
+    def pause_for_caller(self) -> None:
+        """A caller pauses generation: that is theirs to end."""
+        self._frozen = False
+
     def _note(self) -> None:
         """The scheduler has processed what it received."""
         if (prompt := self._prompt) is not None:
