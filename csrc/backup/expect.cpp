@@ -9,7 +9,7 @@ namespace memsaver {
 
 void Pipeline::expect(std::vector<ContentBlock>& blocks) {
   Packing& packing = staging_.packing();
-  if (!packing.ready()) return;
+  if (!packing.packs()) return;
   RawFirst raw_first(blocks);
   std::vector<PackItem> items;
   std::vector<Block*> sampled;
@@ -19,9 +19,9 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
     sampled.push_back(content.block);
   }
   try {
-    const std::vector<std::size_t> expected = packing.expect(items, staging_.kernels());
+    const std::vector<PackEstimate> expected = packing.plan(items, staging_.kernels());
     for (std::size_t i = 0; i < sampled.size(); ++i) {
-      sampled[i]->expected_bytes = round_up(expected[i], kBlockBytes / 128);
+      sampled[i]->expected_bytes = round_up(expected[i].bytes, kBlockBytes / 128);
     }
   } catch (...) {
     FileTransfers none;

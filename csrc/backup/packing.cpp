@@ -37,7 +37,7 @@ Packing::~Packing() {
 }
 
 bool Packing::ready() {
-  if (!wanted_ || !driver_.has_packing(device_)) return false;
+  if (!driver_.has_packing(device_)) return false;
   if (shared_ != nullptr) return true;
   try {
     void* const memory = sys::map_memory(sizeof(Shared), MAP_POPULATE);
@@ -50,13 +50,13 @@ bool Packing::ready() {
     shared_ = static_cast<Shared*>(memory);
     return true;
   } catch (const Error& error) {
-    unless_lost(error, "content is not packed this time");
+    unless_lost(error, "content is neither packed nor unpacked on the device this time");
     return false;
   }
 }
 
-template <typename Visit>
-void Packing::sample(const std::vector<PackItem>& items, Stream stream, const Visit& visit) {
+std::vector<PackEstimate> Packing::plan(const std::vector<PackItem>& items, Stream stream) {
+  std::vector<PackEstimate> plans;
   for (std::size_t first = 0; first < items.size(); first += kSamples) {
     const std::size_t count = std::min(kSamples, items.size() - first);
     std::copy_n(items.data() + first, count, shared_->items);
@@ -64,21 +64,11 @@ void Packing::sample(const std::vector<PackItem>& items, Stream stream, const Vi
     const Event sampled = driver_.record(device_, stream);
     const ScopeExit recycle([&] { driver_.recycle(device_, sampled); });
     driver_.wait(device_, sampled);
-    for (std::size_t i = 0; i < count; ++i) visit(shared_->samples[i], shared_->items[i].bytes);
+    for (std::size_t i = 0; i < count; ++i) {
+      plans.push_back(plan_packing(shared_->samples[i], shared_->items[i].bytes));
+    }
   }
-}
-
-std::vector<PackPlan> Packing::plan(const std::vector<PackItem>& items, Stream stream) {
-  std::vector<PackPlan> plans;
-  sample(items, stream, [&](const auto& found, std::size_t bytes) { plans.push_back(plan_packing(found, bytes)); });
   return plans;
-}
-
-std::vector<std::size_t> Packing::expect(const std::vector<PackItem>& items, Stream stream) {
-  std::vector<std::size_t> expected;
-  sample(items, stream,
-         [&](const auto& found, std::size_t bytes) { expected.push_back(expected_kept_bytes(found, bytes)); });
-  return expected;
 }
 
 bool Packing::open(std::size_t room) {

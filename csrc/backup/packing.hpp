@@ -36,12 +36,12 @@ class Packing {
   // Nothing may be under way.
   ~Packing();
 
-  // Whether content can be packed: it is wanted, and the driver is prepared.
+  // Whether the driver is prepared: it can unpack.
   [[nodiscard]] bool ready();
+  // Whether content is to be packed, and can be.
+  [[nodiscard]] bool packs() { return wanted_ && ready(); }
   // Samples content and says how to pack each item; waits for the samples. Only after ready() returned true.
-  [[nodiscard]] std::vector<PackPlan> plan(const std::vector<PackItem>& items, Stream stream);
-  // Says likewise what each item is expected to take.
-  [[nodiscard]] std::vector<std::size_t> expect(const std::vector<PackItem>& items, Stream stream);
+  [[nodiscard]] std::vector<PackEstimate> plan(const std::vector<PackItem>& items, Stream stream);
 
   // Takes as many buffers as fit into `room` bytes; if there are some already, all anew, once there is room for the
   // most. Returns whether there are any; if the driver refuses, there are none until the next close(). Only after
@@ -69,9 +69,6 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
-  // Calls `visit(sample, bytes)` for each item.
-  template <typename Visit>
-  void sample(const std::vector<PackItem>& items, Stream stream, const Visit& visit);
   void open_memory(std::size_t bytes);
   [[nodiscard]] bool close_memory();
 

@@ -110,17 +110,17 @@ class SaveTask {
     for (const auto& each : changed) {
       if (each.may_be_packed) items.push_back(blocks_[each.block].first_run());
     }
-    if (items.empty() || !packing_.ready()) return plans;
-    std::vector<PackPlan> found;
+    if (items.empty() || !packing_.packs()) return plans;
+    std::vector<PackEstimate> found;
     {
       const Stopwatch watch(seconds_.digest);
       found = packing_.plan(items, staging_.kernels());
     }
-    if (std::none_of(found.begin(), found.end(), [](const auto& each) { return each.worth_it(); })) return plans;
+    if (std::none_of(found.begin(), found.end(), [](const auto& each) { return each.plan.worth_it(); })) return plans;
     if (!make_room()) return plans;
-    auto plan = found.begin();
+    auto estimate = found.begin();
     for (std::size_t i = 0; i < changed.size(); ++i) {
-      if (changed[i].may_be_packed) plans[i] = *plan++;
+      if (changed[i].may_be_packed) plans[i] = estimate++->plan;
     }
     return plans;
   }
@@ -143,7 +143,8 @@ class SaveTask {
     const ContentBlock& content = blocks_[changed.block];
     try {
       if (is_shared(changed, plan, batch)) return;
-      if (plan.worth_it()) {
+      // What was awaited may come when there are no buffers any more.
+      if (plan.worth_it() && packing_.buffers() > 0) {
         pack(changed, plan, batch);
       } else {
         copy(changed, content.base, content.live, 0, batch);

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <utility>
 
 namespace memsaver {
 
@@ -134,18 +133,6 @@ std::size_t plan_for(const std::uint32_t (&counts)[256], std::size_t bytes, std:
          static_cast<std::size_t>(escaped * static_cast<double>(bytes / element_bytes));
 }
 
-// With the bytes that it is expected to take.
-std::pair<PackPlan, std::size_t> best_plan(const ExponentSample& sample, std::size_t bytes) {
-  std::uint32_t both[256];
-  for (std::size_t i = 0; i < 256; ++i) both[i] = sample.even[i] + sample.odd[i];
-  PackPlan two;
-  PackPlan four;
-  const std::size_t as_two = plan_for(both, bytes, 2, two);
-  const std::size_t as_four = plan_for(sample.odd, bytes, 4, four);
-  if (std::min(as_two, as_four) > packed_limit(bytes)) return {{}, bytes};
-  return as_two <= as_four ? std::pair{two, as_two} : std::pair{four, as_four};
-}
-
 std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
   std::array<std::uint8_t, 256> codes{};
   codes.fill(kPackedEscape);
@@ -155,10 +142,15 @@ std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
 
 }  // namespace
 
-PackPlan plan_packing(const ExponentSample& sample, std::size_t bytes) { return best_plan(sample, bytes).first; }
-
-std::size_t expected_kept_bytes(const ExponentSample& sample, std::size_t bytes) {
-  return best_plan(sample, bytes).second;
+PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes) {
+  std::uint32_t both[256];
+  for (std::size_t i = 0; i < 256; ++i) both[i] = sample.even[i] + sample.odd[i];
+  PackPlan two;
+  PackPlan four;
+  const std::size_t as_two = plan_for(both, bytes, 2, two);
+  const std::size_t as_four = plan_for(sample.odd, bytes, 4, four);
+  if (std::min(as_two, as_four) > packed_limit(bytes)) return {{}, bytes};
+  return as_two <= as_four ? PackEstimate{two, as_two} : PackEstimate{four, as_four};
 }
 
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample) {
@@ -211,7 +203,8 @@ std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t 
   return layout.escapes + escapes;
 }
 
-bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes) {
+bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes, std::size_t part,
+                    std::size_t parts) {
   const auto* const from = static_cast<const unsigned char*>(packed);
   auto* const to = static_cast<unsigned char*>(content);
   if (packed_bytes < sizeof(PackedHeader)) return false;
@@ -220,7 +213,8 @@ bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content,
   if (header.element_bytes != 2 && header.element_bytes != 4) return false;
   const Layout layout(bytes, header.element_bytes);
   if (layout.escapes > packed_bytes || header.escapes != packed_bytes - layout.escapes) return false;
-  for (std::size_t group = 0; group < layout.groups; ++group) {
+  const std::size_t end = layout.groups * (part + 1) / parts;
+  for (std::size_t group = layout.groups * part / parts; group < end; ++group) {
     const std::size_t first = group * kPackedGroup;
     const auto planes = load<Planes>(from + layout.planes + group * sizeof(Planes));
     std::size_t next = load<std::uint32_t>(from + layout.offsets + group * 4);

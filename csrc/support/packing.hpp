@@ -69,10 +69,12 @@ struct PackItem {
   return sizeof(PackedHeader) + groups * ((element_bytes - 1) * kPackedGroup + 3 * kPackedGroup / 8 + 4);
 }
 
-// The plan that makes the content smallest, as far as its sample tells; none if that is above packed_limit().
-[[nodiscard]] PackPlan plan_packing(const ExponentSample& sample, std::size_t bytes);
-// What content takes if it is kept as its plan says, as far as its sample tells.
-[[nodiscard]] std::size_t expected_kept_bytes(const ExponentSample& sample, std::size_t bytes);
+// The plan that makes content smallest, as far as a sample tells.
+struct PackEstimate {
+  PackPlan plan;      // none if it would take more than packed_limit()
+  std::size_t bytes;  // that it is expected to take, kept as the plan says
+};
+[[nodiscard]] PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes);
 
 // What drivers do, on memory of this process. Addresses need no alignment.
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample);
@@ -80,7 +82,8 @@ void sample_on_host(const void* content, std::size_t bytes, ExponentSample& samp
 [[nodiscard]] std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t bytes, void* packed,
                                        std::size_t capacity);
 // Returns false if `packed` is not the packed form of `bytes` of content. Then the content is undefined; nothing
-// outside of both is read or written.
-[[nodiscard]] bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes);
+// outside of both is read or written. Threads that share the work each unpack another `part` of `parts`.
+[[nodiscard]] bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes,
+                                  std::size_t part = 0, std::size_t parts = 1);
 
 }  // namespace memsaver

@@ -258,7 +258,7 @@ void packing_equals_the_reference(Driver& driver) {
     ExponentSample its_sample;
     sample_on_host(expected.data(), kContent, its_sample);
     CHECK(std::memcmp(sample, &its_sample, sizeof its_sample) == 0);
-    PackPlan plan = plan_packing(*sample, kContent);
+    PackPlan plan = plan_packing(*sample, kContent).plan;
     CHECK(plan.element_bytes == (size == 1 ? 0 : size));
     if (!plan.worth_it()) plan.element_bytes = 2;
     const std::size_t capacity = 4 * kMiB;

@@ -37,7 +37,7 @@ PackPlan plan_of(const Bytes& content) {
   const Exact exact(content);
   ExponentSample sample;
   sample_on_host(exact.data.get(), exact.bytes, sample);
-  return plan_packing(sample, exact.bytes);
+  return plan_packing(sample, exact.bytes).plan;
 }
 
 // Packs with room for everything, and compares what comes back. Returns the packed bytes.

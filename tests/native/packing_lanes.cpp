@@ -202,7 +202,7 @@ void kernels_equal_the_host(std::size_t bytes, unsigned kind) {
   launch(1, [&] { device::memsaver_sample(&item, reinterpret_cast<device::Sample*>(&sample)); });
   CHECK(std::memcmp(&sample, &expected, sizeof sample) == 0);
 
-  PackPlan plan = plan_packing(sample, bytes);
+  PackPlan plan = plan_packing(sample, bytes).plan;
   if (!plan.worth_it()) {
     plan.element_bytes = kind == 2 ? 4 : 2;
     for (std::size_t i = 0; i < kPackedEscape; ++i) plan.exponents[i] = static_cast<std::uint8_t>(120 + i);
