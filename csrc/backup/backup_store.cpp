@@ -94,7 +94,7 @@ void BackupStore::settle() {
 }
 
 void BackupStore::prepare_packing_later() {
-  if (!options_.pack) return;
+  if (!options_.pack && !shared_) return;  // other processes of the store may pack
   {
     const Lock lock(mutex_);
     for (const auto& [device, pipeline] : pipelines_) {

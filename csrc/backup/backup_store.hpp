@@ -78,7 +78,8 @@ class BackupStore {
   // Returns to the system, and to other processes, what give_back() left to be returned. May wait for both: do not call
   // it with a lock held but operation_mutex.
   void settle();
-  // Makes ready in the background what packing needs on each device in use, so that later releases pack. Once.
+  // Makes ready in the background what packing needs on each device in use, so that later releases pack, and resumes
+  // unpack. Once.
   void prepare_packing_later() REQUIRES(operation_mutex);
   // Applies the retention policy in the background, after the operation that holds the lock.
   void retain() REQUIRES(operation_mutex);

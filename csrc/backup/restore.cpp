@@ -84,6 +84,8 @@ class RestoreTask {
 
   void lend(const std::vector<std::size_t>& chunks) {
     Packing& packing = staging_.packing();
+    // What another process packed may be the first that this one unpacks.
+    if (!driver_.has_packing(device_)) driver_.prepare_packing(device_);
     if (!packing.ready()) return;
     for (const std::size_t i : chunks) {
       if (packing.buffers() == Packing::kBuffers) return;

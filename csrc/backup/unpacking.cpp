@@ -1,14 +1,24 @@
 #include "backup/unpacking.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "support/packing.hpp"
 #include "support/progress.hpp"
 #include "support/scope_exit.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
+
+namespace {
+
+constexpr std::size_t kUnpackers = 8;
+constexpr std::size_t kLeastEach = std::size_t{1} << 20;  // for less a thread is not worth its start
+
+}  // namespace
 
 Unpacking::~Unpacking() { staging_.pool().give(bounce_, HostPool::Use::passing); }
 
@@ -50,23 +60,27 @@ void Unpacking::end() {
 }
 
 void Unpacking::unpack_on_host(const ContentBlock& content, const std::vector<HostRange>& memory) {
-  std::vector<unsigned char> unpacked(content.block->content_bytes());
-  if (!unpack_ranges(memory, content.block->packed_bytes, unpacked.data(), unpacked.size())) {
+  const std::size_t bytes = content.block->content_bytes();
+  if (unpacked_.size() < bytes) unpacked_.resize(bytes);
+  const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const std::size_t threads = std::min({kUnpackers, cores, bytes / kLeastEach + 1});
+  if (!unpack_ranges(memory, content.block->packed_bytes, unpacked_.data(), bytes, threads)) {
     throw damaged_backup(content, "what was kept is not packed content");
   }
-  bounce_ = staging_.pool().take(unpacked.size(), HostPool::Use::must_pass);
+  bounce_ = staging_.pool().take(bytes, HostPool::Use::must_pass);
   std::size_t at = 0;
   for (const auto& range : bounce_) {
-    const std::size_t bytes = std::min(range.bytes, unpacked.size() - at);
-    std::memcpy(reinterpret_cast<void*>(range.address), unpacked.data() + at, bytes);
-    at += bytes;
+    const std::size_t part = std::min(range.bytes, bytes - at);
+    std::memcpy(reinterpret_cast<void*>(range.address), unpacked_.data() + at, part);
+    at += part;
   }
   staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, bounce_);
   staging_.wait_for(staging_.copies());
   staging_.pool().give(std::exchange(bounce_, {}), HostPool::Use::passing);
 }
 
-bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content, std::size_t bytes) {
+bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content, std::size_t bytes,
+                   std::size_t threads) {
   const auto* packed = reinterpret_cast<const unsigned char*>(memory.front().address);
   std::vector<unsigned char> joined;
   if (memory.front().bytes < packed_bytes) {
@@ -76,7 +90,21 @@ bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_byte
     }
     packed = joined.data();
   }
-  return unpack_on_host(packed, packed_bytes, content, bytes);
+  std::atomic<bool> sound{true};
+  const auto work = [&](std::size_t part) {
+    if (!unpack_on_host(packed, packed_bytes, content, bytes, part, threads)) sound = false;
+  };
+  std::vector<std::thread> started;
+  for (std::size_t part = 1; part < threads; ++part) {
+    if (auto thread = sys::start_thread([&work, part] { work(part); })) {
+      started.push_back(std::move(*thread));
+    } else {
+      work(part);
+    }
+  }
+  work(0);
+  for (auto& thread : started) thread.join();
+  return sound;
 }
 
 void note_damage(const ContentBlock& content, Error& error) {

@@ -22,7 +22,7 @@ class Unpacking {
   ~Unpacking();
 
   // Starts to unpack a block from `memory`, which must stay until the stream of copies has passed this. Without buffers
-  // it is unpacked in host memory, which is slow, and nothing is under way afterwards. Throws ErrorKind::backup
+  // it is unpacked in host memory by several threads, and nothing is under way afterwards. Throws ErrorKind::backup
   // if this block or an earlier one is damaged.
   void bring(const ContentBlock& content, const std::vector<HostRange>& memory);
   // Waits for what is under way, and gives the device memory back. Throws as bring().
@@ -40,11 +40,13 @@ class Unpacking {
   PipelineSeconds& seconds_;
   std::deque<Block> blocks_;  // under way
   std::vector<HostRange> bounce_;
+  std::vector<unsigned char> unpacked_;
 };
 
-// Unpacks what lies in `memory`. Returns false if it is not packed content of `bytes` bytes.
+// Unpacks what lies in `memory`, with several threads if `threads` is more than 1. Returns false if it is not packed
+// content of `bytes` bytes.
 [[nodiscard]] bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content,
-                                 std::size_t bytes);
+                                 std::size_t bytes, std::size_t threads = 1);
 
 // Notes that a block could not be restored, and adds what to do about it to the error.
 void note_damage(const ContentBlock& content, Error& error);

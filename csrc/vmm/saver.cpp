@@ -143,7 +143,7 @@ void Saver::prepare_backup() {
   }
   for (const int device : digesting) {
     core.driver->prepare_digest(device);
-    if (core.backups.packs()) core.driver->prepare_packing(device);
+    if (core.backups.packs() || core.backups.shared() != nullptr) core.driver->prepare_packing(device);
   }
   if (core.backups.packs()) expect_backups(core);
   std::map<HostPool*, std::size_t> wanted;
