@@ -86,7 +86,7 @@ struct Block {
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
   // Whether it has host memory or a part of the file, with or without valid content.
   [[nodiscard]] bool has_memory() const { return !host.empty() || file.bytes != 0; }
-  // Host memory that a backup of `content` bytes is expected to take.
+  // Host memory, or part of the file, that a backup of `content` bytes is expected to take.
   [[nodiscard]] std::size_t expected_for(std::size_t content) const {
     return expected_bytes == 0 ? to_pages(content) : std::min(to_pages(expected_bytes), to_pages(content));
   }

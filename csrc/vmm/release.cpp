@@ -84,7 +84,7 @@ class Release final : public Operation {
     const std::size_t live = sum_of(content.live);
     content_bytes_ += live;
     if (content.to_file) {
-      file_bytes_ += beyond(to_pages(live), block.file.bytes);
+      file_bytes_ += beyond(block.expected_for(live), block.file.bytes);
     } else if (core_.backups.shared() != nullptr) {
       // What it takes shows only while it is saved: other processes may have this content.
     } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
