@@ -2,17 +2,17 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "support/error.hpp"
 #include "support/scope_exit.hpp"
@@ -21,8 +21,11 @@ namespace memsaver {
 
 namespace {
 
-constexpr int kNames = 96;               // more than a store has members: a name may be taken by a stranger
-constexpr timeval kAnswerTimeout{1, 0};  // for a process that listens but is stopped
+using std::chrono::milliseconds;
+using DoorClock = std::chrono::steady_clock;
+
+constexpr int kNames = 96;          // more than a store has members: a name may be taken by a stranger
+constexpr milliseconds kPause{20};  // before what failed is tried again
 
 std::string prefix_of(const std::string& store) {
   constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
@@ -47,7 +50,11 @@ Name name_of(const std::string& text) {
   return name;
 }
 
-int open_socket() { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0); }
+int open_socket(int flags = 0) { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); }
+
+milliseconds left_until(DoorClock::time_point until) {
+  return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(until - DoorClock::now()));
+}
 
 bool bind_to(int file, const std::string& text) {
   const Name name = name_of(text);
@@ -101,48 +108,82 @@ void close_and_forget(int& file) {
 
 }  // namespace
 
-StoreDoor::StoreDoor(const std::string& store) : prefix_(prefix_of(store)), stop_(eventfd(0, EFD_CLOEXEC)) {}
+StoreDoor::StoreDoor(const std::string& store) : prefix_(prefix_of(store)) {}
 
 StoreDoor::~StoreDoor() { abandon(); }
 
 void StoreDoor::abandon() {
   close_and_forget(gate_);
   close_and_forget(listener_);
-  close_and_forget(stop_);
 }
 
-bool StoreDoor::enter_gate(std::chrono::milliseconds patience) {
+bool StoreDoor::enter_gate(milliseconds patience) {
   gate_ = open_socket();
-  const auto until = std::chrono::steady_clock::now() + patience;
+  const auto until = DoorClock::now() + patience;
   while (gate_ >= 0 && !bind_to(gate_, prefix_ + "gate")) {
-    if (errno != EADDRINUSE || std::chrono::steady_clock::now() > until) {
+    if (errno != EADDRINUSE || DoorClock::now() > until) {
       close_and_forget(gate_);
       break;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(milliseconds(1));
   }
   return gate_ >= 0;
 }
 
 void StoreDoor::leave_gate() { close_and_forget(gate_); }
 
-int StoreDoor::ask() {
-  for (int i = 0; i < kNames; ++i) {
-    const int file = ask(prefix_ + std::to_string(i));
-    if (file >= 0) return file;
+// A process that is busy answers later, one that is ending closes its end, and then its name is free: only if no name
+// is taken is there no store.
+std::optional<int> StoreDoor::ask(milliseconds patience) {
+  const auto until = DoorClock::now() + patience;
+  for (;;) {
+    const Asked asked = ask_all(left_until(until));
+    if (asked.file >= 0) return asked.file;
+    if (!asked.any) return -1;
+    if (DoorClock::now() >= until) return std::nullopt;
+    std::this_thread::sleep_for(kPause);
   }
-  return -1;
 }
 
-int StoreDoor::ask(const std::string& text) const {
-  int socket = open_socket();
-  if (socket < 0) return -1;
-  const ScopeExit at_end([&] { close(socket); });
-  setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &kAnswerTimeout, sizeof kAnswerTimeout);
-  setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &kAnswerTimeout, sizeof kAnswerTimeout);
-  const Name name = name_of(text);
-  if (connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) != 0) return -1;
-  return is_of_this_user(socket) ? receive_descriptor(socket) : -1;
+// Asks all processes at once, so that those that are stopped cost no time. Returns when one has answered, or all that
+// were asked have closed their ends.
+StoreDoor::Asked StoreDoor::ask_all(milliseconds patience) const {
+  const auto until = DoorClock::now() + patience;
+  Asked asked;
+  std::vector<pollfd> sockets;
+  const ScopeExit at_end([&] {
+    for (const auto& each : sockets) close(each.fd);
+  });
+  for (int i = 0; i < kNames; ++i) {
+    const Name name = name_of(prefix_ + std::to_string(i));
+    const int socket = open_socket(SOCK_NONBLOCK);
+    if (socket < 0) {
+      asked.any = true;  // without descriptors nobody can be asked
+      continue;
+    }
+    const bool connected = connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) == 0;
+    const bool taken = connected ? is_of_this_user(socket) : errno != ECONNREFUSED;
+    asked.any = asked.any || taken;
+    if (connected && taken) {
+      sockets.push_back({socket, POLLIN, 0});
+    } else {
+      close(socket);
+    }
+  }
+  while (!sockets.empty()) {
+    const auto left = left_until(until);
+    const int ready = poll(sockets.data(), sockets.size(), static_cast<int>(left.count()));
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) return asked;
+    for (std::size_t i = sockets.size(); i-- > 0;) {
+      if (sockets[i].revents == 0) continue;
+      asked.file = receive_descriptor(sockets[i].fd);
+      if (asked.file >= 0) return asked;
+      close(sockets[i].fd);
+      sockets.erase(sockets.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+  return asked;
 }
 
 bool StoreDoor::listen() {
@@ -154,26 +195,27 @@ bool StoreDoor::listen() {
   return false;
 }
 
-void StoreDoor::serve(int file, std::chrono::milliseconds at_most) {
-  const auto until = std::chrono::steady_clock::now() + at_most;
+void StoreDoor::serve(int file, milliseconds at_most) {
+  const auto until = DoorClock::now() + at_most;
   for (;;) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
-    if (left.count() <= 0) return;
-    pollfd events[] = {{listener_, POLLIN, 0}, {stop_, POLLIN, 0}};
-    const int ready = poll(events, 2, static_cast<int>(left.count()));
+    pollfd guests{listener_, POLLIN, 0};
+    const int ready = poll(&guests, 1, static_cast<int>(left_until(until).count()));
     if (ready < 0 && errno == EINTR) continue;
-    if (ready <= 0 || events[1].revents != 0) return;
+    if (ready <= 0) return;
     const int guest = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (guest < 0) continue;
-    if (is_of_this_user(guest)) send_descriptor(guest, file);
-    close(guest);
+    if (guest >= 0) {
+      if (is_of_this_user(guest)) send_descriptor(guest, file);
+      close(guest);
+    } else if (errno == EINVAL) {
+      return;  // stopped
+    } else if (errno != EINTR && errno != ECONNABORTED) {
+      std::this_thread::sleep_for(kPause);  // without descriptors: the guest waits
+      if (DoorClock::now() >= until) return;
+    }
   }
 }
 
-void StoreDoor::stop() {
-  const std::uint64_t one = 1;
-  (void)!write(stop_, &one, sizeof one);
-}
+void StoreDoor::stop() { shutdown(listener_, SHUT_RDWR); }
 
 int make_store_file(std::size_t bytes) {
   const int file = memfd_create("memsaver-backups", MFD_CLOEXEC | MFD_ALLOW_SEALING);

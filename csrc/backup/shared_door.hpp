@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 
 namespace memsaver {
@@ -23,24 +24,28 @@ class StoreDoor {
   [[nodiscard]] bool enter_gate(std::chrono::milliseconds patience);
   void leave_gate();
 
-  // The descriptor of the store's file from any process that has it; -1 if none has.
-  [[nodiscard]] int ask();
+  // The descriptor of the store's file from any process that has it; -1 if there is no such process. Nothing if there
+  // are some, and none of them answered for so long.
+  [[nodiscard]] std::optional<int> ask(std::chrono::milliseconds patience);
   // Listens. False if no name is left, or the system refuses a socket.
   [[nodiscard]] bool listen();
-  // Hands `file` to those that connect, until stop() or for `at_most`.
+  // Hands `file` to those that connect, at least to those that wait now, until stop() or for `at_most`.
   void serve(int file, std::chrono::milliseconds at_most);
-  // Ends serve() now, in whichever thread it runs.
+  // Ends serve(), in whichever thread it runs. Nobody can connect from now on.
   void stop();
   // In a forked child: closes what it inherited, so that it keeps no name.
   void abandon();
 
  private:
-  [[nodiscard]] int ask(const std::string& name) const;
+  struct Asked {
+    bool any = false;  // a process has one of the names
+    int file = -1;
+  };
+  [[nodiscard]] Asked ask_all(std::chrono::milliseconds patience) const;
 
   const std::string prefix_;
   int gate_ = -1;
   int listener_ = -1;
-  int stop_ = -1;  // an eventfd
 };
 
 // A file in memory that only this user can open, with a size that nobody can change. -1 with errno set on failure.

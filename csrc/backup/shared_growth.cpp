@@ -58,21 +58,32 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
   }
 }
 
-// Completes a slab that begin_slab() gave this process. When it throws, the slab is complete, too, or given up.
+// Completes a slab that begin_slab() gave this process. When it throws, the slab is complete, too, or given up: nobody
+// uses one without pages, because a write to it may find no memory.
 void SharedStore::make_slab(std::uint32_t slab, int numa_node) {
   const std::size_t bytes = index_->bytes_of(slab);
-  bool mapped = false;
+  bool touched = false;
   const ScopeExit at_end([&] {
-    if (!mapped) owe({Owed::unmap, slab});
-    owe({Owed::made, slab});
+    if (!touched) give_up_slab(slab);
+    owe({touched ? Owed::made : Owed::gone, slab});
     settle();
   });
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes > available) throw no_memory("this machine has too little memory for the backup", bytes, available);
   mapping_->map(slab, bytes);
-  mapped = true;
   mapping_->touch(slab, numa_node);
+  touched = true;
   mapping_->pin(slab);
+}
+
+void SharedStore::give_up_slab(std::uint32_t slab) {
+  std::map<std::uint32_t, SharedMapping::Mapped> mapped;
+  {
+    const Lock not_pinned(mapping_->pin_mutex);
+    mapped = mapping_->forget({slab});
+  }
+  mapping_->let_go(mapped);
+  punch(slab);
 }
 
 void SharedStore::prepare_beyond(std::size_t bytes) {
@@ -131,7 +142,7 @@ void SharedStore::wait_until_prepared() {
 void SharedStore::prepare_now() {
   auto patience = std::chrono::steady_clock::now() + kOthersPatience;
   while (!ending_) {
-    for (const std::uint32_t slab : mapping_->unpinned()) mapping_->pin(slab);
+    mapping_->pin_all();
     if (mapping_->pinned_bytes() >= target_) return;
     const std::uint32_t seen = index_->changes();
     if (!map_another()) {
@@ -157,15 +168,10 @@ bool SharedStore::map_another() {
   const Lock lock(map_mutex_);
   if (!lock_index()) return false;
   const std::vector<std::uint32_t> others = index_->unmapped_slabs();
-  if (!others.empty()) index_->set_mapped(others.front(), true);
+  if (!others.empty()) index_->set_mapped(others.front());
   index_->mutex.unlock();
   if (others.empty()) return false;
-  try {
-    mapping_->map(others.front(), index_->bytes_of(others.front()));
-  } catch (...) {
-    owe({Owed::unmap, others.front()});
-    throw;
-  }
+  mapping_->map(others.front(), index_->bytes_of(others.front()));
   return true;
 }
 
@@ -181,21 +187,26 @@ void SharedStore::trim() {
       const Lock lock(mutex_);
       for (const auto& [entry, uses] : uses_) entries.push_back(entry);
     }
-    unneeded = mapping_->forget(index_->unmap_unneeded(mapping_->slabs(), entries));
+    unneeded = mapping_->forget(index_->unmap_unneeded(entries));
     index_->mutex.unlock();
   }
   mapping_->let_go(unneeded);
-  give_back_unused();
+  give_back_unused([] {});
 }
 
-void SharedStore::give_back_unused() {
+void SharedStore::punch(std::uint32_t slab) {
+  const auto offset = static_cast<off_t>(SharedLayout::slabs_at() + slab * kSlabBytes);
+  (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, kSlabBytes);
+}
+
+void SharedStore::give_back_unused(const std::function<void()>& between) {
   if (!lock_index()) return;
   index_->bury();
   const std::vector<std::uint32_t> slabs = index_->unused_slabs();
   index_->mutex.unlock();
   for (const std::uint32_t slab : slabs) {
-    const auto offset = static_cast<off_t>(SharedLayout::slabs_at() + slab * kSlabBytes);
-    (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, kSlabBytes);
+    between();
+    punch(slab);
   }
   if (slabs.empty() || !lock_index()) return;
   for (const std::uint32_t slab : slabs) index_->gone(slab);

@@ -50,7 +50,6 @@ struct SharedLayout {
   struct Entry {
     enum State : std::uint32_t { free, writing, kept, lost };
     std::atomic<std::uint32_t> state;
-    std::uint32_t writer;
     std::atomic<std::uint64_t> holders;  // members; while writing the writer alone
     std::uint64_t lane0, lane1;          // the digest of the content
     std::uint64_t content_bytes;
@@ -62,7 +61,7 @@ struct SharedLayout {
   };
 
   char magic[16];
-  std::uint64_t sizes[4];  // of builds that understand each other
+  std::uint64_t sizes[5];  // of builds that understand each other
   DigestKey key;
   std::uint64_t limit_bytes;
   pthread_mutex_t mutex;               // for all below
@@ -132,11 +131,11 @@ class SharedIndex {
   // `at_least`.
   [[nodiscard]] std::optional<std::uint32_t> begin_slab(std::size_t at_least, std::size_t at_most) REQUIRES(mutex);
   void end_slab(std::uint32_t slab) REQUIRES(mutex);
-  // From now on this member has it mapped, or not.
-  void set_mapped(std::uint32_t slab, bool mapped) REQUIRES(mutex);
-  // Those of `slabs` that are complete, and that this member needs for none of `entries`: it has them mapped no more.
-  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& slabs,
-                                                          const std::vector<std::uint32_t>& entries) REQUIRES(mutex);
+  // From now on this member has it mapped.
+  void set_mapped(std::uint32_t slab) REQUIRES(mutex) { layout_.slabs[slab].mapped |= me(); }
+  // The complete slabs that this member counts as having mapped and needs for none of `entries`: it has them mapped no
+  // more.
+  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex);
   // Slabs that nobody uses, whose pages this member is to give back; then gone() each.
   [[nodiscard]] std::vector<std::uint32_t> unused_slabs() REQUIRES(mutex);
   void gone(std::uint32_t slab) REQUIRES(mutex);
@@ -169,7 +168,7 @@ class SharedIndex {
   void lose_entry(Entry& entry) REQUIRES(mutex);
   void free_lost() REQUIRES(mutex);
   void mark(const Piece& piece, bool taken) REQUIRES(mutex);
-  [[nodiscard]] static std::size_t room_of(const std::vector<Piece>& pieces);
+  [[nodiscard]] static bool is_sound(const Entry& entry, const std::vector<Piece>& pieces);
   [[nodiscard]] bool is_sound(const Piece& piece) const;
   [[nodiscard]] Piece longest_run(std::uint32_t slab, std::size_t enough) const REQUIRES(mutex);
   [[nodiscard]] std::uint64_t me() const { return std::uint64_t{1} << member_; }

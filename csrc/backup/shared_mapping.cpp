@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <string>
 #include <thread>
 
@@ -74,10 +76,12 @@ void SharedMapping::touch(std::uint32_t slab, int numa_node) {
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
   const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
   const std::size_t part = to_pages(all.bytes / count + 1);
+  std::atomic<int> failure{0};
   const auto work = [&](std::size_t i) {
-    auto* const data = reinterpret_cast<volatile char*>(all.address);
-    const std::size_t end = std::min(all.bytes, (i + 1) * part);
-    for (std::size_t at = i * part; at < end; at += page_bytes()) data[at] = 0;
+    const std::size_t begin = std::min(all.bytes, i * part);
+    const std::size_t end = std::min(all.bytes, begin + part);
+    const int code = sys::make_pages(reinterpret_cast<void*>(all.address + begin), end - begin);
+    if (code != 0) failure = code;
   };
   std::vector<std::thread> threads;
   for (std::size_t i = 1; i < count; ++i) {
@@ -89,6 +93,10 @@ void SharedMapping::touch(std::uint32_t slab, int numa_node) {
   }
   work(0);
   for (auto& thread : threads) thread.join();
+  if (failure == 0) return;
+  throw Error::from_driver(ErrorKind::out_of_host_memory, "madvise", strerrorname_np(failure), std::strerror(failure))
+      .with_bytes(all.bytes)
+      .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
 }
 
 void SharedMapping::pin(std::uint32_t slab) {
@@ -103,6 +111,15 @@ void SharedMapping::pin(std::uint32_t slab) {
   driver_.register_host(reinterpret_cast<void*>(all.address), all.bytes);
   const Lock lock(mutex_);
   slabs_.at(slab).pinned = true;
+}
+
+void SharedMapping::pin_all() {
+  std::vector<HostRange> all;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [index, slab] : slabs_) all.push_back({slab.address, slab.bytes});
+  }
+  pin(all);
 }
 
 void SharedMapping::pin(const std::vector<HostRange>& ranges) {
@@ -131,13 +148,6 @@ std::map<std::uint32_t, SharedMapping::Mapped> SharedMapping::forget(const std::
   return forgotten;
 }
 
-std::vector<std::uint32_t> SharedMapping::slabs() const {
-  const Lock lock(mutex_);
-  std::vector<std::uint32_t> all;
-  for (const auto& [index, slab] : slabs_) all.push_back(index);
-  return all;
-}
-
 std::vector<HostRange> SharedMapping::ranges_of(const std::vector<SharedIndex::Piece>& pieces,
                                                 std::size_t bytes) const {
   std::vector<HostRange> ranges;
@@ -148,15 +158,6 @@ std::vector<HostRange> SharedMapping::ranges_of(const std::vector<SharedIndex::P
     bytes -= length;
   }
   return ranges;
-}
-
-std::vector<std::uint32_t> SharedMapping::unpinned() const {
-  const Lock lock(mutex_);
-  std::vector<std::uint32_t> all;
-  for (const auto& [index, slab] : slabs_) {
-    if (!slab.pinned) all.push_back(index);
-  }
-  return all;
 }
 
 std::size_t SharedMapping::pinned_bytes() const {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "backup/shared_index.hpp"
+#include "support/packing.hpp"
 
 namespace memsaver {
 
@@ -40,10 +41,12 @@ std::vector<SharedIndex::Piece> SharedIndex::pieces_of(std::uint32_t index) cons
   return pieces;
 }
 
-std::size_t SharedIndex::room_of(const std::vector<Piece>& pieces) {
+// Whether the sizes of a kept entry can be those of what a process of this version wrote.
+bool SharedIndex::is_sound(const Entry& entry, const std::vector<Piece>& pieces) {
   std::size_t grains = 0;
   for (const auto& piece : pieces) grains += piece.grains;
-  return grains * kGrain;
+  if (entry.bytes > grains * kGrain || entry.packed_bytes > packed_limit(entry.content_bytes)) return false;
+  return (entry.packed_bytes != 0 ? entry.packed_bytes : entry.content_bytes) <= entry.bytes;
 }
 
 // The longest free run of a slab, or the first one of `enough` grains.
@@ -120,25 +123,17 @@ void SharedIndex::end_slab(std::uint32_t slab) {
   wake();
 }
 
-void SharedIndex::set_mapped(std::uint32_t slab, bool mapped) {
-  if (mapped) {
-    layout_.slabs[slab].mapped |= me();
-  } else {
-    layout_.slabs[slab].mapped &= ~me();
-  }
-}
-
-std::vector<std::uint32_t> SharedIndex::unmap_unneeded(const std::vector<std::uint32_t>& slabs,
-                                                       const std::vector<std::uint32_t>& entries) {
+std::vector<std::uint32_t> SharedIndex::unmap_unneeded(const std::vector<std::uint32_t>& entries) {
   std::set<std::uint32_t> needed;
   for (const std::uint32_t entry : entries) {
     for (const auto& piece : pieces_of(entry)) needed.insert(piece.slab);
   }
   std::vector<std::uint32_t> unneeded;
-  for (const std::uint32_t slab : slabs) {
-    if (needed.count(slab) != 0 || layout_.slabs[slab].state != Slab::present) continue;
-    set_mapped(slab, false);
-    unneeded.push_back(slab);
+  for (std::uint32_t i = 0; i < layout_.slabs_end; ++i) {
+    Slab& slab = layout_.slabs[i];
+    if (slab.state != Slab::present || (slab.mapped & me()) == 0 || needed.count(i) != 0) continue;
+    slab.mapped &= ~me();
+    unneeded.push_back(i);
   }
   return unneeded;
 }

@@ -22,7 +22,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kGatePatience{5000};
+constexpr milliseconds kGatePatience{5000};    // for those that look for the store before this one
+constexpr milliseconds kAnswerPatience{5000};  // for one of those that have it
 constexpr milliseconds kIndexPatience{1000};
 constexpr milliseconds kUpkeep{1000};  // how soon memory of a dead process is given back by itself
 constexpr milliseconds kPoll{10};
@@ -49,12 +50,23 @@ struct SharedStoreForks {
   static void in_child() NO_THREAD_SAFETY_ANALYSIS {
     auto& forks = instance();
     for (SharedStore* const store : forks.stores) store->abandon();
+    forks.stores.clear();  // for children of the child
     forks.mutex.unlock();
+  }
+  void add(SharedStore* store) {
+    const Lock lock(mutex);
+    stores.insert(store);
+  }
+  void remove(SharedStore* store) {
+    const Lock lock(mutex);
+    stores.erase(store);
   }
 };
 
 SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes)
     : driver_(driver), name_(name), door_(name) {
+  auto& forks = SharedStoreForks::instance();
+  forks.add(this);  // before anything is open that a child would keep
   std::promise<void> joined;
   auto keeper = sys::start_thread([this, limit_bytes, &joined] {
     try {
@@ -65,19 +77,20 @@ SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t li
     joined.set_value();
     keep();
   });
-  if (!keeper) throw no_store(name, "no thread can be started for it");
+  if (!keeper) {
+    forks.remove(this);
+    throw no_store(name, "no thread can be started for it");
+  }
   keeper_ = std::move(*keeper);
   try {
     joined.get_future().get();
   } catch (...) {
     keeper_.join();
+    forks.remove(this);
     if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
     if (file_ >= 0) close(file_);
     throw;
   }
-  auto& forks = SharedStoreForks::instance();
-  const Lock lock(forks.mutex);
-  forks.stores.insert(this);
 }
 
 SharedStore::~SharedStore() {
@@ -87,11 +100,7 @@ SharedStore::~SharedStore() {
     (void)mapping_.release();
     return;
   }
-  {
-    auto& forks = SharedStoreForks::instance();
-    const Lock lock(forks.mutex);
-    forks.stores.erase(this);
-  }
+  SharedStoreForks::instance().remove(this);
   ending_ = true;
   if (worker_.joinable()) worker_.join();
   mapping_.reset();
@@ -107,9 +116,15 @@ void SharedStore::abandon() {
 }
 
 // Any process of the store has the file; if there is none, this one makes it. Nobody else looks meanwhile, so that two
-// do not make one each.
+// do not make one each. A second store of one name would double what its limit allows.
 void SharedStore::open_file(std::size_t limit_bytes) {
-  file_ = door_.ask();
+  const std::optional<int> found = door_.ask(kAnswerPatience);
+  if (!found) {
+    throw no_store(name_,
+                   "processes of this user have it, and none of them answers; continue or end those that are "
+                   "stopped, and start this one again");
+  }
+  file_ = *found;
   const bool founding = file_ < 0;
   if (founding) file_ = make_store_file(SharedLayout::file_bytes());
   if (file_ < 0) throw no_store(name_, std::string("memfd: ") + std::strerror(errno));
@@ -147,13 +162,13 @@ void SharedStore::keep() {
     door_.serve(file_, kUpkeep);
     if (ending_) break;
     settle();
-    give_back_unused();
+    give_back_unused([this] { door_.serve(file_, milliseconds(0)); });
   }
   // If a stopped process is in the way, the others see to it as after a death.
   if (!lock_index()) return;
   index_->drop_all();
   index_->mutex.unlock();
-  give_back_unused();
+  give_back_unused([] {});
   if (!lock_index()) return;
   index_->leave();
   index_->mutex.unlock();
@@ -216,7 +231,7 @@ void SharedStore::settle() {
 void SharedStore::apply(const Owed& change) {
   if (change.what == Owed::publish) return index_->publish(change.which, change.packed_bytes);
   if (change.what == Owed::made) return index_->end_slab(change.which);
-  if (change.what == Owed::unmap) return index_->set_mapped(change.which, false);
+  if (change.what == Owed::gone) return index_->gone(change.which);
   {
     const Lock lock(mutex_);
     const auto use = uses_.find(change.which);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,7 +46,7 @@ class SharedStore {
   using Answer = SharedIndex::Answer;
 
   // Takes part in the store of this name, or founds it; the founder's limit holds for all. Throws
-  // ErrorKind::configuration if neither is possible.
+  // ErrorKind::configuration if neither is possible, which takes a few seconds if processes of the store do not answer.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes);
   SharedStore(const SharedStore&) = delete;
   SharedStore& operator=(const SharedStore&) = delete;
@@ -94,7 +95,7 @@ class SharedStore {
  private:
   friend struct SharedStoreForks;
   struct Owed {
-    enum What { drop, publish, made, unmap } what;
+    enum What { drop, publish, made, gone } what;
     std::uint32_t which;
     std::size_t packed_bytes = 0;
   };
@@ -107,8 +108,11 @@ class SharedStore {
   void apply(const Owed& change) REQUIRES(index_->mutex) EXCLUDES(mutex_);
   void map(const std::vector<SharedIndex::Piece>& pieces);
   void make_slab(std::uint32_t slab, int numa_node);
+  void give_up_slab(std::uint32_t slab);
+  void punch(std::uint32_t slab);
   [[nodiscard]] bool map_another() EXCLUDES(map_mutex_);
-  void give_back_unused();
+  // Calls `between` before each slab: to give one back takes 20 ms.
+  void give_back_unused(const std::function<void()>& between);
   void work_later();
   void work();
   void prepare_now();

@@ -48,6 +48,19 @@ void* map_file(int file, std::size_t offset, std::size_t bytes) {
   return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
 }
 
+int make_pages(void* memory, std::size_t bytes) {
+  constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
+  if (refused("madvise", bytes)) return errno;
+  while (::madvise(memory, bytes, populate_write) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    for (std::size_t at = 0; at < bytes; at += page) static_cast<volatile char*>(memory)[at] = 0;
+    break;
+  }
+  return 0;
+}
+
 int open_unnamed(const char* folder, int flags) {
   return refused("open") ? -1 : ::open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
 }

@@ -27,6 +27,9 @@ extern std::atomic<Hook> hook;
 [[nodiscard]] void* map_memory(std::size_t bytes, int flags);
 // mmap(2) of a part of a file, readable, writable and shared. Throws ErrorKind::out_of_host_memory.
 [[nodiscard]] void* map_file(int file, std::size_t offset, std::size_t bytes);
+// Makes the pages of mapped memory. Returns 0, or the errno: ENOMEM or EFAULT if there is no memory for them. (A kernel
+// before 5.14 ends the process then, with SIGBUS.)
+[[nodiscard]] int make_pages(void* memory, std::size_t bytes);
 // open(2) and mkostemp(3), for the owner only.
 [[nodiscard]] int open_unnamed(const char* folder, int flags);
 [[nodiscard]] int open_temporary(char* path_template, int flags);

@@ -1,162 +1,29 @@
-// A shared store between processes: found, shared, waited for, bounded, and what is left of those that are killed at
-// any step. Each other process is a forked child of this one, and takes part by itself.
+// A shared store between processes: found, shared, waited for, bounded, and what is left of those that are killed or
+// stopped at any step.
 
-#include "backup/shared_store.hpp"
-
-#include <signal.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 
 #include <atomic>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
+#include <iterator>
+#include <random>
 
-#include "check.hpp"
-#include "driver/host.hpp"
+#include "backup/shared_door.hpp"
+#include "faults/faulty_driver.hpp"
+#include "store_processes.hpp"
 #include "support/error.hpp"
+#include "support/system.hpp"
+#include "vmm/saver.hpp"
 
 using namespace memsaver;
 
 namespace {
 
-constexpr std::size_t kLimit = 64 * kSlabBytes;
-const std::string kName = "native-" + std::to_string(getpid());
-
-// Content number `seed` of so many bytes, and its digest under the store's key.
-std::vector<unsigned char> content(unsigned seed, std::size_t bytes) {
-  std::vector<unsigned char> data(bytes);
-  for (std::size_t i = 0; i < bytes; ++i) data[i] = static_cast<unsigned char>(seed * 31 + i / 7 + 1);
-  return data;
-}
-Digest digest_of(const DigestKey& key, const std::vector<unsigned char>& data) {
-  return digest_on_host(key, {reinterpret_cast<std::uintptr_t>(data.data()), data.size(), 0});
-}
-bool equal(const std::vector<HostRange>& ranges, const std::vector<unsigned char>& data) {
-  std::size_t at = 0;
-  for (const auto& range : ranges) {
-    const std::size_t bytes = std::min(range.bytes, data.size() - at);
-    if (std::memcmp(reinterpret_cast<void*>(range.address), data.data() + at, bytes) != 0) return false;
-    at += bytes;
-  }
-  return at == data.size();
-}
-
-// A process's part in a store.
-struct Part {
-  std::unique_ptr<Driver> driver = open_host_driver({}, std::size_t{1} << 20);
-  SharedStore store;
-  explicit Part(const std::string& name = kName, std::size_t limit = kLimit) : store(*driver, name, limit) {}
-
-  // Keeps content, written by this process or found. Returns the entry.
-  std::uint32_t keep(unsigned seed, std::size_t bytes, bool* wrote = nullptr, bool alone = false) {
-    const auto data = content(seed, bytes);
-    auto answer = store.want(digest_of(store.key(), data), bytes, alone);
-    for (; answer.found == SharedStore::Found::awaited; answer = store.want(digest_of(store.key(), data), bytes)) {
-      store.wait_for_change(store.changes());
-    }
-    if (wrote != nullptr) *wrote = answer.found == SharedStore::Found::claimed;
-    if (answer.found == SharedStore::Found::claimed) {
-      const auto ranges = store.take(answer.entry, bytes, bytes, -1);
-      std::size_t at = 0;
-      for (const auto& range : ranges) {
-        const std::size_t part = std::min(range.bytes, bytes - at);
-        std::memcpy(reinterpret_cast<void*>(range.address), data.data() + at, part);
-        at += part;
-      }
-      store.publish(answer.entry);
-    } else {
-      CHECK(answer.found == SharedStore::Found::kept);
-      CHECK(equal(store.memory_of(answer), data));
-    }
-    return answer.entry;
-  }
-  void drop(std::uint32_t entry) {
-    store.give(entry);
-    store.settle();
-  }
-};
-
-// Another process, which runs a function with its end of a connection.
-class Child {
- public:
-  explicit Child(const std::function<void(int)>& life) {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    pid_ = fork();
-    CHECK(pid_ >= 0);
-    if (pid_ == 0) {
-      close(ends[0]);
-      life(ends[1]);
-      _exit(0);
-    }
-    close(ends[1]);
-    end_ = ends[0];
-  }
-  Child(Child&& other) noexcept : pid_(std::exchange(other.pid_, 0)), end_(std::exchange(other.end_, -1)) {}
-  ~Child() {
-    if (pid_ != 0) kill_now();
-    close(end_);
-  }
-  // The next byte that it wrote; 0 if it ended.
-  char hear() const {
-    char byte = 0;
-    return read(end_, &byte, 1) == 1 ? byte : '\0';
-  }
-  void say() const { CHECK(write(end_, "?", 1) == 1); }
-  void stop() const {
-    kill(pid_, SIGSTOP);
-    CHECK(waitpid(pid_, nullptr, WUNTRACED) == pid_);
-  }
-  void go_on() const { kill(pid_, SIGCONT); }
-  void kill_now() {
-    kill(pid_, SIGKILL);
-    CHECK(waitpid(std::exchange(pid_, 0), nullptr, 0) > 0);
-  }
-  int end() {
-    int status = 0;
-    CHECK(waitpid(std::exchange(pid_, 0), &status, 0) > 0);
-    return status;
-  }
-
- private:
-  pid_t pid_;
-  int end_;
-};
-
-char wait_for_word(int end) {
-  char byte = 0;
-  return read(end, &byte, 1) == 1 ? byte : '\0';
-}
-void answer(int end, char byte) { CHECK(write(end, &byte, 1) == 1); }
-
-// Keeps contents 0 to `count`, and says so. Then, at each word, looks for content 1 again and says if it is there.
-Child keeper(unsigned count, std::size_t bytes = kBlockBytes) {
-  return Child([=](int end) {
-    Part part;
-    for (unsigned seed = 0; seed < count; ++seed) part.keep(seed, bytes);
-    answer(end, 'k');
-    while (wait_for_word(end) != '\0') {
-      bool wrote = true;
-      part.drop(part.keep(1, bytes, &wrote));
-      answer(end, wrote ? 'w' : 'k');
-    }
-    _exit(1);
-  });
-}
-
-void wait_until(const std::function<bool()>& condition) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!condition()) {
-    CHECK(std::chrono::steady_clock::now() < until);
-    std::this_thread::yield();
-  }
-}
+using std::chrono::milliseconds;
 
 void one_copy_for_three_processes() {
   std::vector<Child> children;
@@ -250,6 +117,8 @@ void it_is_bounded_as_a_whole() {
   CHECK_THROWS(fill(), ErrorKind::out_of_host_memory);
   CHECK(part.store.status().total_bytes <= limit);
   CHECK(part.store.status().used_bytes == limit);
+  // No limit is told that it cannot keep.
+  CHECK(Part(kName + "-huge", std::size_t{1} << 60).store.status().limit_bytes == kSlabs * kSlabBytes);
 }
 
 void others_share_nothing() {
@@ -276,7 +145,9 @@ void others_share_nothing() {
 void forked_children_take_no_part() {
   auto part = std::make_unique<Part>();
   part->keep(1, kBlockBytes);
-  Child child([](int end) {
+  Child child([&](int end) {
+    part.reset();  // its own children do not look for it
+    CHECK(Child([](int) {}).end() == 0);
     answer(end, 'f');
     (void)wait_for_word(end);
   });
@@ -284,6 +155,34 @@ void forked_children_take_no_part() {
   part.reset();
   Part again;  // the child keeps neither the name nor the memory
   CHECK(again.store.status().processes == 1 && again.store.status().used_bytes == 0);
+}
+
+std::size_t open_files() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir("/proc/self/fd"), &closedir);
+  std::size_t count = 0;
+  while (readdir(files.get()) != nullptr) ++count;
+  return count;
+}
+
+// One that is forked while another thread looks for the store keeps none of its names.
+void forked_while_it_is_looked_for() {
+  const std::string name = kName + "-forked";
+  StoreDoor first(name);
+  CHECK(first.enter_gate(milliseconds(0)));
+  const auto driver = open_host_driver({}, std::size_t{1} << 20);
+  const std::size_t before = open_files();
+  std::thread looking([&] { SharedStore store(*driver, name, kLimit); });
+  wait_until([&] { return open_files() > before; });  // it waits at the gate
+  Child child([&](int end) {
+    first.abandon();
+    answer(end, 'f');
+    (void)wait_for_word(end);
+  });
+  CHECK(child.hear() == 'f');
+  first.leave_gate();
+  looking.join();
+  CHECK(first.enter_gate(milliseconds(0)));
+  CHECK(first.ask(milliseconds(0)) == -1);
 }
 
 void a_stopped_process_hinders_nobody_for_long() {
@@ -306,10 +205,23 @@ int fatal_step = 0;
 void on_step(const char*) {
   if (++steps == fatal_step) kill(getpid(), SIGKILL);
 }
+// The same by name: a signal when the step comes for the nth time.
+struct {
+  std::string step;
+  int nth;
+  int signal;
+} last{};
+void on_named_step(const char* step) {
+  if (step == last.step && --last.nth == 0) kill(getpid(), last.signal);
+}
+void end_at(const std::string& step, int nth, int signal) {
+  last = {step, nth, signal};
+  shared_step = on_named_step;
+}
 
 // All that a process does, with slabs and entries of its own and of others.
-void live() {
-  Part part;
+void live(const std::string& name = kName) {
+  Part part(name);
   std::vector<std::uint32_t> entries;
   for (unsigned seed = 0; seed < 4; ++seed) entries.push_back(part.keep(seed, kBlockBytes));
   for (unsigned seed = 20; seed < 24; ++seed) entries.push_back(part.keep(seed, kBlockBytes * 3 / 4));
@@ -355,6 +267,270 @@ void killed_at_each_step() {
   std::printf("killed at %d steps\n", killed);
 }
 
+// Stopped while it has the index. The others go on without it after a while, and it goes on later.
+void stopped_at(const std::string& step, const std::string& name) {
+  Part part(name);
+  part.keep(0, kBlockBytes);
+  Child child([&](int) {
+    end_at(step, 1, SIGSTOP);
+    live(name);
+  });
+  child.wait_until_stopped();
+  const auto data = content(0, kBlockBytes);
+  const auto answer = part.store.want(digest_of(part.store.key(), data), data.size());
+  CHECK(answer.found == SharedStore::Found::no_room);
+  CHECK(part.store.status().held_bytes == kBlockBytes);
+  child.go_on();
+  CHECK(child.end() == 0);
+  wait_until([&] {
+    part.store.trim();
+    return part.store.status().processes == 1 && part.store.status().used_bytes == kBlockBytes;
+  });
+}
+
+// One dies in the middle of a change, and the first one to find that dies, too, at this step.
+void the_one_that_buries_dies(const std::string& step, const std::string& name) {
+  Part part(name);
+  part.keep(0, kBlockBytes);
+  bool died = false;
+  for (int attempt = 0; !died && attempt < 20; ++attempt) {  // a thread of this process may find it first
+    Child dying([&](int) {
+      end_at("take: taken", 2, SIGKILL);
+      live(name);
+    });
+    CHECK(WIFSIGNALED(dying.end()));
+    Child burier([&](int) {
+      end_at(step, 1, SIGKILL);
+      Part its(name);
+    });
+    died = WIFSIGNALED(burier.end());
+    bool wrote = true;
+    part.drop(part.keep(0, kBlockBytes, &wrote));
+    CHECK(!wrote);
+  }
+  CHECK(died);
+  wait_until([&] {
+    part.store.trim();
+    return part.store.status().processes == 1 && part.store.status().used_bytes == kBlockBytes;
+  });
+  part.keep(5, kBlockBytes);
+  CHECK(part.store.status().used_bytes == 2 * kBlockBytes && part.store.status().total_bytes <= 2 * kSlabBytes);
+}
+
+// A second store of one name would double what its limit allows.
+void a_store_whose_processes_are_stopped_is_not_founded_again(const std::string& name) {
+  StoreDoor asking(name);
+  CHECK(asking.ask(milliseconds(0)) == -1);
+  Child stopped = keeper(1, kBlockBytes, name);
+  CHECK(stopped.hear() == 'k');
+  stopped.stop();
+  CHECK(!asking.ask(milliseconds(10)));
+  CHECK_THROWS(Part(name), ErrorKind::configuration);
+  stopped.go_on();
+  CHECK(Part(name).store.status().processes == 2);
+}
+
+int holes_told_to = -1;
+int slow_holes(const char* call, std::size_t) {
+  if (call != std::string("fallocate")) return 0;
+  if (holes_told_to >= 0) answer(std::exchange(holes_told_to, -1), 'h');
+  std::this_thread::sleep_for(milliseconds(200));
+  return 0;
+}
+
+// As after one of two replicas was killed, and starts again.
+void a_process_that_gives_memory_back_answers(const std::string& name) {
+  Child slow([&](int end) {
+    holes_told_to = end;
+    sys::hook = slow_holes;
+    Part part(name);
+    answer(end, 'r');
+    (void)wait_for_word(end);
+  });
+  CHECK(slow.hear() == 'r');
+  Child killed = keeper(60, kBlockBytes, name);
+  CHECK(killed.hear() == 'k');
+  killed.kill_now();
+  CHECK(slow.hear() == 'h');
+  CHECK(Part(name).store.status().processes == 2);
+}
+
+void a_process_without_descriptors_answers_later(const std::string& name) {
+  Child full([&](int end) {
+    Part part(name);
+    rlimit files{};
+    CHECK(getrlimit(RLIMIT_NOFILE, &files) == 0);
+    const rlimit none{0, files.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    answer(end, 'f');
+    (void)wait_for_word(end);
+    CHECK(setrlimit(RLIMIT_NOFILE, &files) == 0);
+    (void)wait_for_word(end);
+  });
+  CHECK(full.hear() == 'f');
+  CHECK(!StoreDoor(name).ask(milliseconds(50)));
+  full.say();
+  CHECK(Part(name).store.status().processes == 2);
+}
+
+// A socket of another user under a name of the store is passed over, and what connects as another user gets nothing.
+void strangers_are_not_asked() {
+  if (getuid() != 0) return;
+  const std::string name = kName + "-strange";
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string text = "memsaver-backups/" + std::to_string(geteuid()) + "/" + name + "/";
+  const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size() + 1);
+  const auto socket_at = [&](char number) {
+    std::memcpy(address.sun_path + 1, (text + number).data(), text.size() + 1);
+    return socket(AF_UNIX, SOCK_STREAM, 0);
+  };
+  Child stranger([&](int end) {
+    CHECK(setresgid(65534, 65534, 65534) == 0 && setresuid(65534, 65534, 65534) == 0);
+    const int own = socket_at('0');
+    CHECK(bind(own, reinterpret_cast<const sockaddr*>(&address), bytes) == 0 && listen(own, 8) == 0);
+    answer(end, 'l');
+    (void)wait_for_word(end);
+    const int guest = socket_at('1');
+    CHECK(connect(guest, reinterpret_cast<const sockaddr*>(&address), bytes) == 0);
+    char byte = 0;
+    answer(end, read(guest, &byte, 1) == 0 ? 'n' : '?');
+  });
+  CHECK(stranger.hear() == 'l');
+  StoreDoor door(name);
+  CHECK(door.ask(milliseconds(0)) == -1);
+  Part part(name);
+  CHECK(part.store.status().processes == 1);
+  stranger.say();
+  CHECK(stranger.hear() == 'n');
+}
+
+void other_files_are_refused() {
+  const std::size_t bytes = SharedLayout::file_bytes();
+  const int good = make_store_file(bytes);
+  CHECK(good >= 0 && is_store_file(good, bytes));
+  CHECK(!is_store_file(good, bytes + kSlabBytes));
+  CHECK(fchmod(good, 0644) == 0 && !is_store_file(good, bytes));
+  const int may_shrink = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  CHECK(fchmod(may_shrink, 0600) == 0 && ftruncate(may_shrink, static_cast<off_t>(bytes)) == 0);
+  CHECK(!is_store_file(may_shrink, bytes));
+  const int device = open("/dev/null", O_RDWR | O_CLOEXEC);
+  CHECK(!is_store_file(device, 0));
+  if (getuid() == 0) {
+    const int theirs = make_store_file(bytes);
+    CHECK(fchown(theirs, 65534, 65534) == 0 && !is_store_file(theirs, bytes));
+    close(theirs);
+  }
+  for (const int file : {good, may_shrink, device}) close(file);
+}
+
+std::string refused_call;
+int refuse(const char* call, std::size_t) { return call == refused_call ? ENOMEM : 0; }
+void while_refused(const std::string& call, const std::function<void()>& work) {
+  refused_call = call;
+  sys::hook = refuse;
+  work();
+  sys::hook = nullptr;
+}
+
+// The machine has no memory for a slab: that is told, and no later write meets a page that is not there.
+void slabs_that_could_not_be_made_are_not_used() {
+  Part part(kName + "-short");
+  for (const char* const call : {"madvise", "mmap"}) {
+    const auto data = content(1, kBlockBytes);
+    const auto claim = part.store.want(digest_of(part.store.key(), data), data.size());
+    CHECK(claim.found == SharedStore::Found::claimed);
+    while_refused(call, [&] {
+      CHECK_THROWS(part.store.take(claim.entry, data.size(), data.size(), -1), ErrorKind::out_of_host_memory);
+    });
+    CHECK(part.store.status().total_bytes == 0);
+    part.drop(claim.entry);
+    part.drop(part.keep(1, kBlockBytes));
+    CHECK(part.store.status().total_bytes == kBlockBytes);
+    part.store.trim();
+  }
+}
+
+// A slab that one process failed to map is given back once the others do not need it.
+void what_could_not_be_mapped_does_not_stay() {
+  const std::string name = kName + "-unmapped";
+  Part part(name);
+  {
+    Part writer(name);
+    writer.keep(3, kBlockBytes);
+    const auto data = content(3, kBlockBytes);
+    const auto found = part.store.want(digest_of(part.store.key(), data), data.size());
+    CHECK(found.found == SharedStore::Found::kept);
+    while_refused("mmap", [&] { CHECK_THROWS(part.store.memory_of(found), ErrorKind::out_of_host_memory); });
+    part.drop(found.entry);
+  }
+  part.store.trim();
+  CHECK(part.store.status().total_bytes == 0);
+}
+
+// An index that something has overwritten leads to no access outside of what an entry has.
+void sizes_in_the_index_are_checked() {
+  const std::string name = kName + "-sizes";
+  Part part(name);
+  StoreDoor door(name);
+  const int file = door.ask(milliseconds(5000)).value_or(-1);
+  void* const memory = mmap(nullptr, sizeof(SharedLayout), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  CHECK(memory != MAP_FAILED);
+  auto& layout = *static_cast<SharedLayout*>(memory);
+  const auto changes_are_seen = [&](unsigned seed, const std::function<void(SharedLayout::Entry&)>& change) {
+    SharedLayout::Entry& entry = layout.entries[part.keep(seed, kBlockBytes)];
+    bool wrote = true;
+    part.keep(seed, kBlockBytes, &wrote);
+    CHECK(!wrote);
+    change(entry);
+    part.keep(seed, kBlockBytes, &wrote);
+    CHECK(wrote);
+  };
+  changes_are_seen(1, [](auto& entry) { entry.bytes += kSlabBytes; });
+  changes_are_seen(2, [](auto& entry) { entry.bytes -= 1; });
+  changes_are_seen(3, [](auto& entry) { entry.packed_bytes = entry.bytes; });
+  changes_are_seen(4, [](auto& entry) {
+    entry.bytes = kBlockBytes / 2;
+    entry.packed_bytes = kBlockBytes / 2 + 1;
+  });
+  CHECK(SharedIndex::is_valid(layout));
+  ++layout.sizes[std::size(layout.sizes) - 1];  // of another version of packed content
+  CHECK(!SharedIndex::is_valid(layout));
+  munmap(memory, sizeof(SharedLayout));
+  close(file);
+}
+
+// A block that is to be packed is awaited; meanwhile memory for packing is given up for more, which the device refuses.
+void no_room_to_pack_what_was_awaited() {
+  const std::string name = kName + "-packed";
+  Part other(name);
+  auto owned = std::make_unique<FaultyDriver>(open_host_driver({}, std::size_t{4} << 20));
+  FaultyDriver& driver = *owned;
+  Settings settings;
+  settings.shared_backups = name;
+  settings.host_backup_limit = kLimit;
+  Saver saver(std::move(owned), settings);
+  constexpr std::size_t kBlocks = 25;
+  const Address address = saver.allocate({0, "w", Restore::host}, kBlocks * kBlockBytes);
+  std::vector<std::uint16_t> weights(kBlocks * kBlockBytes / 2);
+  std::mt19937 numbers(1);
+  for (auto& each : weights) each = static_cast<std::uint16_t>((numbers() & 0x81ff) | 0x3c00);
+  std::memcpy(reinterpret_cast<void*>(address), weights.data(), kBlocks * kBlockBytes);
+  constexpr std::size_t kAwaited = 12 * kBlockBytes;  // the chunks before it leave room for more buffers
+  const DigestItem item{address + kAwaited, kBlockBytes, kAwaited / kDigestWord};
+  const auto claim = other.store.want(digest_on_host(other.store.key(), item), kBlockBytes);
+  CHECK(claim.found == SharedStore::Found::claimed);
+  driver.fail("create", 2, ErrorKind::out_of_device_memory, 1);
+  std::thread gives_up([&] {
+    wait_until([&] { return driver.failures() > 0; });
+    other.drop(claim.entry);
+  });
+  saver.release({}, {}, {});
+  gives_up.join();
+  saver.resume({});
+  CHECK(std::memcmp(reinterpret_cast<void*>(address), weights.data(), kBlocks * kBlockBytes) == 0);
+}
+
 // Many processes at once, some of which are killed: each finds what it keeps equal to what it wants.
 void many_at_once() {
   std::vector<Child> children;
@@ -386,15 +562,38 @@ void many_at_once() {
 }  // namespace
 
 int main() {
+  // These mostly wait for one another, each in a process and a store of its own.
+  std::vector<Child> beside;
+  const auto begin = [&](const std::function<void(const std::string&)>& test) {
+    beside.push_back(Child([&](int) { test(kName + "-" + std::to_string(beside.size())); }));
+  };
+  begin(a_store_whose_processes_are_stopped_is_not_founded_again);
+  begin(a_process_that_gives_memory_back_answers);
+  begin(a_process_without_descriptors_answers_later);
+  for (const char* const step : {"want: claimed", "take: marked", "publish: before", "slab: going"}) {
+    begin([step](const auto& name) { stopped_at(step, name); });
+  }
+  for (const char* const step :
+       {"repair: cleared", "forget: hold", "lose: entry", "forget: slab", "bury: forgotten", "join: alive"}) {
+    begin([step](const auto& name) { the_one_that_buries_dies(step, name); });
+  }
   one_copy_for_three_processes();
   memory_is_used_again();
   claims_are_waited_for();
   it_is_bounded_as_a_whole();
   others_share_nothing();
+  strangers_are_not_asked();
+  other_files_are_refused();
   forked_children_take_no_part();
+  forked_while_it_is_looked_for();
   a_stopped_process_hinders_nobody_for_long();
+  slabs_that_could_not_be_made_are_not_used();
+  what_could_not_be_mapped_does_not_stay();
+  sizes_in_the_index_are_checked();
+  no_room_to_pack_what_was_awaited();
   killed_at_each_step();
   many_at_once();
+  for (auto& child : beside) CHECK(child.end() == 0);
   std::printf("shared store: one copy\n");
   return 0;
 }

@@ -40,6 +40,7 @@ CALLS = {
     "done": "ask whether an event has completed",
     "export_handle": "make a descriptor of device memory",
     "fallocate": "free part of the backup file",
+    "madvise": "make pages of the shared store",
     "fill_zero": "write zeros on the device",
     "fopen": "open a file that reports memory limits",
     "fstatvfs": "ask for the free space of a file system",

@@ -81,6 +81,7 @@ std::vector<Fault> faults_of(const std::string& call, bool of_system) {
     return faults;
   };
   if (call == "mmap") return with({ENOMEM, EAGAIN});
+  if (call == "madvise") return with({ENOMEM, EFAULT});
   if (call == "pwrite") return with({ENOSPC, EDQUOT, EFBIG, EIO, EINTR, sys::kShort});
   if (call == "pread") return with({EIO, EINTR, sys::kShort});
   if (call == "fstatvfs") return with({EIO, EINTR});
