@@ -26,6 +26,7 @@ from memsaver_server.integrations.sglang.work import SchedulerWork
 from tests.waiting import wait_until
 
 from . import sglang_standin as standin
+from .test_no_threads import no_threads
 
 PROMPT = [5, 17, 60, 2]
 
@@ -373,6 +374,17 @@ def test_the_buffers_of_a_draft_model(make: type[standin.Scheduler], worker: str
     runner.model.scale.zero_()
     work.repair(["weights"])
     assert float(runner.model.scale) == 3.0
+
+
+def test_a_call_for_which_there_is_no_thread(serve: Callable[..., Serving]) -> None:
+    """It is answered, and the scheduler goes on."""
+    serving = serve()
+    expected = serving.generate()
+    with no_threads():
+        serving.scheduler.received.put(standin.ReleaseMemoryOccupationReqInput())
+        _, output = serving.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=30)
+    assert output.rid.startswith("503 nothing was done")
+    assert serving.generate() == expected
 
 
 def test_flush_and_pause(serve: Callable[..., Serving]) -> None:

@@ -16,7 +16,7 @@ from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
 from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
 from memsaver_server.operation import Operation, ReleaseRequest, ResumeRequest
 from memsaver_server.settings import Settings
-from memsaver_server.threads import start_thread
+from memsaver_server.threads import NoThreadError, start_thread
 
 if TYPE_CHECKING:
     from memsaver_server.lifecycle import Lifecycle
@@ -66,7 +66,10 @@ class Controls(ABC):
         return False
 
     def _in_thread(self, work: Callable[[Any], None], request: Any) -> bool:
-        start_thread(f"memsaver-{self.client}", partial(work, request))
+        try:
+            start_thread(f"memsaver-{self.client}", partial(work, request))
+        except NoThreadError as error:
+            self._answer(request, error)
         return True
 
     # In a thread of its own for each request.
