@@ -18,6 +18,7 @@ import torch
 
 from memsaver_core.compat import torch_memory_saver
 from memsaver_core.ranks import protocol
+from memsaver_server.engine import DrainTimeoutError
 from memsaver_server.integrations.scheduler_loop import event_loop
 from memsaver_server.integrations.scheduler_loop.ranks import SchedulerRank
 from memsaver_server.integrations.sglang import port
@@ -224,6 +225,18 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
     assert late()
     standin_scheduler.request_receiver.recv_requests()
     assert failure() is None
+
+
+def test_a_rank_tells_what_a_command_raised_after_the_next_one(standin_scheduler: standin.Scheduler) -> None:
+    """Two callers may each have a command carried out before the rank is asked."""
+    loop = event_loop.EventLoop(SchedulerWork(standin_scheduler))
+    port.take_over(standin_scheduler, loop)
+    standin_scheduler.running_batch.reqs.append(standin.Req("running", PROMPT, 8))
+    standin_scheduler.process_input_requests([event_loop.Command(1, "flush"), event_loop.Command(2, "")])
+    standin_scheduler.request_receiver.recv_requests()
+    with pytest.raises(DrainTimeoutError, match="running"):
+        loop.wait_for(1)
+    loop.wait_for(2)
 
 
 def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) -> None:

@@ -50,7 +50,8 @@ class EventLoop:
         self._work = work
         self._done = 0  # the number of the last command
         self._arrived = 0  # the same, once the iteration that it was done in is over
-        self._error: Exception | None = None
+        #: What commands have raised, by their numbers: others may be done before a rank is asked.
+        self._errors: deque[tuple[int, Exception]] = deque(maxlen=32)
         self._changed = threading.Condition()
 
     def wait_for(self, number: int) -> None:
@@ -63,8 +64,9 @@ class EventLoop:
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= number, ARRIVAL_S):
                 raise MemsaverError(f"the scheduler did not come to the next iteration in {ARRIVAL_S:g} s")
-        if self._done == number and self._error is not None:
-            raise self._error
+            error = self._error_of(number)
+        if error is not None:
+            raise error
 
     # In the scheduler's thread.
 
@@ -85,13 +87,16 @@ class EventLoop:
         if not command.number:
             getattr(self._work, command.name)(*command.arguments)
             return
-        self._error = None
         try:
             if command.name:
                 getattr(self._work, command.name)(*command.arguments)
         except Exception as error:
-            self._error = error
+            with self._changed:
+                self._errors.append((command.number, error))
         self._done = command.number
+
+    def _error_of(self, number: int) -> Exception | None:
+        return next((error for failed, error in self._errors if failed == number), None)
 
 
 class LeadingLoop(EventLoop):
@@ -220,7 +225,7 @@ class LeadingLoop(EventLoop):
         super()._carry_out(command)
         if command.number:
             done = self._commands.pop(command.number)
-            if self._error is not None:
-                done.set_exception(self._error)
+            if (error := self._error_of(command.number)) is not None:
+                done.set_exception(error)
             else:
                 done.set_result(None)
