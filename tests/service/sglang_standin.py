@@ -113,6 +113,36 @@ class EndWeightUpdateReqOutput(BeginWeightUpdateReqOutput):
 
 
 @dataclass
+class UpdateWeightFromDiskReqInput:
+    pass
+
+
+@dataclass
+class UpdateWeightFromDiskReqOutput:
+    pass
+
+
+@dataclass
+class UpdateWeightsFromDistributedReqInput:
+    pass
+
+
+@dataclass
+class UpdateWeightsFromDistributedReqOutput:
+    pass
+
+
+@dataclass
+class CheckWeightsReqInput:
+    pass
+
+
+@dataclass
+class CheckWeightsReqOutput:
+    pass
+
+
+@dataclass
 class ReleaseMemoryOccupationReqInput:
     tags: list[str] | None = None
 
@@ -179,7 +209,9 @@ class Run:
 MESSAGES = (
     TokenizedGenerateReqInput, TokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput,
     BatchTokenizedEmbeddingReqInput, AbortReq, PauseGenerationReqInput, ContinueGenerationReqInput,
-    UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput, ReleaseMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput, UpdateWeightsFromTensorReqOutput, UpdateWeightFromDiskReqInput,
+    UpdateWeightFromDiskReqOutput, UpdateWeightsFromDistributedReqInput, UpdateWeightsFromDistributedReqOutput,
+    CheckWeightsReqInput, CheckWeightsReqOutput, ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput, ResumeMemoryOccupationReqInput, ResumeMemoryOccupationReqOutput,
     BeginWeightUpdateReqInput, BeginWeightUpdateReqOutput, EndWeightUpdateReqInput, EndWeightUpdateReqOutput,
     FlushCacheReqInput, FlushCacheReqOutput, GetInternalStateReq, GetInternalStateReqOutput,

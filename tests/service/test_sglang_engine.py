@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -493,6 +495,21 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
         plugin.attach(scheduler)
     standin.install(monkeypatch, uuid)  # some other module under that name
     with pytest.raises(ConfigurationError, match="another torch_memory_saver"):
+        plugin.attach(scheduler)
+
+
+def test_a_version_that_lacks_a_name(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at the start, not when the name is needed."""
+    scheduler = make()
+    scheduler.draft_worker = SimpleNamespace()
+    monkeypatch.delattr(standin.Tree, "reset")
+    monkeypatch.delattr(standin.Tokenizer, "send_output")
+    monkeypatch.delattr(sys.modules["sglang.srt.managers.io_struct"], "UpdateWeightFromDiskReqInput")
+    lacks = (
+        "Scheduler.ipc_channels.send_to_tokenizer.send_output, Scheduler.tree_cache.reset, "
+        "Scheduler.draft_worker.clear_cache_pool, io_struct.UpdateWeightFromDiskReqInput"
+    )
+    with pytest.raises(ConfigurationError, match=re.escape(lacks)):
         plugin.attach(scheduler)
 
 

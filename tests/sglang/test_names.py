@@ -21,6 +21,14 @@ def test_names_of_requests() -> None:
         assert f"class {name}(" in messages, name
 
 
+def test_names_of_the_tokenizer_manager() -> None:
+    assert "self.model_update_lock = RWLock()" in source("managers/tokenizer_manager.py")
+    lock = source("utils/aio_rwlock.py")
+    assert "self._rwlock.acquire_writer()" in lock
+    assert "async def release_writer(self)" in lock
+    assert '("get_internal_state", GetInternalStateReqOutput)' in source("managers/tokenizer_control_mixin.py")
+
+
 def test_names_of_prefill_graphs() -> None:
     path, _, name = prefill_graphs.BACKEND.removeprefix("sglang.srt.").rpartition(".")
     graphs = source(path.replace(".", "/") + ".py")

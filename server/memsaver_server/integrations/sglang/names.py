@@ -16,20 +16,34 @@ SCHEDULER = (
     "server_args", "token_to_kv_pool_allocator", "tp_worker", "tree_cache", "waiting_queue", "world_group",
 )  # fmt: skip
 
+#: What some of these must have.
+PARTS = (
+    "ipc_channels.send_to_tokenizer.send_output", "req_to_token_pool.clear", "request_receiver.input_blocker",
+    "request_receiver.recv_requests", "token_to_kv_pool_allocator.clear", "tp_worker.model_runner.model",
+    "tree_cache.reset", "world_group.cpu_group", "world_group.rank_in_group", "world_group.ranks",
+    "world_group.world_size",
+)  # fmt: skip
+
 #: The requests of ``sglang.srt.managers.io_struct``.
 MESSAGES = (
-    "AbortReq", "BatchTokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput", "ContinueGenerationReqInput",
-    "FlushCacheReqInput", "FlushCacheReqOutput", "GetInternalStateReq", "GetInternalStateReqOutput",
-    "PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ReleaseMemoryOccupationReqOutput",
-    "ResumeMemoryOccupationReqInput", "ResumeMemoryOccupationReqOutput", "TokenizedEmbeddingReqInput",
-    "TokenizedGenerateReqInput",
+    "AbortReq", "BatchTokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput", "CheckWeightsReqInput",
+    "CheckWeightsReqOutput", "ContinueGenerationReqInput", "FlushCacheReqInput", "FlushCacheReqOutput",
+    "GetInternalStateReq", "GetInternalStateReqOutput", "PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput",
+    "ReleaseMemoryOccupationReqOutput", "ResumeMemoryOccupationReqInput", "ResumeMemoryOccupationReqOutput",
+    "TokenizedEmbeddingReqInput", "TokenizedGenerateReqInput", "UpdateWeightFromDiskReqInput",
+    "UpdateWeightFromDiskReqOutput", "UpdateWeightsFromDistributedReqInput", "UpdateWeightsFromDistributedReqOutput",
+    "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromTensorReqOutput",
 )  # fmt: skip
 
 
 def missing(scheduler: Any) -> list[str]:
     """Return the names that this version of SGLang lacks."""
     messages = importlib.import_module("sglang.srt.managers.io_struct")
-    paths = (*SCHEDULER, "request_receiver.recv_requests", "request_receiver.input_blocker")
+    paths = [*SCHEDULER, *PARTS]
+    if getattr(scheduler, "draft_worker", None):
+        paths.append("draft_worker.clear_cache_pool")
+    if not hasattr(scheduler, "collect_inflight_reqs") and parallel(scheduler).pp_size > 1:
+        paths += ["mbs", "running_mbs"]
     return [f"Scheduler.{name}" for name in lacking(scheduler, paths)] + [
         f"io_struct.{name}" for name in lacking(messages, MESSAGES)
     ]
