@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -45,6 +47,8 @@ from tests.waiting import wait_until
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
 ALL = {"weights", "kv_cache", "runtime", "workspace"}
+#: Modules that take long to import, and that every worker needs.
+PRELOADED = ["torch._dynamo", "memsaver_core.compat.vllm.plugin", "tests.unit.test_vllm_plugin"]
 
 # -- a worker of its own process ---------------------------------------------------------------------------------------
 
@@ -118,6 +122,28 @@ class Model:
 
         process.saver().delay(call, seconds)
 
+    def arm(self, step: str, kind: str, after: bool) -> None:
+        """Fail once at ``step``, a message or vLLM's own sleep: before or after it took effect."""
+        from memsaver_core.compat.vllm import rpc
+
+        backend = self.worker._get_sleep_mode_backend()
+        owner, name = (backend, "suspend") if step == "sleep" else (rpc._rank, "carry_out")
+        call = getattr(owner, name)
+
+        def faulty(request: Any) -> Any:
+            if step not in ("sleep", type(request).__name__):
+                return call(request)
+            delattr(owner, name)
+            if after:
+                call(request)
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "hang":
+                Event().wait()
+            raise DriverError("this rank was told to fail", call="test")
+
+        setattr(owner, name, faulty)
+
     def answer(self, message: Plain) -> Plain:
         answer: Plain = self.worker.memsaver(message)
         return answer
@@ -151,13 +177,17 @@ class Rank:
 
     def __init__(self, **environment: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._alone = Lock()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
         with patch.dict(os.environ, injection.in_child()):
             self._process.start()
         theirs.close()
+
+    def wait(self) -> None:
+        """Return once it is loaded."""
         assert self._connection.poll(120)
         self._connection.recv()
 
@@ -172,8 +202,16 @@ class Rank:
 
         return call
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def close(self) -> None:
         self._connection.close()
+        self._process.join(30)
+
+    def kill(self) -> None:
+        self._process.kill()
         self._process.join(30)
 
 
@@ -186,14 +224,17 @@ class Executor:
 
     def call(self, message: Plain) -> list[Plain]:
         plain = json.dumps(message)
-        answers: list[Plain] = [json.loads(json.dumps(rank.answer(json.loads(plain)))) for rank in self.ranks]
+        answers: list[Plain] = self._each(lambda rank: json.loads(json.dumps(rank.answer(json.loads(plain)))))
         return answers
 
     def put_to_sleep(self, level: int) -> None:
         if not self.is_sleeping:
-            for rank in self.ranks:
-                rank.sleep(level)
+            self._each(lambda rank: rank.sleep(level))
         self.is_sleeping = True
+
+    def _each(self, call: Callable[[Rank], Any]) -> list[Any]:
+        """Call all ranks at once."""
+        return [future.result() for future in [started(partial(call, rank)) for rank in self.ranks]]
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return started(lambda: self.call(message))
@@ -204,10 +245,12 @@ class Executor:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Rank]]:
-    """Two workers, which take seconds to start, each on its own device."""
-    started = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
-    yield started
-    for each in started:
+    """Two workers, each on its own device."""
+    ranks = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
+    for each in ranks:
+        each.wait()
+    yield ranks
+    for each in ranks:
         each.close()
 
 
@@ -411,6 +454,16 @@ def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
     rank.wake_up()
     rank.wake_up()
     assert rank.content()["weights"]
+
+
+def test_a_second_sleep_at_level_2_leaves_released_weights_alone(rank: Rank) -> None:
+    """It restores the buffers that the first one saved."""
+    rank.sleep(2)
+    rank.wake_up(["kv_cache"])
+    rank.sleep(2)
+    assert released(rank) == ALL
+    rank.wake_up()
+    assert rank.content()["buffers"]
 
 
 def test_the_backend_refuses_levels_that_a_worker_cannot_return_from(rank: Rank) -> None:

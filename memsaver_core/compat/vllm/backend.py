@@ -59,7 +59,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """Only if NCCL registers no buffers of captured graphs, as the plugin sets it: their replay hangs after a remap."""
+        """Only if NCCL registers no buffers of captured graphs, as we set it: their replay hangs after a remap."""
         return os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0"
 
     @classmethod

@@ -180,6 +180,7 @@ def patch_worker(module: ModuleType) -> None:
     call_after(worker, "init_device", _complete_device)
     wrap(worker, "initialize_from_config", _with_cache_alone)
     call_after(worker, "compile_or_warm_up_model", _prepare_backup)
+    wrap(worker, "sleep", _asleep)
     wrap(worker, "wake_up", _without_early_buffers)
     worker.memsaver = rpc.answer
 
@@ -247,6 +248,14 @@ def _tags_cache_alone(runner: Any) -> bool:
     own = getattr(type(runner), "_allocate_kv_cache_tensors", None)
     successor = getattr(sys.modules.get("vllm.v1.worker.gpu.attn_utils"), "_allocate_kv_cache", None)
     return hasattr(successor if own is None else own, "_memsaver_wraps")
+
+
+def _asleep(sleep: Function, self: Any, level: int = 1) -> None:
+    """Keep vLLM from saving buffers of weights that are released already; it has saved them."""
+    if worker_config.enabled and level == 2 and _weights_are_released():
+        level = 1
+    with rpc.sleeping():
+        sleep(self, level)
 
 
 def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None = None) -> Any:

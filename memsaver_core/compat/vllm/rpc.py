@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import memsaver_core as ms
@@ -34,6 +36,7 @@ class _WorkerRank(Rank):
         self._outcome: OperationReport | Failure | None = None
         #: What the worker used of its notes in the resume that was the last message.
         self._used: dict[str, Any] = {}
+        self._sleeping = False
 
     def enabled(self) -> bool:
         return worker_config.enabled
@@ -42,7 +45,7 @@ class _WorkerRank(Rank):
         used, self._used = self._used, {}
         match request:
             case protocol.Release():
-                # Another rank could not resume: the discarded content of this one goes again, and comes back from these.
+                # Another rank could not resume: what this one discards again comes back from these.
                 vars(self.worker).update(used)
             case protocol.ExpectRelease(options):
                 self._outcome = None
@@ -61,6 +64,12 @@ class _WorkerRank(Rank):
         except Exception as error:
             self._outcome = Failure.of(error, self._failed_phase)
 
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """The worker is put to sleep inside: the service sees that this rank is at work, as with a message."""
+        with nullcontext() if self._sleeping or not self.enabled() else self._progress.answering():
+            yield
+
     def _take_outcome(self) -> Result:
         vllm_allocator().override = None
         outcome, self._outcome = self._outcome, None
@@ -68,12 +77,15 @@ class _WorkerRank(Rank):
 
     def _sleep(self, options: ReleaseOptions, level: int) -> Result:
         vllm_allocator().override = functools.partial(self._release_asleep, options)
+        self._sleeping = True
         try:
             self.worker.sleep(level)
         except Exception:
             if self._outcome is None:
                 raise
             logger.exception("the memory was released, but vLLM's worker failed after that")
+        finally:
+            self._sleeping = False
         return self._take_outcome()
 
     def resume(self, options: ResumeOptions) -> Result:
@@ -93,6 +105,7 @@ class _WorkerRank(Rank):
 
 
 _rank = _WorkerRank()
+sleeping = _rank.sleeping
 
 
 def answer(worker: Any, message: Plain) -> Plain:

@@ -18,7 +18,7 @@ from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, never
 from memsaver_server.gate import Gate
 from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
 from memsaver_server.integrations.vllm.offline import OfflineClient
-from memsaver_server.ranks import GroupFailedError, RankMemory
+from memsaver_server.ranks import Deadlines, GroupFailedError, RankMemory
 
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
@@ -37,8 +37,10 @@ _T = TypeVar("_T")
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(self, ranks: VllmEngine, processes: Mapping[str, int] | None = None) -> None:
-        super().__init__(ranks, processes)
+    def __init__(
+        self, ranks: VllmEngine, processes: Mapping[str, int] | None = None, deadlines: Deadlines | None = None
+    ) -> None:
+        super().__init__(ranks, processes, deadlines)
         self._ranks = ranks
 
     def release_awake(self, options: ReleaseOptions) -> list[Answer]:
@@ -47,6 +49,7 @@ class VllmMemory(RankMemory):
             return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
+        self._group.progress.asking()  # each rank that is put to sleep is at work, as with a message
         try:
             self.wait(self._ranks.sleep(level))
         except GroupFailedError:

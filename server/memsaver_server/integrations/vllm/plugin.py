@@ -71,7 +71,7 @@ def _check_servers(args: Any) -> None:
     servers = getattr(args, "api_server_count", None) or 1
     if servers > 1:
         raise ConfigurationError(
-            f"vLLM has {servers} API server processes, by default one for each data-parallel engine, and each would act "
+            f"vLLM has {servers} API servers, by default one for each data-parallel engine, and each would act "
             "as the only one; start it with --api-server-count 1"
         )
 

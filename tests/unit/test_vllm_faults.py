@@ -1,0 +1,93 @@
+"""The steps that only vLLM's ranks have: each fails on every rank, in every way.
+
+tests/reliability/test_ranks.py does the same with the steps that all engines have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from memsaver_core import MemsaverError, ReleaseOptions, ResumeOptions
+from memsaver_server.integrations.vllm.engine import VllmMemory
+from memsaver_server.ranks import Deadlines, GroupFailedError
+from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
+
+__all__ = ["group", "workers"]
+
+RANKS = 2
+#: vLLM is told to expect a release, puts its workers to sleep, and tells what became of it. It believes that it sleeps
+#: if a part was released before, and is then told to sleep now.
+STEPS = ("ExpectRelease", "sleep", "TakeOutcome", "SleepNow")
+CASES = list(itertools.product(STEPS, range(RANKS), (False, True)))
+#: A step that takes longer has hung. The steps take milliseconds; the machine may be busy.
+HUNG_S = 3.0
+#: Cases that each need workers of their own, which take a while to start.
+DEADLY = [(step, rank, bool(rank)) for step in STEPS for rank in range(RANKS)]
+
+
+def get_ready(memory: VllmMemory, step: str) -> None:
+    if step == "SleepNow":
+        memory.release(ReleaseOptions(("kv_cache",)))
+
+
+@pytest.mark.parametrize(("step", "failing", "after"), CASES)
+def test_a_step_that_fails_is_undone_on_every_rank(group: list[Rank], step: str, failing: int, after: bool) -> None:
+    """The release can be repeated, and undone."""
+    memory = VllmMemory(Executor(group))
+    get_ready(memory, step)
+    before = [released(rank) for rank in group]
+    group[failing].arm(step, "error", after)
+    with pytest.raises(MemsaverError, match="this rank was told to fail"):
+        memory.release(ReleaseOptions())
+    assert [released(rank) for rank in group] == before
+    memory.release(ReleaseOptions())
+    assert [released(rank) for rank in group] == [ALL, ALL]
+    memory.resume(ResumeOptions())
+    assert all(content["weights"] and content["runtime"] for content in (rank.content() for rank in group))
+
+
+@pytest.fixture
+def groups() -> Iterator[list[list[Rank]]]:
+    """For each of ``DEADLY`` a group of its own."""
+    names = [[f"fault{case}-{rank}-{os.getpid()}" for rank in range(RANKS)] for case in range(len(DEADLY))]
+    groups = [[Rank(MEMSAVER_HOST_DEVICE=name) for name in each] for each in names]
+    yield groups
+    for rank in itertools.chain(*groups):
+        rank.kill()
+
+
+@pytest.mark.parametrize("kind", ["hang", "kill"])
+def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(groups: list[list[Rank]], kind: str) -> None:
+    """With the step in which it did, and nobody else."""
+
+    def check(ranks: list[Rank], step: str, failing: int, after: bool) -> None:
+        for rank in ranks:
+            rank.wait()
+        memory = VllmMemory(Executor(ranks), deadlines=Deadlines(HUNG_S, HUNG_S))
+        get_ready(memory, step)
+        ranks[failing].arm(step, kind, after)
+        with pytest.raises(GroupFailedError) as failed:
+            memory.release(ReleaseOptions())
+        told = str(failed.value)
+        assert f"rank {failing} (process {ranks[failing].pid})" in told
+        assert f"process {ranks[1 - failing].pid}" not in told
+        assert "the release of kept content" in told
+        status = memory.status()
+        assert (status.state, status.failure) == ("failed", told)
+        assert [each.alive for each in status.ranks] == [kind == "hang" or each != failing for each in range(RANKS)]
+        with pytest.raises(GroupFailedError) as refused:
+            memory.resume(ResumeOptions())
+        assert str(refused.value) == told
+
+    with ThreadPoolExecutor(len(DEADLY)) as pool:
+        for case, ran in [(case, pool.submit(check, ranks, *case)) for case, ranks in zip(DEADLY, groups, strict=True)]:
+            try:
+                ran.result()
+            except BaseException as error:
+                error.add_note(f"step, rank, after the step took effect: {case}")
+                raise
