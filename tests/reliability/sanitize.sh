@@ -10,7 +10,7 @@ for sanitizer in address,undefined thread; do
   folder=build/sanitize-${sanitizer%%,*}
   cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
-  cmake --build "$folder" --parallel 2 --target driver_contract packing saver_threads shared_store every_call >/dev/null
+  cmake --build "$folder" --parallel 2 --target driver_contract packing packing_lanes saver_threads shared_store every_call >/dev/null
   # In files: every_call closes its stderr, for what the core says of all those failures.
   rm -f "$folder"/report.*
   report=log_path=$PWD/$folder/report
@@ -21,7 +21,11 @@ for sanitizer in address,undefined thread; do
   "$folder/driver_contract" faulty
   "$folder/packing"
   "$folder/saver_threads"
-  # Its processes fork while they have threads, which the thread sanitizer does not support.
-  [ "$sanitizer" = thread ] || "$folder/shared_store"
+  if [ "$sanitizer" != thread ]; then
+    # The kernels that pack, on the CPU: coroutines of one thread.
+    "$folder/packing_lanes"
+    # Its processes fork while they have threads, which the thread sanitizer does not support.
+    "$folder/shared_store"
+  fi
   "$folder/every_call" --stride "$stride"
 done
