@@ -85,20 +85,25 @@ def test_all_ranks_hibernate(served: httpx.Client) -> None:
 @pytest.mark.parametrize("when", ["resident", "releasing", "released", "hibernated", "resuming"])
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
 def test_a_killed_worker_is_told_at_once(model: Path, tmp_path: Path, when: str) -> None:
-    """By name, by every probe and to the callers that wait; no call hangs."""
+    """By name, by every probe and to the callers that wait; no call hangs. The other rank's memory goes back."""
+    empty = used()
     with serving(model, tmp_path / "log", "-tp", "2", "--enforce-eager", **NCCL) as (client, _):
         ranks = {rank["rank"]: rank["pid"] for rank in occupation(client)["ranks"]}
         if when not in ("resident", "releasing"):
             post(client, "/release_memory_occupation", hibernate=when == "hibernated")
         call = {"releasing": "/release_memory_occupation", "resuming": "/resume_memory_occupation"}.get(when)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(client.post, call, json={}) if call else None
-            if waiting is not None:
-                wait_until(lambda: waiting.done() or occupation(client)["state"] == when, 10, interval_s=0.001)
+            waiting = None
+            if call:
+                os.kill(ranks[1], signal.SIGSTOP)  # the operation cannot end before the kill
+                waiting = pool.submit(client.post, call, json={})
+                wait_until(lambda: occupation(client)["state"] == when, 30)
             os.kill(ranks[1], signal.SIGKILL)
             wait_until(lambda: client.get("/livez").status_code == 503, 10, interval_s=0.01)
             if waiting is not None:
-                waiting.result(30)
+                failed = waiting.result(30)
+                assert failed.status_code == 500
+                assert f"rank 1 (process {ranks[1]}) has ended" in failed.text
         for path in ("/livez", "/readyz", "/health"):
             told = client.get(path)
             assert told.status_code == 503
@@ -107,6 +112,7 @@ def test_a_killed_worker_is_told_at_once(model: Path, tmp_path: Path, when: str)
         assert refused.status_code == 500
         assert "rank 1" in refused.text
         assert [rank["alive"] for rank in occupation(client)["ranks"]][1] is False
+        wait_until(lambda: all(now <= was + 256 * MIB for now, was in zip(used(), empty, strict=True)), interval_s=0.1)
 
 
 def test_every_data_parallel_engine_is_released(model: Path, tmp_path: Path) -> None:
