@@ -31,6 +31,8 @@ PAGE = 64
 VOCABULARY = 1000
 #: How long a step takes, seconds: requests are then in flight for long enough to release beside them.
 STEP_S = 0.004
+#: How long a transfer of the cache runs after a step, during which prefixes cannot be forgotten, seconds.
+TRANSFER_S = 0.05
 
 
 def values() -> torch.Tensor:
@@ -65,6 +67,7 @@ class Executor:
     drafter = None
     eager_grammar_buffers = None
     execution_stream = None
+    stepped_at = 0.0
 
     def __init__(self, model: Model, cache: Cache) -> None:
         self.workspace = get_trtllm_workspace_buffer(ms.torch_device())
@@ -94,6 +97,7 @@ class Executor:
             token = int((before * weight).sum() * model.scale[0]) % VOCABULARY
             cache[row, 0], cache[row, 1 + length] = length + 1, token
             out.append(token)
+        Executor.stepped_at = time.monotonic()
         ended = SimpleNamespace(synchronize=lambda: None)
         lengths = torch.ones(len(out), dtype=torch.int64)
         return ModelExecutionResult(output_tokens=torch.tensor(out), copy_event=ended, output_lengths=lengths)
@@ -137,12 +141,18 @@ def init_distributed(loop: Any) -> float:
     return 1.0
 
 
+def reset_caches(loop: Any) -> bool:
+    """As from 0.1.1 on: not while a transfer runs."""
+    return loop.attn_tp_rank > 0 or time.monotonic() > Executor.stepped_at + TRANSFER_S
+
+
 # The overlapping loop orders streams, of which there are none.
 torch.cuda.default_stream = lambda *device: SimpleNamespace(wait_stream=lambda stream: None)
 event_loop.create_model_runner = create_model_runner
 event_loop.create_attn_components = create_attn_components
 event_loop.create_model_executor = create_model_executor
 event_loop.EventLoop._init_distributed = init_distributed
+event_loop.EventLoop._reset_caches_for_release = reset_caches
 prepare()
 if __name__ == "__main__":
     runpy.run_module("smg_grpc_servicer.tokenspeed", run_name="__main__", alter_sys=False)

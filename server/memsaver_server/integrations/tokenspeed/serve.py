@@ -9,12 +9,26 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import runpy
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from memsaver_server.integrations.tokenspeed.plugin import register
 
-CALLS = ("release_memory_occupation", "resume_memory_occupation")
+
+class RaisingClient:
+    """tokenspeed's client of its scheduler; the calls of its HTTP server for memory raise if the scheduler failed."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def release_memory_occupation(self, request: Any) -> Any:
+        return checked(await self._client.release_memory_occupation(request))
+
+    async def resume_memory_occupation(self, request: Any) -> Any:
+        return checked(await self._client.resume_memory_occupation(request))
 
 
 def prepare() -> None:
@@ -22,19 +36,15 @@ def prepare() -> None:
     scheduler says: have it answer a failure with status 500 and the message."""
     register()
     if importlib.util.find_spec("tokenspeed.runtime.plugins") is None:
-        client = importlib.import_module("tokenspeed.runtime.engine.scheduler_control_client").SchedulerControlClient
-        for call in CALLS:
-            setattr(client, call, _raising(getattr(client, call)))
+        routes: Any = importlib.import_module("tokenspeed.runtime.entrypoints.sglang_compat_http")
+        client_of: Callable[[Any], Any] = routes._llm
+        routes._llm = lambda request: RaisingClient(client_of(request))
 
 
-def _raising(call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def called(client: Any, request: Any) -> Any:
-        output = await call(client, request)
-        if not output.success:
-            raise RuntimeError(output.message)
-        return output
-
-    return called
+def checked(output: Any) -> Any:
+    if not output.success:
+        raise RuntimeError(output.message)
+    return output
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -27,17 +27,21 @@ class LoopWork(Work):
         self._pause = loop._pause
         self._module = importlib.import_module("tokenspeed.runtime.engine.pause")
         self._paused_before: Any = None  # the state before ``close``; None while admission is open
-        self._frozen = False
+        self._draining = self._frozen = False
         self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
         self._held = 0
         if loop.server_args.mapping.world_size > 1:
             register_check(lambda: [_SHARED])
 
     def is_still(self) -> bool:
-        """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved."""
+        """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved.
+
+        For a drain also whether prefixes can be forgotten, which is then done: tokenspeed waits for it, too.
+        """
         copies = getattr(self._loop, "_num_inflight_cache_ops", False)  # up to 0.1.0
         moves = getattr(self._loop._memory, "_weights_busy", bool)  # from 0.1.1 on
-        return not copies and not moves() and bool(self._module.scheduler_drained(self._loop.scheduler))
+        still = not copies and not moves() and bool(self._module.scheduler_drained(self._loop.scheduler))
+        return still and (not self._draining or self._forgets())
 
     def has_nothing_to_do(self) -> bool:
         pause = self._pause
@@ -74,6 +78,7 @@ class LoopWork(Work):
 
     def drain(self, abort: bool) -> None:
         """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
+        self._draining = not self._frozen
         self._pause.state = self._module.PauseState.PAUSED_NEW
         self._pause._abort_all_pending = self._pause._abort_all_pending or abort
 
@@ -85,7 +90,7 @@ class LoopWork(Work):
         """
         if not self.is_still():
             raise DrainTimeoutError(0, self.in_flight())
-        self._frozen = True
+        self._draining, self._frozen = False, True
         self.stay_frozen()
         self.save_buffers()
 
@@ -99,7 +104,8 @@ class LoopWork(Work):
         if self._paused_before is not None:
             self._pause.released = False
             self._pause.state = self._module.PauseState.UNPAUSED if self._frozen else self._paused_before
-            self._paused_before, self._frozen, self._held = None, False, 0
+            self._paused_before, self._held = None, 0
+            self._draining = self._frozen = False
 
     def flush(self) -> None:
         """Forget every cached prefix.
@@ -107,8 +113,12 @@ class LoopWork(Work):
         Raises:
             MemsaverError: pages are in use.
         """
-        if self._loop._memory._reset_caches() is False:
+        if not self._forgets():
             raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
+
+    def _forgets(self) -> bool:
+        """Forget every cached prefix; return False if pages are in use, as they may be from 0.1.1 on."""
+        return self._loop._memory._reset_caches() is not False
 
     def repair(self, lost: Sequence[str]) -> None:
         """As of any engine; also clear the pages of a lost cache."""
