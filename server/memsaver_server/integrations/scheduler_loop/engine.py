@@ -49,6 +49,8 @@ class LoopEngine(Engine):
         self._run: Callable[..., object] = (several or loop).run
         self._waiting: list[_Waiter] = []  # of the scheduler's thread alone
         self._flush_at_repair = False
+        #: What ``lifecycle`` asks for at the end of an update of weights.
+        self.unwritten_weights: tuple[str, ...] = ()
 
     @abstractmethod
     def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:

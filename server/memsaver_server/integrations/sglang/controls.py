@@ -7,11 +7,13 @@ continuation touches memory that is released.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memsaver_server.integrations.scheduler_loop import controls
+from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
 from memsaver_server.integrations.sglang import frontend
 from memsaver_server.integrations.sglang.intake import Intake
 from memsaver_server.lifecycle import NotResidentError
@@ -19,28 +21,34 @@ from memsaver_server.settings import Settings
 from memsaver_server.tag_selection import released_tags
 
 if TYPE_CHECKING:
-    from memsaver_server.integrations.sglang.engine import SglangEngine
     from memsaver_server.lifecycle import Lifecycle
 
 #: How long a flush waits for requests that are about to end, or to be set aside by a pause before it, seconds.
 SETTLING_S = 1.0
 #: What reads weights; so do the methods of ``RpcReqInput`` that save the model.
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
-#: What comes before and after the requests of an update, from 0.5.23 on.
+#: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
 
 
 class Controls(controls.Controls):
     client = "sglang"
-    _engine: SglangEngine
 
     def __init__(
-        self, engine: SglangEngine, scheduler: Any, intake: Intake, lifecycle: Lifecycle, settings: Settings
+        self,
+        engine: LoopEngine,
+        scheduler: Any,
+        intake: Intake,
+        lifecycle: Lifecycle,
+        settings: Settings,
+        paused: Callable[[], None],
     ) -> None:
+        """``paused`` is called in the scheduler's thread when a caller pauses generation."""
         super().__init__(engine, lifecycle, settings)
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
         self._scheduler = scheduler
         self._intake = intake
+        self._paused = paused
         # Of the scheduler's thread alone.
         self._continuation: Any = None
         self._updates: dict[str, Future[Any]] = {}  # by the kind of request; they come one at a time
@@ -76,7 +84,7 @@ class Controls(controls.Controls):
             return True
         if name == "PauseGenerationReqInput":
             self._continuation = None
-            self._engine.pause_for_caller()
+            self._paused()
         return super()._takes(request)
 
     def _dispatch(self, request: Any) -> Any:

@@ -54,10 +54,11 @@ class SglangEngine(LoopEngine):
         self._controls: Controls | None = None
         self._prompt: VerificationPrompt | None = None
         self._frozen = False  # of the scheduler's thread alone
-        self.unwritten_weights: tuple[str, ...] = ()
 
     def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
-        controls = self._controls = Controls(self, self._scheduler, self._intake, lifecycle, settings)
+        controls = self._controls = Controls(
+            self, self._scheduler, self._intake, lifecycle, settings, self._leave_paused
+        )
         self.loop.take = lambda received: self._intake.admit(controls.take(received))
 
     # The methods of ``Engine``.
@@ -125,7 +126,7 @@ class SglangEngine(LoopEngine):
 
     # In the scheduler's thread.
 
-    def pause_for_caller(self) -> None:
+    def _leave_paused(self) -> None:
         """A caller pauses generation: that is theirs to end."""
         self._frozen = False
 
