@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
@@ -12,6 +15,7 @@ from typing import Any, ClassVar
 
 import httpx
 import psutil
+from safetensors.torch import load_file
 
 from tests.engine_server import PROMPT, EngineServer
 
@@ -64,6 +68,23 @@ class Server(EngineServer):
     def write_weights(self, status: int = 200, **fields: Any) -> httpx.Response:
         """Have SGLang write the weights of its model again."""
         return self.own("/update_weights_from_disk", {"model_path": str(self.model), **fields}, status=status)
+
+    def write_tensors(self, model: Path | None = None, ranks: int = 1, **fields: Any) -> httpx.Response:
+        """As ``write_weights``, from tensors in the request, of which each rank takes its part."""
+        weights = list(load_file((model or self.model) / "model.safetensors").items())
+        content = base64.b64encode(pickle.dumps(weights)).decode()
+        with self.writing():
+            return self.own("/update_weights_from_tensor", {"serialized_named_tensors": [content] * ranks, **fields})
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What newer versions want around the requests of an update, unless it is from disk."""
+        sessions = "/begin_weight_update" in source("entrypoints/http_server.py")
+        if sessions:
+            self.own("/begin_weight_update")
+        yield
+        if sessions:
+            self.own("/end_weight_update")
 
     def request(self, length: int = 16, prompt: list[int] | None = None, **fields: Any) -> httpx.Response:
         parameters = {"max_new_tokens": length, "temperature": 0, "ignore_eos": True}

@@ -5,15 +5,20 @@ The weights have no backup: a release discards them, and an update writes them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.engine_server import prompts
+from tests.engine_server import free_port, prompts
+from tests.waiting import wait_until
 
 from . import checkpoint
 from .conftest import Start
@@ -32,10 +37,70 @@ def server(unserved: Server) -> Iterator[Server]:
     assert not unserved.is_dead(), unserved.output()[-3000:]
 
 
+@pytest.fixture(scope="module")
+def expected(unserved: Server) -> list[list[int]]:
+    return [unserved.generate(300, prompt) for prompt in prompts(20)]
+
+
+def flush(server: Server) -> None:
+    wait_until(lambda: server.http.get(server.url + "/flush_cache").status_code == 200, ANSWER_S)
+
+
+def slime(server: Server, tags: dict[str, Any] | None = None, pause: str = "abort") -> None:
+    flush(server)
+    server.own("/release_memory_occupation", tags)
+    server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    server.own("/pause_generation", {"mode": pause})
+    flush(server)
+    server.write_tensors(flush_cache=True)
+    server.own("/continue_generation", {})
+    server.own("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+
+
+def miles(server: Server) -> None:
+    slime(server, {"tags": None}, "retract")
+
+
+def verl(server: Server) -> None:
+    """Each call is sent again, as after a timeout."""
+    for _ in range(2):
+        server.own("/release_memory_occupation", {"tags": ["kv_cache", "weights"], "reset_connector": True})
+    for _ in range(2):
+        server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    server.write_tensors(flush_cache=False)
+    server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert server.http.get(server.url + "/flush_cache?reset_connector=true").status_code == 200
+
+
+def areal(server: Server) -> None:
+    server.own("/release_memory_occupation", {})
+    server.own("/resume_memory_occupation", {})
+    server.own("/pause_generation", {})
+    server.write_weights(abort_all_requests=True)
+    server.own("/continue_generation", {})
+
+
+def nemo_rl(server: Server) -> None:
+    for tags in (["weights"], ["kv_cache", "cuda_graph"]):
+        flush(server)
+        server.own("/release_memory_occupation", {"tags": tags})
+    server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    server.write_tensors()
+    server.own("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+
+
+@pytest.mark.parametrize("between_rollouts", [slime, miles, verl, areal, nemo_rl])
+def test_frameworks(server: Server, expected: list[list[int]], between_rollouts: Callable[[Server], None]) -> None:
+    """Each with its own calls; requests in flight are answered in full."""
+    running = server.in_background(20, 300)
+    between_rollouts(server)
+    assert [each.result(ANSWER_S) for each in running] == expected
+    assert server.generate(300, prompts(1)[0]) == expected[0]
+
+
 @pytest.mark.guards("a release by the engine's own call ended the server")
-def test_a_release_under_load(server: Server) -> None:
+def test_a_release_under_load(server: Server, expected: list[list[int]]) -> None:
     """20 requests in flight: all are answered in full, then memory is released; a repeat succeeds."""
-    expected = [server.generate(300, prompt) for prompt in prompts(20)]
     running = server.in_background(20, 300)
     server.own("/release_memory_occupation")
     assert [each.result(ANSWER_S) for each in running] == expected
@@ -55,6 +120,7 @@ def test_weights_are_written_only_while_resident(server: Server) -> None:
     refused = server.write_weights(400)
     assert "resume it first" in refused.json()["message"]
     assert server.own("/weights_checker", {"action": "checksum"}, status=400).json()["success"] is False
+    server.own("/get_weights_by_name", {"name": "model.norm.weight"}, status=400)
     server.own("/resume_memory_occupation", {"tags": ["weights"]})
     assert server.request().status_code == 503  # their content was discarded
     server.write_weights()
@@ -100,22 +166,6 @@ def test_slime(server: Server, pause: str, tmp_path: Path) -> None:
     assert server.generate() == expected
 
 
-def test_verl(server: Server) -> None:
-    """Sent again after a timeout: the same answers."""
-    expected = server.generate()
-    for _ in range(3):
-        body = {"tags": ["kv_cache", "weights"], "reset_connector": True}
-        assert server.http.get(server.url + "/flush_cache?reset_connector=true").status_code == 200
-        server.own("/release_memory_occupation", body)
-        server.own("/release_memory_occupation", body)
-        server.own("/resume_memory_occupation", {"tags": ["weights"]})
-        server.own("/resume_memory_occupation", {"tags": ["weights"]})
-        server.write_weights(flush_cache=False)
-        server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
-        assert server.http.get(server.url + "/flush_cache?reset_connector=true").status_code == 200
-        assert server.generate() == expected
-
-
 def test_areal(server: Server) -> None:
     """Everything at once, and an update in the midst of generation."""
     expected = server.generate(1500, prompts(1)[0])
@@ -128,6 +178,35 @@ def test_areal(server: Server) -> None:
     server.own("/resume_memory_occupation", {})
     server.write_weights()
     assert server.generate(1500, prompts(1)[0]) == expected
+
+
+def test_weights_from_a_trainer(server: Server) -> None:
+    """It broadcasts them while SGLang receives them. Their content was discarded."""
+    distributed = importlib.import_module("sglang.srt.utils.common")
+    weights = load_file(server.model / "model.safetensors")
+    expected = server.generate()
+    port = free_port()
+    group = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2, "backend": "gloo"}
+    joined = server.later(server.own, "/init_weights_update_group", {**group, "rank_offset": 1})
+    trainer = distributed.init_custom_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="weight_update_group"
+    )
+    joined.result(ANSWER_S)
+    server.own("/release_memory_occupation", {})
+    server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    described = {
+        "names": list(weights),
+        "dtypes": [str(each.dtype).removeprefix("torch.") for each in weights.values()],
+        "shapes": [list(each.shape) for each in weights.values()],
+    }
+    with server.writing():
+        written = server.later(server.own, "/update_weights_from_distributed", described)
+        for each in weights.values():
+            torch.distributed.broadcast(each, src=0, group=trainer)
+        written.result(ANSWER_S)
+    server.own("/resume_memory_occupation", {"tags": ["kv_cache"]})
+    server.own("/destroy_weights_update_group", {"group_name": "weight_update_group"})
+    assert server.generate() == expected
 
 
 def test_replicas(start: Start) -> None:
@@ -146,8 +225,11 @@ def test_replicas(start: Start) -> None:
 
 
 ENGINE = """
+import asyncio
 import sys
 import sglang
+from safetensors.torch import load_file
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
 if __name__ == "__main__":
     engine = sglang.Engine(model_path=sys.argv[1], skip_tokenizer_init=True, sampling_backend="pytorch",
@@ -163,6 +245,58 @@ if __name__ == "__main__":
         engine.resume_memory_occupation()
         engine.resume_memory_occupation()
         assert tokens()["output_ids"] == expected
+
+    async def as_skyrl():
+        "By the tokenizer manager, with 20 requests in flight."
+        parameters = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+        prompts = [[5, 6, 7, 100 + number] for number in range(20)]
+        async def whole(prompt):
+            return [part async for part in await engine.async_generate(
+                input_ids=prompt, sampling_params=parameters, stream=True)][-1]["output_ids"]
+        async def begin(prompt):
+            parts = await engine.async_generate(input_ids=prompt, sampling_params=parameters, stream=True)
+            return parts, await anext(parts)
+        async def end(parts, part):
+            async for part in parts:
+                pass
+            return part["output_ids"]
+        expected = await asyncio.gather(*map(whole, prompts))
+        running = await asyncio.gather(*map(begin, prompts))
+        manager = engine.tokenizer_manager
+        released = asyncio.ensure_future(
+            manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=None), None))
+        assert await asyncio.gather(*(end(*each) for each in running)) == expected
+        await released
+        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=["weights"]), None)
+        await manager.resume_memory_occupation(obj=ResumeMemoryOccupationReqInput(tags=["kv_cache"]), request=None)
+        assert await whole(prompts[0]) == expected[0]
+    engine.loop.run_until_complete(as_skyrl())
+
+    weights = list(load_file(sys.argv[1] + "/model.safetensors").items())
+    def write(weights):
+        sessions = hasattr(engine, "begin_weight_update")
+        success, why = engine.begin_weight_update() if sessions else (True, "")
+        if success:
+            success, why = engine.update_weights_from_tensor(weights)
+        if success and sessions:
+            success, why = engine.end_weight_update()
+        return success, why
+    def save():
+        engine.save_sharded_model(path=sys.argv[2], pattern=None, max_size=None)
+    def refusal(call):
+        try:
+            call()
+        except Exception as error:
+            return str(error)
+    engine.release_memory_occupation(tags=["weights"])
+    assert "resume it first" in write(weights)[1]
+    assert "resume it first" in refusal(save)
+    engine.resume_memory_occupation(tags=["weights"])
+    save()
+    assert write([(name, weight * 2) for name, weight in weights])[0]
+    assert tokens()["output_ids"] != expected
+    assert write(weights)[0]
+    assert tokens()["output_ids"] == expected
     try:
         engine.release_memory_occupation(tags=["wieghts"])
         raise SystemExit("an unknown tag was released")
@@ -177,7 +311,7 @@ def test_the_engine_without_a_server(model: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ENGINE)
     ended = subprocess.run(
-        [sys.executable, str(program), str(model)],
+        [sys.executable, str(program), str(model), str(tmp_path)],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
