@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,8 @@ def groups() -> Iterator[list[list[Rank]]]:
     yield groups
     for rank in itertools.chain(*groups):
         rank.kill()
+    for name in itertools.chain(*names):
+        Path(f"/dev/shm/memsaver-{os.getuid()}-{name}").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("kind", ["hang", "kill"])

@@ -288,7 +288,7 @@ from types import SimpleNamespace
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.device_allocator import get_mem_allocator_instance
 config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
-Worker(SimpleNamespace(model_config=config))
+worker = Worker(SimpleNamespace(model_config=config))
 print(type(get_mem_allocator_instance()).__name__)
 """
 
@@ -330,9 +330,19 @@ def test_the_allocator_is_vllms_own_unless_asked_for(environment: dict[str, str]
 
 @pytest.mark.parametrize(("environment", "setting"), [({}, "0"), ({"NCCL_GRAPH_REGISTER": "1"}, "1")])
 def test_nccl_registers_no_graphs_unless_the_user_says_so(environment: dict[str, str], setting: str) -> None:
-    """What it has registered cannot be replayed after a resume."""
-    code = REGISTER + MAKE + "import os; print(os.environ['NCCL_GRAPH_REGISTER'])"
-    assert run(code, MEMSAVER_VLLM="1", **environment).splitlines()[-1] == setting
+    """What it has registered cannot be replayed after a resume; a warning says so."""
+    code = """
+import logging, os
+import torch.distributed as dist
+logging.basicConfig(stream=sys.stdout)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.get_backend_config = lambda: "cuda:nccl"
+worker.init_device()
+print("set:", os.environ["NCCL_GRAPH_REGISTER"])
+"""
+    told = run(REGISTER + MAKE + code, MEMSAVER_VLLM="1", **environment)
+    assert f"set: {setting}" in told
+    assert ("may hang on replay" in told) == (setting == "1")
 
 
 def test_a_backend_of_that_name_exists_without_the_switch() -> None:
