@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memsaver_core import _native
@@ -21,7 +22,7 @@ from tests.reliability.surroundings import (
     keep_mounts_private,
     mount_small_disk,
 )
-from tests.unit.saver_memory import MIB, PAGE, content, fill
+from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 from tests.waiting import wait_until
 
 GROUP = 192 * MIB
@@ -218,6 +219,28 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
         saver.resume([])
         assert [content(address, part) for address in addresses] == written
         assert saver.audit() == []
+
+    in_child(body)
+
+
+def test_packed_content_needs_less_of_the_disk(tmp_path: Path) -> None:
+    """A release of other content of the same kind is not refused for space that it will not take."""
+
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(tmp_path, 176 * MIB)
+        saver = make(tmp_path, host_capacity=512 * MIB, pack=True)
+        address = saver.allocate(0, "t", "file", 160 * MIB)
+        exponents = np.random.default_rng(1).integers(0x3C00, 0x3D00, 80 * MIB, dtype=np.uint16)
+        for flipped in (0, 1):
+            view(address, 160 * MIB).view(np.uint16)[:] = exponents ^ flipped
+            saver.release([], [], {})
+            if not flipped:
+                space = os.statvfs(tmp_path)
+                with (tmp_path / "intruder").open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - 4 * MIB)
+            saver.resume([])
+        assert (view(address, 160 * MIB).view(np.uint16) == exponents ^ 1).all()
 
     in_child(body)
 

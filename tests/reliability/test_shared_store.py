@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from memsaver_core import _native
 from memsaver_core.errors import ConfigurationError, OutOfHostMemoryError
 from tests.native import injection
-from tests.unit.saver_memory import MIB, content, fill
+from tests.unit.saver_memory import MIB, content, fill, view
 from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
@@ -37,6 +38,14 @@ def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
         try:
             if operation == "write":
                 written = fill(address, WEIGHTS, argument)
+            elif operation == "write weights":
+                exponents = np.random.default_rng(argument).integers(0x3C00, 0x3D00, WEIGHTS // 2, dtype=np.uint16)
+                view(address, WEIGHTS)[:] = exponents.view(np.uint8)
+                written = exponents.tobytes()
+            elif operation == "fail":
+                saver.fail(argument, times=1_000_000)
+            elif operation == "count":
+                answer = saver.counts().get(argument, 0)
             elif operation == "release":
                 answer = saver.release([], [], {})["tags"][0]
             elif operation == "resume":
@@ -154,6 +163,27 @@ def test_one_ends_in_the_middle_of_its_share(replicas: list[Replica], end: str) 
     assert sum(report["backed_up_bytes"] for report in reports) >= WEIGHTS
     assert all_at_once(others, "resume") == [True] * 2
     assert all_at_once(others, "audit") == [[]] * 2
+
+
+@pytest.mark.parametrize("kernels", ["kernels", "no kernels"])
+def test_one_that_does_not_pack_unpacks_what_others_packed(store: str, kernels: str) -> None:
+    """On the device if it can, which a release prepares."""
+    packing = Replica(store)
+    plain = Replica(store, pack=False)
+    try:
+        if kernels == "no kernels":
+            plain.ask("fail", "has_packing")
+        for each in (packing, plain):
+            each.ask("write weights", 3)
+        assert packing.ask("release")["kept_bytes"] < 0.9 * WEIGHTS
+        assert plain.ask("release")["shared_bytes"] == WEIGHTS
+        assert plain.ask("count", "prepare_packing") > 0 or kernels == "kernels"
+        assert all_at_once([packing, plain], "resume") == [True, True]
+        assert (plain.ask("count", "unpack") > 0) == (kernels == "kernels")
+        assert all_at_once([packing, plain], "audit") == [[]] * 2
+    finally:
+        packing.kill()
+        plain.kill()
 
 
 def test_it_is_bounded_for_all_together(store: str) -> None:
