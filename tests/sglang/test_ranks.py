@@ -53,6 +53,16 @@ def test_kept_requests_go_on(server: Server) -> None:
     assert running.result(ANSWER_S) == expected
 
 
+def test_updates_of_discarded_weights(server: Server) -> None:
+    expected = server.generate()
+    for write in (server.write_weights, lambda: server.write_tensors(ranks=2)):
+        server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
+        server.own("/resume_memory_occupation", {"tags": ["weights"]})
+        write()
+        server.own("/resume_memory_occupation")
+        assert server.generate() == expected
+
+
 def test_both_hibernate(server: Server) -> None:
     body = {"hibernate": True, "verify": "token"}
     expected = server.generate()
