@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 #: Longest interval at which a wait looks at the ranks' progress, seconds.
 LOOK_S = 1.0
+#: Bytes per second of resident memory; a checkpoint or a restore that is slower hangs. The driver's rate is 2.4e9.
+SLOWEST_COPY = 5e8
 #: How long a call that failed may wait for the end of the process that explains it, seconds.
 EXPLAIN_S = 0.5
 
@@ -108,6 +110,11 @@ class Group:
         """What each rank held when it last answered; None if it does not use memsaver, or has ended."""
         pairs = zip(self.ranks, self._statuses, strict=True)
         return [None if rank.pid in self._ended else status for rank, status in pairs]
+
+    def hibernation_limit_s(self) -> float:
+        """Return after how many seconds a checkpoint or a restore of what is resident now counts as hung."""
+        resident = (sum(tag.resident_bytes for tag in status.tags) for status in self.statuses if status is not None)
+        return self.deadlines.hibernation_s + max(resident, default=0) / SLOWEST_COPY
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
         """Return each rank with the state that it last told."""

@@ -43,9 +43,6 @@ from memsaver_server.ranks.steps import Steps
 
 _T = TypeVar("_T")
 
-#: Bytes per second of resident memory; a checkpoint or a restore that is slower hangs. The driver's rate is 2.4e9.
-_SLOWEST_COPY = 5e8
-
 
 class RankMemory:
     """Implements ``Memory``.
@@ -178,13 +175,11 @@ class RankMemory:
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
             steps.prepare(PrepareResume(options))
             if not self._hibernated:
-                steps.take("reservation", "reserve", partial(self.ask, Reserve(options)), self._give_back)
+                undo = partial(self.ask, GiveBackReserved())
+                steps.take("reservation", "reserve", partial(self.ask, Reserve(options)), undo)
 
     def give_back_reserved(self) -> None:
-        self._group.check(self._give_back())
-
-    def _give_back(self) -> list[Answer]:
-        return self.ask(GiveBackReserved())
+        self._group.check(self.ask(GiveBackReserved()))
 
     @property
     def _hibernated(self) -> bool:
@@ -262,14 +257,10 @@ class RankMemory:
         )
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: str, undo: _Step) -> None:
-        statuses = [status for status in self._group.statuses if status is not None]
-        most = max((sum(tag.resident_bytes for tag in status.tags) for status in statuses), default=0)
-        limit = self._group.deadlines.hibernation_s + most / _SLOWEST_COPY
+        limit = self._group.hibernation_limit_s()
 
-        def each(name: _Step) -> Callable[[], list[Answer]]:
-            return lambda: self._group.ask(HibernationStep(name), limit)
-
-        steps.take(step, phase, each(step), each(undo))
+        ask = self._group.ask
+        steps.take(step, phase, lambda: ask(HibernationStep(step), limit), lambda: ask(HibernationStep(undo), limit))
 
     def _plans(self, steps: Steps, options: ReleaseOptions) -> list[Plan]:
         """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
