@@ -42,8 +42,6 @@ def missing(scheduler: Any) -> list[str]:
     paths = [*SCHEDULER, *PARTS]
     if getattr(scheduler, "draft_worker", None):
         paths.append("draft_worker.clear_cache_pool")
-    if not hasattr(scheduler, "collect_inflight_reqs") and parallel(scheduler).pp_size > 1:
-        paths += ["mbs", "running_mbs"]
     return [f"Scheduler.{name}" for name in lacking(scheduler, paths)] + [
         f"io_struct.{name}" for name in lacking(messages, MESSAGES)
     ]
