@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/error.hpp"
@@ -154,22 +155,22 @@ StoreDoor::Asked StoreDoor::ask_all(milliseconds patience) const {
   const ScopeExit at_end([&] {
     for (const auto& each : sockets) close(each.fd);
   });
+  int socket = -1;
   for (int i = 0; i < kNames; ++i) {
     const Name name = name_of(prefix_ + std::to_string(i));
-    const int socket = open_socket(SOCK_NONBLOCK);
-    if (socket < 0) {
-      asked.any = true;  // without descriptors nobody can be asked
+    if (socket < 0) socket = open_socket(SOCK_NONBLOCK);
+    if (connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) != 0) {
+      asked.any = asked.any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
       continue;
     }
-    const bool connected = connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) == 0;
-    const bool taken = connected ? is_of_this_user(socket) : errno != ECONNREFUSED;
-    asked.any = asked.any || taken;
-    if (connected && taken) {
-      sockets.push_back({socket, POLLIN, 0});
+    if (is_of_this_user(socket)) {
+      asked.any = true;
+      sockets.push_back({std::exchange(socket, -1), POLLIN, 0});
     } else {
-      close(socket);
+      close_and_forget(socket);
     }
   }
+  close_and_forget(socket);
   while (!sockets.empty()) {
     const auto left = left_until(until);
     const int ready = poll(sockets.data(), sockets.size(), static_cast<int>(left.count()));
