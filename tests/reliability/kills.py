@@ -181,6 +181,7 @@ class Tenant:
         if self.neighbour is None:
             return
         self.neighbour.end()
+        self.saver.resume([])  # it got ready for an operation that was not needed
         self.saver.drop_backups([])
         wait_until(lambda: self.saver.status()["shared_store"]["used_bytes"] == 0)
 
