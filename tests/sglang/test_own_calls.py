@@ -127,6 +127,17 @@ def test_weights_are_written_only_while_resident(server: Server) -> None:
     assert server.generate() == expected
 
 
+def test_an_update_waits_for_requests_in_flight(server: Server, expected: list[list[int]], tmp_path: Path) -> None:
+    """As by SGLang alone, while nothing is released."""
+    other = checkpoint.write(tmp_path, seed=8)
+    running = server.in_background(4, 300)
+    server.write_weights(model_path=str(other))
+    assert server.generate(300, prompts(1)[0]) != expected[0]
+    assert [each.result(ANSWER_S) for each in running] == expected[:4]
+    server.write_weights()
+    assert server.generate(300, prompts(1)[0]) == expected[0]
+
+
 def test_an_unknown_tag(server: Server) -> None:
     refused = server.own("/release_memory_occupation", {"tags": ["wieghts"]}, status=400)
     assert "wieghts" in refused.text
