@@ -333,7 +333,7 @@ def test_weights_without_a_backup(serve: Callable[..., Serving], resumed_first: 
         assert "content of weights" in refused.finished_reason["message"]
         assert serving.http.get("/readyz").status_code == 503
     serving.scheduler.received.put(standin.UpdateWeightsFromTensorReqInput(weights))
-    wait_until(lambda: "content of weights" not in serving.http.get("/readyz").json()["reason"])
+    wait_until(lambda: all(tag["content"] == "ok" for tag in serving.http.get("/memory_occupation").json()["tags"]))
     serving.call("/resume_memory_occupation")
     assert float(model.scale) == 3.0
     assert serving.generate() == expected

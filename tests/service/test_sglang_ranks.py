@@ -6,6 +6,8 @@ A token depends on the memory of every rank: equal tokens mean equal content.
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +19,18 @@ import pytest
 import torch
 
 from memsaver_core.compat import torch_memory_saver
+from memsaver_core.options import ReleaseOptions
 from memsaver_core.ranks import protocol
+from memsaver_core.ranks.connection import SocketChannel
+from memsaver_core.ranks.rank import Rank
+from memsaver_core.reports import RankStatus
 from memsaver_server.engine import DrainTimeoutError
 from memsaver_server.integrations.scheduler_loop import event_loop
-from memsaver_server.integrations.scheduler_loop.ranks import SchedulerRank
+from memsaver_server.integrations.scheduler_loop.ranks import SchedulerMemory, SchedulerRank
 from memsaver_server.integrations.sglang import port
 from memsaver_server.integrations.sglang.work import SchedulerWork
+from memsaver_server.ranks.group import GroupFailedError
+from memsaver_server.ranks.watch import is_stopped
 from tests.waiting import wait_until
 
 from . import sglang_ranks
@@ -181,7 +189,7 @@ def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
     serving.engine.send(
         standin.UpdateWeightsFromTensorReqInput(torch.arange(standin.VOCABULARY, dtype=torch.float64) + 1)
     )
-    wait_until(lambda: "content of weights" not in serving.http.get("/readyz").json()["reason"])
+    wait_until(lambda: all(tag["content"] == "ok" for tag in serving.http.get("/memory_occupation").json()["tags"]))
     serving.call("/resume_memory_occupation")
     assert serving.generate() == expected
 
@@ -253,6 +261,31 @@ def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) 
     standin_scheduler.received.put(standin.Exit())
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.guards("an operation waited forever, and nothing said why")
+def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
+    standin_scheduler: standin.Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits in a collective for a rank that a signal has stopped, which is named."""
+    monkeypatch.setattr(event_loop, "COMMAND_S", 0.1)
+    loop = port.lead(standin_scheduler, SchedulerWork(standin_scheduler))
+
+    def answer(message: Any) -> Any:
+        return Rank().answer(message["message"])
+
+    memory = SchedulerMemory(loop, SocketChannel(answer, []))
+    with subprocess.Popen(["sleep", "600"]) as other:
+        stopped = RankStatus(1, other.pid, True, "resident")
+        monkeypatch.setattr(memory._group, "rank_statuses", lambda: (stopped,))
+        other.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(other.pid))
+        with pytest.raises(GroupFailedError, match=rf"next iteration.*rank 1 .process {other.pid}."):
+            memory.release(ReleaseOptions())
+        other.kill()
+    assert "kill -CONT" in memory.failure
+    with pytest.raises(GroupFailedError):
+        memory.run("flush")
 
 
 @pytest.mark.guards(

@@ -25,8 +25,14 @@ from memsaver_server.integrations.scheduler_loop.work import Work
 
 #: How long a rank may take to come to the iteration that another rank has come to, seconds.
 ARRIVAL_S = 30.0
+#: How long rank 0 may take to carry out a command: less than it waits in a collective for a rank that hangs.
+COMMAND_S = 120.0
 
 T = TypeVar("T")
+
+
+class LateError(MemsaverError):
+    """Rank 0 has not come to a command in time: its scheduler hangs, or waits for another rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +157,7 @@ class LeadingLoop(EventLoop):
             over: this rank does not begin its next iteration before that.
 
         Raises:
+            LateError: it did not in ``COMMAND_S``.
             MemsaverError: the event loop ended first, or the ranks have failed.
             Exception: what this rank raised.
         """
@@ -163,7 +170,9 @@ class LeadingLoop(EventLoop):
                 self._rests[number] = over
             self._outgoing.append(Command(number, name, arguments))
         self._idle.wake()
-        self.wait_for_future(done)
+        self.wait_for_future(done, COMMAND_S)
+        if not done.done():
+            raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
         done.result()
         return number
 

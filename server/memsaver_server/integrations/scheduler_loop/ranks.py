@@ -22,8 +22,9 @@ from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.reports import OperationReport
-from memsaver_server.integrations.scheduler_loop.event_loop import EventLoop, LeadingLoop
+from memsaver_server.integrations.scheduler_loop.event_loop import EventLoop, LateError, LeadingLoop
 from memsaver_server.ranks import RankMemory
+from memsaver_server.ranks.watch import stopped_ranks
 
 #: How long all ranks may take from the first one's start of its event loop to the last one's, seconds.
 CONNECT_S = 300.0
@@ -118,7 +119,8 @@ class SchedulerMemory(RankMemory):
             MemsaverError: it failed on some rank, or the event loop has ended.
         """
         self._group.raise_if_failed()
-        number = self._loop.run(name, *arguments)
+        with self._failing_if_late():
+            number = self._loop.run(name, *arguments)
         with self._asking, self._channel.after_command(number):
             self._group.step = f"command {name}"
             try:
@@ -133,8 +135,16 @@ class SchedulerMemory(RankMemory):
                 # Device calls are blocked. A loop that is in one cannot come to rest: it goes on after the wake-up,
                 # and has no request to compute.
                 return operate()
-            with self._loop.standstill() as number, self._channel.after_command(number):
+            with self._failing_if_late(), self._loop.standstill() as number, self._channel.after_command(number):
                 return operate()
+
+    @contextmanager
+    def _failing_if_late(self) -> Iterator[None]:
+        try:
+            yield
+        except LateError as error:
+            stopped = stopped_ranks(self._group.rank_statuses())
+            raise self._group.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
