@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,24 @@ def test_an_end_is_told_once(monkeypatch: pytest.MonkeyPatch, descriptors: bool)
         other.kill()
         wait_until(lambda: len(ended.pids) == 2)
         assert ended.pids == [first.pid, other.pid]
+
+
+def test_one_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this process has no free descriptor; the pidfd that it has tells the end all the same."""
+    ended, looks = Ended(), []
+
+    def refuse(path: Path) -> str:
+        looks.append(path)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with subprocess.Popen(["sleep", "600"]) as one:
+        watch = ProcessWatch([one.pid], ended.note)
+        monkeypatch.setattr(Path, "read_text", refuse)
+        wait_until(lambda: len(looks) > 1)
+        assert not ended.pids
+        one.kill()
+        wait_until(lambda: ended.pids)
+    assert watch.pids == {one.pid}
 
 
 def test_a_process_that_is_gone_is_told_at_once() -> None:

@@ -62,21 +62,25 @@ class ProcessWatch:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped a process."""
-    stat = _stat(pid)
-    return bool(stat) and stat[0] in "Tt"
+    try:
+        return _stat(pid)[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _is_ending(pid: int) -> bool:
-    stat = _stat(pid)
-    return not stat or stat[0] in "ZX" or bool(int(stat[6]) & _EXITING)
+    try:
+        state, *_, flags = _stat(pid)[:7]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # this process has no free descriptor: it cannot be told now
+        return False
+    return state in "ZX" or bool(int(flags) & _EXITING)
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the third and later fields of proc_pid_stat(5); none if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    """Return the third and later fields of proc_pid_stat(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def is_rank_stopped(rank: RankStatus) -> bool:
