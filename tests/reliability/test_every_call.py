@@ -11,7 +11,7 @@ from tests.native.build import built, run
 from tests.reliability.figures import keep
 
 #: Every STRIDE-th case: with 3, each call still fails at each of its occurrences, with a third of the errors.
-STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "5"))
+STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "7"))
 
 
 @pytest.mark.slow
