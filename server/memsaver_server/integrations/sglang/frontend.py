@@ -1,7 +1,7 @@
 """What memsaver changes in the process of SGLang's HTTP server, or of its ``Engine``.
 
-A release or a resume that failed in the scheduler is answered as a failure. And an update of weights waits for the
-requests in flight, by a lock that each holds until it is answered, but not for those that memsaver holds back: they may
+A release or a resume that failed in the scheduler is answered as a failure. An update of weights waits for the requests
+in flight: each holds a lock until it is answered. It does not wait for those that memsaver holds back, which may
 themselves wait for that update.
 """
 
