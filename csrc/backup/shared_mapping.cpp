@@ -77,22 +77,12 @@ void SharedMapping::touch(std::uint32_t slab, int numa_node) {
   const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
   const std::size_t part = to_pages(all.bytes / count + 1);
   std::atomic<int> failure{0};
-  const auto work = [&](std::size_t i) {
+  sys::run_in_threads(count, [&](std::size_t i) {
     const std::size_t begin = std::min(all.bytes, i * part);
     const std::size_t end = std::min(all.bytes, begin + part);
     const int code = sys::make_pages(reinterpret_cast<void*>(all.address + begin), end - begin);
     if (code != 0) failure = code;
-  };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < count; ++i) {
-    if (auto thread = sys::start_thread([&work, i] { work(i); })) {
-      threads.push_back(std::move(*thread));
-    } else {
-      work(i);
-    }
-  }
-  work(0);
-  for (auto& thread : threads) thread.join();
+  });
   if (failure == 0) return;
   throw Error::from_driver(ErrorKind::out_of_host_memory, "madvise", strerrorname_np(failure), std::strerror(failure))
       .with_bytes(all.bytes)

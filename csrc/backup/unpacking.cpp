@@ -91,19 +91,9 @@ bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_byte
     packed = joined.data();
   }
   std::atomic<bool> sound{true};
-  const auto work = [&](std::size_t part) {
+  sys::run_in_threads(threads, [&](std::size_t part) {
     if (!unpack_on_host(packed, packed_bytes, content, bytes, part, threads)) sound = false;
-  };
-  std::vector<std::thread> started;
-  for (std::size_t part = 1; part < threads; ++part) {
-    if (auto thread = sys::start_thread([&work, part] { work(part); })) {
-      started.push_back(std::move(*thread));
-    } else {
-      work(part);
-    }
-  }
-  work(0);
-  for (auto& thread : started) thread.join();
+  });
   return sound;
 }
 

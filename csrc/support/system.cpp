@@ -9,6 +9,7 @@
 #include <cstring>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "support/error.hpp"
 
@@ -92,6 +93,19 @@ std::optional<std::thread> start_thread(std::function<void()> task) {
   } catch (const std::system_error&) {
     return std::nullopt;
   }
+}
+
+void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
+  std::vector<std::thread> started;
+  for (std::size_t part = 1; part < parts; ++part) {
+    if (auto thread = start_thread([&work, part] { work(part); })) {
+      started.push_back(std::move(*thread));
+    } else {
+      work(part);
+    }
+  }
+  work(0);
+  for (auto& thread : started) thread.join();
 }
 
 std::shared_future<void> run_beside(std::function<void()> task) {

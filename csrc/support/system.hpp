@@ -42,6 +42,9 @@ extern std::atomic<Hook> hook;
 
 // A thread that runs `task`; nothing if the system refuses one.
 [[nodiscard]] std::optional<std::thread> start_thread(std::function<void()> task);
+// Returns once `work(part)`, which must not throw, has run for each part below `parts`: a thread for each, this one for
+// the first and for those that the system refuses a thread.
+void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work);
 // Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for it.
 [[nodiscard]] std::shared_future<void> run_beside(std::function<void()> task);
 
