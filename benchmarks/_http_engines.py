@@ -62,8 +62,12 @@ def vllm(checkpoint: str, utilization: float, prompt: list[int], tokens: int, *m
 
 
 @contextmanager
-def started(kind: Kind, model: str, folder: Path) -> Iterator[httpx.Client]:
-    """Run an engine while the block runs; yields a client of it once it serves. Its log is ``folder``/``model``.log."""
+def started(kind: Kind, model: str, folder: Path, end_s: float = END_S) -> Iterator[httpx.Client]:
+    """Run an engine while the block runs; yields a client of it once it serves. Its log is ``folder``/``model``.log.
+
+    Args:
+        end_s: how long it may take to end by itself.
+    """
     [port] = free_ports(1)
     log = folder / f"{model}.log"
     with log.open("w") as output:
@@ -78,7 +82,7 @@ def started(kind: Kind, model: str, folder: Path) -> Iterator[httpx.Client]:
                 time.sleep(0.2)
             yield client
     finally:
-        end(process, END_S)
+        end(process, end_s)
 
 
 def _answers(client: httpx.Client) -> bool:

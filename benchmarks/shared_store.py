@@ -258,7 +258,7 @@ def main() -> None:
         "link GB/s": links,
         "rows": rows,
     }
-    print(write("shared_store", result, to_markdown, options.out))
+    print(write("shared-store", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":
