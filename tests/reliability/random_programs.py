@@ -49,7 +49,7 @@ def main() -> None:
             machine.replay(read(arguments.replay.read_text()), kind())
             return
         few = arguments.store or arguments.core == "shipped"
-        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "20" if few else "100"))
+        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "20" if few else "60"))
         count = int(os.environ.get("MEMSAVER_MACHINE_STEPS", "50"))
         print(f"seed {arguments.seed}", flush=True)
         start = time.monotonic()
