@@ -34,6 +34,14 @@ def used_mib_of(gpus: int) -> list[float]:
     return [used_mib(gpu) for gpu in range(gpus)]
 
 
+def device_bytes(uuid: str, pid: int) -> int:
+    """Memory of a device that a process holds, as the driver counts it now."""
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return sum(process.usedGpuMemory for process in processes if process.pid == pid)
+
+
 def about_gpu() -> dict[str, Any]:
     """Return the names and versions that belong into a result."""
     return {

@@ -1,10 +1,11 @@
 """A worker of real vLLM on two GPUs is killed: how long until probes and callers are told.
 
-One server for each state in which rank 1 gets SIGKILL. The probes are asked again and again, one after the other, from
-the kill on. An operation that is to be under way is held up by stopping that rank first (SIGSTOP).
+One server for each state in which rank 1 gets SIGKILL; all are started at once, and take turns. The probes are asked
+again and again, one after the other, from the kill on. An operation that is to be under way is held up by stopping that
+rank first (SIGSTOP).
 
     python benchmarks/rank_deaths.py                                    # needs vLLM and two GPUs
-    python benchmarks/rank_deaths.py --states released --repeats 1 --out /tmp
+    python benchmarks/rank_deaths.py --states released hibernated --out /tmp
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 from _checkpoint import CONFIG, PROMPTS, write_checkpoint
-from _http_engines import Kind, started, vllm
-from _machine import about_gpu, touch_host_memory, used_mib_of
+from _http_engines import started, vllm
+from _machine import MIB, about_gpu, device_bytes, touch_host_memory
 from _record import new_parser, new_result, write
 
 RANKS = 2
@@ -80,20 +82,21 @@ def timed_post(client: httpx.Client, path: str) -> tuple[float, int]:
     return time.perf_counter(), status
 
 
-def measure(kind: Kind, state: str, folder: Path) -> dict[str, Any]:
-    empty = used_mib_of(RANKS)
-    with started(kind, "m", folder, end_s=0) as client:
-        bring(client, state)
-        row = kill(client, state)
-        # The memory of the others goes back although the server still answers.
-        deadline = time.monotonic() + LIMIT_S
-        while (left := left_of(empty)) and max(left) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return {**row, "left_mib": left}
+def measure(client: httpx.Client, state: str) -> dict[str, Any]:
+    seen = look(client)
+    pids = [rank["pid"] for rank in seen["ranks"]]
+    gpus = [device["uuid"] for device in seen["devices"]]
+    bring(client, state)
+    row = kill(client, state)
 
+    def left() -> list[float]:
+        return [sum(device_bytes(gpu, pid) for pid in pids) / MIB for gpu in gpus]
 
-def left_of(empty: list[float]) -> list[float]:
-    return [now - before for now, before in zip(used_mib_of(RANKS), empty, strict=True)]
+    # The memory of the others goes back although the server still answers.
+    deadline = time.monotonic() + LIMIT_S
+    while any(left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return {**row, "left_mib": left()}
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -102,18 +105,16 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"torch {result['torch']}",
         "",
         f"{result['date']}, `{result['command']}`. {RANKS} GPUs. Milliseconds from SIGKILL of rank 1 until each probe "
-        "answered 503 and named the rank, slowest of all times; device memory afterwards by nvidia-smi.",
+        "answered 503 and named the rank; device memory that the ranks hold afterwards, as nvidia-smi counts it.",
         "",
-        f"| killed while | times | {' | '.join(PROBES)} | the call that waited | a later resume | MiB left on each |",
-        f"|---|---|{'---|' * len(PROBES)}---|---|---|",
+        f"| killed while | {' | '.join(PROBES)} | the call that waited | a later resume | MiB left on each GPU |",
+        f"|---|{'---|' * len(PROBES)}---|---|---|",
     ]
-    for state in dict.fromkeys(row["state"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["state"] == state]
-        told = " | ".join(f"{max(row['told_ms'][path] for row in rows):.0f}" for path in PROBES)
-        waited = [f"{row['caller_status']} after {row['caller_ms']:.0f} ms" for row in rows if "caller_ms" in row]
-        refused = ", ".join(sorted({str(row["refused_status"]) for row in rows}))
-        left = ", ".join(f"{max(sizes):.0f}" for sizes in zip(*(row["left_mib"] for row in rows), strict=True))
-        lines.append(f"| {state} | {len(rows)} | {told} | {'; '.join(waited) or '-'} | {refused} | {left} |")
+    for row in result["rows"]:
+        told = " | ".join(f"{row['told_ms'][path]:.0f}" for path in PROBES)
+        waited = f"{row['caller_status']} after {row['caller_ms']:.0f} ms" if "caller_ms" in row else "-"
+        left = ", ".join(f"{size:.0f}" for size in row["left_mib"])
+        lines.append(f"| {row['state']} | {told} | {waited} | {row['refused_status']} | {left} |")
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +122,6 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape to serve")
     parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
-    parser.add_argument("--repeats", type=int, default=1, help="servers for each state")
     options = parser.parse_args()
     touch_host_memory()
     record: dict[str, Any] = {
@@ -133,14 +133,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_checkpoint(options.config, folder)
-        more = ("--tensor-parallel-size", str(RANKS), "--enforce-eager")
-        kind = vllm(str(folder), 0.3, PROMPTS[0], 1, *more)
+        # Engines that profile memory at the same time would disturb each other.
+        more = ("--tensor-parallel-size", str(RANKS), "--enforce-eager", "--kv-cache-memory-bytes", str(4 << 30))
+        kind = vllm(str(folder), 0.1, PROMPTS[0], 1, *more)
         kind.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(RANKS)))
-        for _ in range(options.repeats):
-            for state in options.states:
-                record["rows"].append(measure(kind, state, folder))
+        with ExitStack() as servers, ThreadPoolExecutor(len(options.states)) as pool:
+
+            def start(state: str) -> tuple[ExitStack, httpx.Client]:
+                server = servers.enter_context(ExitStack())
+                return server, server.enter_context(started(kind, state, folder, end_s=0))
+
+            for state, (server, client) in zip(options.states, list(pool.map(start, options.states)), strict=True):
+                record["rows"].append(measure(client, state))
                 print(record["rows"][-1], flush=True)
                 write("rank-deaths", record, to_markdown, options.out)
+                server.close()
     print(to_markdown(record))
 
 

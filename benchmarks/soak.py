@@ -35,8 +35,8 @@ from uuid import uuid4
 import httpx
 import numpy as np
 import psutil
-import pynvml
 import torch
+from _machine import device_bytes
 from _record import RESULTS, ROOT, new_parser, new_result, write
 
 from memsaver_server.client import Client, DeviceMemoryError, OperationAnswer
@@ -274,14 +274,6 @@ class Soak:
 
     def _note(self, name: str, value: float) -> None:
         self._series.setdefault(name, []).append(float(value))
-
-
-def device_bytes(uuid: str, pid: int) -> int:
-    """Memory of a device that a process holds, as the driver counts it now."""
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return sum(process.usedGpuMemory for process in processes if process.pid == pid)
 
 
 def seconds_of(answer: OperationAnswer) -> float:

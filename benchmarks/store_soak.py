@@ -26,8 +26,9 @@ from uuid import uuid4
 
 import psutil
 import torch
+from _machine import device_bytes
 from _record import new_parser, new_result, write
-from soak import device_bytes, fit
+from soak import fit
 
 import memsaver_core as ms
 from memsaver_server.cli.units import parse_size

@@ -1,7 +1,8 @@
-"""A second GPU and co-tenants for tests on a GPU."""
+"""A second GPU, co-tenants, and what other processes hold, for tests on a GPU."""
 
 from __future__ import annotations
 
+import pynvml
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 #: For `tests.e2e.serving.serving`, which serves on the host driver unless told otherwise.
 ON_CUDA = {"MEMSAVER_DRIVER": "cuda"}
+
+MIB = 1 << 20
 
 TENANT = """
 import sys, torch
@@ -42,3 +45,11 @@ class CoTenant(Child):
     def let_go(self) -> int:
         """Free everything. Returns the bytes that are free now."""
         return int(self.ask("let go"))
+
+
+def process_mib(pid: int, device: int = 0) -> float:
+    """What a device counts for a process, MiB; 0 if it is not listed."""
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return sum((process.usedGpuMemory or 0) / MIB for process in processes if process.pid == pid)

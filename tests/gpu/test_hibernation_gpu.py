@@ -6,12 +6,10 @@ import textwrap
 from pathlib import Path
 
 import httpx
-import pynvml
 import pytest
-import torch
 
 from tests.e2e.serving import serving
-from tests.gpu.children import two_devices
+from tests.gpu.children import process_mib, two_devices
 from tests.native import injection
 from tests.programs import Child, output_of
 from tests.waiting import wait_until
@@ -19,14 +17,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
-
-
-def process_mib(pid: int) -> float:
-    """What the device counts for a process, MiB; 0 if it is not listed."""
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return sum((process.usedGpuMemory or 0) / MIB for process in processes if process.pid == pid)
 
 
 def run(code: str) -> str:
