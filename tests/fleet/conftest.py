@@ -21,7 +21,7 @@ from .wire import Loop, Wire
 
 NAMES = ("a", "b", "c")
 #: Short, so that what waits for them does not make the tests slow.
-SILENCE_S, LEASE_S = 0.5, 1.5
+SILENCE_S, LEASE_S = 1.5, 3.0
 
 
 class Site:
