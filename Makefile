@@ -30,10 +30,10 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 
 test: $(READY)  ## lint, type-check and run every test (those that need a GPU are skipped without one)
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]; fi
-	@$(MAKE) --no-print-directory -j4 --output-sync=target lint test-service test-reliability test-unit test-whole test-fleet
+	@$(MAKE) --no-print-directory -j6 --output-sync=target lint test-service test-reliability test-unit test-whole test-fleet
 
-# By folder, four at once, as they wait about as much as they compute: each in a process of its own, where no other
-# folder's engines hold memory. The longest first.
+# By folder, all at once, as they wait about as much as they compute: each in a process of its own, where no other
+# folder's engines hold memory.
 test-service: TESTS := tests/service
 test-reliability: TESTS := tests/native tests/reliability
 test-unit: TESTS := tests/unit tests/devices
