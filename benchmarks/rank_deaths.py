@@ -1,8 +1,8 @@
 """A worker of real vLLM on two GPUs is killed: how long until probes and callers are told.
 
 One server for each state in which rank 1 gets SIGKILL; all are started at once, and take turns. The probes are asked
-again and again, one after the other, from the kill on. An operation that is to be under way is held up by stopping that
-rank first (SIGSTOP).
+again and again, one after the other, from the kill on. If the rank is to die during an operation, it is stopped before
+the operation (SIGSTOP), which then cannot end.
 
     python benchmarks/rank_deaths.py                                    # needs vLLM and two GPUs
     python benchmarks/rank_deaths.py --states released hibernated --out /tmp
@@ -46,9 +46,8 @@ def bring(client: httpx.Client, state: str) -> None:
         client.post("/release_memory_occupation", json=body).raise_for_status()
 
 
-def kill(client: httpx.Client, state: str) -> dict[str, Any]:
-    """Kill rank 1; return the milliseconds until each was told, and what they were told."""
-    pid = look(client)["ranks"][1]["pid"]
+def kill(client: httpx.Client, state: str, pid: int) -> dict[str, Any]:
+    """Kill the process of rank 1; return the milliseconds until each was told, and what they were told."""
     with ThreadPoolExecutor(1) as pool:
         waiting = None
         if path := UNDER_WAY.get(state):
@@ -87,7 +86,7 @@ def measure(client: httpx.Client, state: str) -> dict[str, Any]:
     pids = [rank["pid"] for rank in seen["ranks"]]
     gpus = [device["uuid"] for device in seen["devices"]]
     bring(client, state)
-    row = kill(client, state)
+    row = kill(client, state, pids[1])
 
     def left() -> list[float]:
         return [sum(device_bytes(gpu, pid) for pid in pids) / MIB for gpu in gpus]

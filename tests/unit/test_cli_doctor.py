@@ -27,9 +27,12 @@ def doctor(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@functools.cache
-def findings(**changes: str) -> dict[str, dict[str, str]]:
+def findings_now(**changes: str) -> dict[str, dict[str, str]]:
     return {finding["subject"]: finding for finding in json.loads(doctor("--json", **changes).stdout)}
+
+
+#: Of the environment alone, so one run for each serves all tests.
+findings = functools.cache(findings_now)
 
 
 def settled() -> dict[str, dict[str, str]]:
@@ -37,6 +40,7 @@ def settled() -> dict[str, dict[str, str]]:
     return findings(
         NCCL_GRAPH_REGISTER="0",
         PYTORCH_ALLOC_CONF="expandable_segments:False",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False",
         MEMSAVER_API_KEY="hid" * 16,
         MEMSAVER_FILE_DIR="/dev/shm",
     )
@@ -128,7 +132,7 @@ def test_who_has_the_port_is_told() -> None:
         with suppress(OSError):  # then another process has it, which is as good
             server.bind(("127.0.0.1", 30000))
             server.listen()
-        found = findings.__wrapped__()["port 30000"]
+        found = findings_now()["port 30000"]
     assert found["level"] == "warning"
     assert re.search(r"process \d+ \(", found["found"])
     assert "--port" in found["remedy"]
