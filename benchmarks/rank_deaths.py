@@ -1,10 +1,11 @@
-"""A worker of real vLLM on two GPUs is killed: how long until probes and callers are told.
+"""A worker of real vLLM is killed: how long until probes and callers are told.
 
-One server for each state in which rank 1 gets SIGKILL; all are started at once, and take turns. The probes are asked
+One server for each state in which its last rank gets SIGKILL; all are started at once, and take turns. On two GPUs an
+engine has two ranks, on one GPU one, also in a process of its own. The probes are asked
 again and again, one after the other, from the kill on. If the rank is to die during an operation, it is stopped before
 the operation (SIGSTOP), which then cannot end.
 
-    python benchmarks/rank_deaths.py                                    # needs vLLM and two GPUs
+    python benchmarks/rank_deaths.py                                    # needs vLLM and a GPU
     python benchmarks/rank_deaths.py --states released hibernated --out /tmp
 """
 
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from _checkpoint import CONFIG, PROMPTS, write_checkpoint
 from _http_engines import started, vllm
 from _machine import MIB, about_gpu, device_bytes, touch_host_memory
 from _record import new_parser, new_result, write
 
-RANKS = 2
+RANKS = min(2, torch.cuda.device_count())
 STATES = ("resident", "releasing", "released", "hibernated", "resuming")
 PROBES = ("/livez", "/readyz", "/health")
 UNDER_WAY = {"releasing": "/release_memory_occupation", "resuming": "/resume_memory_occupation"}
@@ -47,7 +49,7 @@ def bring(client: httpx.Client, state: str) -> None:
 
 
 def kill(client: httpx.Client, state: str, pid: int) -> dict[str, Any]:
-    """Kill the process of rank 1; return the milliseconds until each was told, and what they were told."""
+    """Kill the process of the last rank; return the milliseconds until each was told, and what they were told."""
     with ThreadPoolExecutor(1) as pool:
         waiting = None
         if path := UNDER_WAY.get(state):
@@ -63,7 +65,7 @@ def kill(client: httpx.Client, state: str, pid: int) -> dict[str, Any]:
             for path in PROBES:
                 answer = client.get(path)
                 # /readyz is 503 during an operation, too.
-                if answer.status_code == 503 and f"rank 1 (process {pid})" in answer.text:
+                if answer.status_code == 503 and f"rank {RANKS - 1} (process {pid})" in answer.text:
                     told.setdefault(path, (time.perf_counter() - killed) * 1e3)
             if time.perf_counter() - killed > LIMIT_S:
                 raise RuntimeError(f"{state}: not told within {LIMIT_S:g} s: {set(PROBES) - told.keys()}")
@@ -86,7 +88,7 @@ def measure(client: httpx.Client, state: str) -> dict[str, Any]:
     pids = [rank["pid"] for rank in seen["ranks"]]
     gpus = [device["uuid"] for device in seen["devices"]]
     bring(client, state)
-    row = kill(client, state, pids[1])
+    row = kill(client, state, pids[-1])
 
     def left() -> list[float]:
         return [sum(device_bytes(gpu, pid) for pid in pids) / MIB for gpu in gpus]
@@ -103,8 +105,9 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"# A rank of vLLM is killed: {result['gpu']}, driver {result['driver']}, vLLM {result['vllm']}, "
         f"torch {result['torch']}",
         "",
-        f"{result['date']}, `{result['command']}`. {RANKS} GPUs. Milliseconds from SIGKILL of rank 1 until each probe "
-        "answered 503 and named the rank; device memory that the ranks hold afterwards, as nvidia-smi counts it.",
+        f"{result['date']}, `{result['command']}`. Ranks: {RANKS}, each on a GPU of its own. Milliseconds from SIGKILL "
+        "of the last rank until each probe answered 503 and named the rank; device memory that the ranks hold afterwards, as "
+        "nvidia-smi counts it.",
         "",
         f"| killed while | {' | '.join(PROBES)} | the call that waited | a later resume | MiB left on each GPU |",
         f"|---|{'---|' * len(PROBES)}---|---|---|",
@@ -133,7 +136,8 @@ def main() -> None:
         folder = Path(made)
         write_checkpoint(options.config, folder)
         # Engines that profile memory at the same time would disturb each other.
-        more = ("--tensor-parallel-size", str(RANKS), "--enforce-eager", "--kv-cache-memory-bytes", str(4 << 30))
+        more = ("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp", "--enforce-eager")
+        more += ("--kv-cache-memory-bytes", str(4 << 30))
         kind = vllm(str(folder), 0.1, PROMPTS[0], 1, *more)
         kind.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(RANKS)))
         with ExitStack() as servers, ThreadPoolExecutor(len(options.states)) as pool:
