@@ -106,8 +106,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"torch {result['torch']}",
         "",
         f"{result['date']}, `{result['command']}`. Ranks: {RANKS}, each on a GPU of its own. Milliseconds from SIGKILL "
-        "of the last rank until each probe answered 503 and named the rank; device memory that the ranks hold afterwards, as "
-        "nvidia-smi counts it.",
+        "of the last rank until each probe answered 503 and named the rank; device memory that the ranks hold "
+        "afterwards, as nvidia-smi counts it.",
         "",
         f"| killed while | {' | '.join(PROBES)} | the call that waited | a later resume | MiB left on each GPU |",
         f"|---|{'---|' * len(PROBES)}---|---|---|",
