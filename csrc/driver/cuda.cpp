@@ -7,6 +7,7 @@
 
 #include "driver/cuda_api.hpp"
 #include "driver/cuda_device.hpp"
+#include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
 #include "support/error.hpp"
 
@@ -204,6 +205,7 @@ class CudaDriver final : public Driver {
   }
   void prepare_packing(int index) noexcept override { known(index).prepare(kPackingSource); }
   bool has_packing(int index) noexcept override { return known(index).has(kPackingSource, false); }
+  void end() noexcept override { end_compiling(); }
 
   std::string loss() const override { return calls_.loss(); }
   // Device memory is read about seventy times as fast as PCIe 5 x16 copies it.

@@ -132,6 +132,9 @@ class Driver {
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
 
+  // The process is ending. Waits until no kernel is compiled; none is from then on.
+  virtual void end() noexcept {}
+
   // True if the memory is this machine's own: limits of host memory hold for it, too, and to touch what is released is
   // a segmentation fault.
   [[nodiscard]] virtual bool in_host_memory() const noexcept { return false; }

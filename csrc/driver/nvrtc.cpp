@@ -24,6 +24,10 @@ std::string& torch_path() REQUIRES(path_mutex) {
   return *path;
 }
 
+// Held while NVRTC works. A process that ended meanwhile would crash: its exit handlers free what NVRTC uses.
+Mutex compiling;
+bool ended GUARDED_BY(compiling) = false;
+
 struct Nvrtc {
   int (*version)(int*, int*);
   int (*create)(void**, const char*, const char*, int, const char* const*, const char* const*);
@@ -116,6 +120,8 @@ void set_nvrtc_path(const std::string& path) {
 }
 
 std::string compile(const std::string& name, const std::string& source, const std::string& architecture) {
+  const Lock lock(compiling);
+  if (ended) throw Error(ErrorKind::configuration, "kernels are not compiled while the process ends");
   const Nvrtc nvrtc = open_nvrtc();
   int major = 0;
   int minor = 0;
@@ -151,6 +157,11 @@ std::string compile(const std::string& name, const std::string& source, const st
   nvrtc.destroy(&program);
   if (!folder.empty()) write_atomically(folder + file, cubin);
   return cubin;
+}
+
+void end_compiling() noexcept {
+  const Lock lock(compiling);
+  ended = true;
 }
 
 }  // namespace memsaver::cuda

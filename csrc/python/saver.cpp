@@ -94,7 +94,7 @@ void bind_operations(SaverClass& saver) {
       .def("known_tags", &Saver::known_tags, NoGil())
       .def("devices", &Saver::devices, NoGil())
       .def("owns", &Saver::owns, "address"_a, NoGil())
-      .def("close", &Saver::close);
+      .def("close", &Saver::close, NoGil());
 }
 
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest(Saver& saver, int device, Address address,

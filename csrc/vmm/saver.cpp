@@ -310,7 +310,9 @@ void Saver::check_usable() const { core_->check_usable(); }
 
 void Saver::close() noexcept {
   core_->closed = true;
+  if (getpid() != core_->process) return;  // a lock may be held by a thread of the parent
   core_->backups.end();
+  core_->driver->end();
 }
 
 bool Saver::ended() const noexcept { return core_->closed || getpid() != core_->process; }

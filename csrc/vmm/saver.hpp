@@ -80,7 +80,8 @@ class Saver {
   [[nodiscard]] Driver& driver();
   // Throws as every function.
   void check_usable() const;
-  // The process is ending: from now on free() does nothing, and no host memory is unpinned.
+  // The process is ending: from now on free() does nothing, no host memory is unpinned, and no kernel is compiled.
+  // Waits for one that is.
   void close() noexcept;
   // After close(), and in a forked child: nothing is to be given back.
   [[nodiscard]] bool ended() const noexcept;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,20 @@ def test_a_program_that_prepares_nothing_packs_later() -> None:
         time.sleep(0.1)
     """
     assert "packed" in output_of(textwrap.dedent(program))
+
+
+@pytest.mark.guards("the process aborted at exit")
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8])
+def test_a_process_may_end_while_kernels_are_compiled(tmp_path: Path, delay_s: float) -> None:
+    """A release without kernels has them compiled in the background, for a second or two."""
+    program = f"""
+    import time, torch, memsaver_core as ms
+    with ms.region("t", restore="host"):
+        tensor = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
+    ms.release()
+    time.sleep({delay_s})
+    """
+    output_of(textwrap.dedent(program), XDG_CACHE_HOME=str(tmp_path))
 
 
 def test_without_packing_nothing_is_packed() -> None:

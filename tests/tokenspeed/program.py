@@ -146,8 +146,14 @@ def reset_caches(loop: Any) -> bool:
     return loop.attn_tp_rank > 0 or time.monotonic() > Executor.stepped_at + TRANSFER_S
 
 
-# The overlapping loop orders streams, of which there are none.
-torch.cuda.default_stream = lambda *device: SimpleNamespace(wait_stream=lambda stream: None)
+def default_stream() -> SimpleNamespace:
+    """The overlapping loop orders streams, of which there are none. CUDA waits while the process is hibernated."""
+    while ms.status().hibernated:
+        time.sleep(0.01)
+    return SimpleNamespace(wait_stream=lambda stream: None)
+
+
+torch.cuda.default_stream = default_stream
 event_loop.create_model_runner = create_model_runner
 event_loop.create_attn_components = create_attn_components
 event_loop.create_model_executor = create_model_executor

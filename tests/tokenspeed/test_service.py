@@ -96,5 +96,7 @@ def test_hibernation(server: Server) -> None:
     expected = server.generate()
     server.service("/release_memory_occupation", {"hibernate": True})
     assert server.get("/livez").status_code == 200
+    with pytest.raises(grpc.RpcError, match="is hibernated"):
+        server.generate()
     server.own("/resume_memory_occupation")
     assert server.generate() == expected

@@ -68,6 +68,7 @@ class FaultyDriver final : public Driver {
               Stream stream) override;
   void prepare_packing(int device) noexcept override;
   bool has_packing(int device) noexcept override;
+  void end() noexcept override { driver_->end(); }
   Event record(int device, Stream stream) override;
   bool done(int device, Event event) override;
   void wait(int device, Event event) override;

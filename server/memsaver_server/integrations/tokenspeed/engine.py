@@ -77,6 +77,7 @@ class TokenspeedEngine(LoopEngine):
             )
         self.when_still(timeout_s, begin=lambda: self.loop.tell("drain", mode == "abort"), given_up=given_up)
         self._run("freeze")
+        self._run("")  # the next iteration, after which the loop may not call CUDA
 
 
 def start(event_loop: Any, service: bool) -> TokenspeedEngine | None:

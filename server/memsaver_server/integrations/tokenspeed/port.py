@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from memsaver_server.integrations.scheduler_loop import ranks
@@ -85,3 +86,20 @@ def take_over(event_loop: Any, loop: EventLoop, work: LoopWork) -> None:
 
     handler.recv_reqs = begin
     handler.process_requests = lambda received: loop.process(received, process_and_refuse)
+    if hasattr(event_loop, "_paused_idle_step"):  # up to 0.1.0
+        begin_iteration = event_loop._process_new_requests
+        event_loop._process_new_requests = partial(stay_while_frozen, event_loop, begin_iteration, work)
+
+
+def stay_while_frozen(event_loop: Any, begin_iteration: Callable[[], None], work: LoopWork) -> None:
+    """Begin an iteration of ``event_loop``, and stay at its begin while nothing may be computed.
+
+    The overlapping loop begins each iteration by a call of CUDA. While the process is hibernated, that would wait for
+    the wake-up, and so would what the loop is asked for by then, the wake-up itself among it.
+    """
+    was_frozen = work.frozen
+    begin_iteration()
+    # The iteration that froze still commits what was computed before.
+    while was_frozen and work.frozen:
+        event_loop._paused_idle_step()
+        begin_iteration()

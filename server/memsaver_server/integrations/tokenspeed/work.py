@@ -19,7 +19,11 @@ _SHARED = (
 
 
 class LoopWork(Work):
-    """Admission is that of tokenspeed's ``PauseController``: unless that is UNPAUSED, what is not refused waits."""
+    """Admission is that of tokenspeed's ``PauseController``: unless that is UNPAUSED, what is not refused waits.
+
+    Attributes:
+        frozen: nothing is computed until ``open``.
+    """
 
     def __init__(self, loop: Any) -> None:
         super().__init__()
@@ -27,7 +31,7 @@ class LoopWork(Work):
         self._pause = loop._pause
         self._module = importlib.import_module("tokenspeed.runtime.engine.pause")
         self._paused_before: Any = None  # the state before ``close``; None while admission is open
-        self._draining = self._frozen = False
+        self._draining = self.frozen = False
         self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
         self._held = 0
         if loop.server_args.mapping.world_size > 1:
@@ -78,7 +82,7 @@ class LoopWork(Work):
 
     def drain(self, abort: bool) -> None:
         """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
-        self._draining = not self._frozen
+        self._draining = not self.frozen
         self._pause.state = self._module.PauseState.PAUSED_NEW
         self._pause._abort_all_pending = self._pause._abort_all_pending or abort
 
@@ -90,22 +94,22 @@ class LoopWork(Work):
         """
         if not self.is_still():
             raise DrainTimeoutError(0, self.in_flight())
-        self._draining, self._frozen = False, True
+        self._draining, self.frozen = False, True
         self.stay_frozen()
         self.save_buffers()
 
     def stay_frozen(self) -> None:
         """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
-        if self._frozen:
+        if self.frozen:
             self._pause.state = self._module.PauseState.PAUSED_ALL
 
     def open(self) -> None:
         """Take requests again. As by tokenspeed alone, a pause ends with the resume of all memory."""
         if self._paused_before is not None:
             self._pause.released = False
-            self._pause.state = self._module.PauseState.UNPAUSED if self._frozen else self._paused_before
+            self._pause.state = self._module.PauseState.UNPAUSED if self.frozen else self._paused_before
             self._paused_before, self._held = None, 0
-            self._draining = self._frozen = False
+            self._draining = self.frozen = False
 
     def flush(self) -> None:
         """Forget every cached prefix.
