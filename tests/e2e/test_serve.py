@@ -235,18 +235,18 @@ sys.stdin.read()
 """
 
 
-def test_a_port_that_a_forked_child_kept_is_told_before_the_model_is_loaded() -> None:
+def test_a_port_that_a_forked_child_kept_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         port, child = (int(parent.stdout.readline()) for _ in range(2))
-        refused = memsaver("serve", "--port", str(port), "--model", "/nowhere")
+        refused = memsaver("serve", "--port", str(port), "--model", str(tmp_path))
         parent.stdin.close()
     assert refused.returncode == 1
     assert f"cannot bind 127.0.0.1:{port}: Address already in use, by process {child} (python" in refused.stderr
-    assert "/nowhere" not in refused.stderr
+    assert str(tmp_path) not in refused.stderr
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -117,12 +117,15 @@ def test_a_release_under_load(server: Server, expected: list[list[int]]) -> None
 def test_weights_are_written_only_while_resident(server: Server) -> None:
     expected = server.generate()
     server.own("/release_memory_occupation", {"tags": ["weights"]})
-    refused = server.write_weights(400)
-    assert "resume it first" in refused.json()["message"]
+    by_ipc = {"zmq_handles": {}}
+    for refused in (server.write_weights(400), server.own("/update_weights_from_ipc", by_ipc, status=400)):
+        assert "resume it first" in refused.json()["message"]
     assert server.own("/weights_checker", {"action": "checksum"}, status=400).json()["success"] is False
     server.own("/get_weights_by_name", {"name": "model.norm.weight"}, status=400)
     server.own("/resume_memory_occupation", {"tags": ["weights"]})
     assert server.request().status_code == 503  # their content was discarded
+    server.own("/update_weights_from_ipc", by_ipc, status=400)  # no trainer offers weights
+    assert server.request().status_code == 503
     server.write_weights()
     assert server.generate() == expected
 

@@ -41,13 +41,18 @@ def serve(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.", show_default=False
+            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.",
+            exists=True,
+            show_default=False,
         ),
     ] = None,
     random_weights: Annotated[
         Path | None,
         typer.Option(
-            help="Serve a model of this config.json with random weights.", metavar="CONFIG.json", show_default=False
+            help="Serve a model of this config.json with random weights.",
+            metavar="CONFIG.json",
+            exists=True,
+            show_default=False,
         ),
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")] = False,
