@@ -51,6 +51,12 @@ def source(path: str) -> str:
     return (Path(found.origin).parent / "srt" / path).read_text()
 
 
+def binds_all_ranks() -> bool:
+    """Whether SGLANG_CPU_OMP_THREADS_BIND names processors for each rank of each stage and replica, as in newer
+    versions; in older ones for those of one stage."""
+    return "dp_size" in source("utils/numa_utils.py")
+
+
 class Server(EngineServer):
     ready = "fired up and ready"
     answer_s = first_token_s = ANSWER_S

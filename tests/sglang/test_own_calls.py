@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 from . import checkpoint
 from .conftest import Start
-from .server import ANSWER_S, ENVIRONMENT, Server, source
+from .server import ANSWER_S, ENVIRONMENT, Server, binds_all_ranks
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +225,7 @@ def test_weights_from_a_trainer(server: Server) -> None:
 
 def test_replicas(start: Start) -> None:
     """Each waits for its own requests."""
-    bound = "SGLANG_CPU_OMP_THREADS_BIND"  # newer versions expect the processors of each replica
-    several = {bound: "0|0"} if "dp_size" in source("utils/numa_utils.py") else {}
+    several = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"} if binds_all_ranks() else {}
     server = start("--dp", "2", "--enable-weights-cpu-backup", serve=False, **several)
     expected = [server.generate(200, prompt) for prompt in prompts(2)]
     running = server.in_background(2, 200)

@@ -12,7 +12,7 @@ from tests.native import nccl
 from tests.waiting import wait_until
 
 from .conftest import Start
-from .server import ANSWER_S, Server
+from .server import ANSWER_S, Server, binds_all_ranks
 
 #: One core for each rank, as SGLang counts them.
 CORES = "|".join(str(core) for core in (sorted(os.sched_getaffinity(0)) * 2)[:2])
@@ -92,7 +92,8 @@ def test_the_death_of_one_ends_the_server(served: Server) -> None:
 
 def test_pipelines(start: Start) -> None:
     """Four ranks: two stages of two."""
-    server = start("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup", SGLANG_CPU_OMP_THREADS_BIND=CORES)
+    cores = f"{CORES}|{CORES}" if binds_all_ranks() else CORES
+    server = start("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup", SGLANG_CPU_OMP_THREADS_BIND=cores)
     server.check_cycles(server.generate)
     assert [each["rank"] for each in server.get("/memory_occupation").json()["ranks"]] == [0, 1, 2, 3]
     expected = [server.generate(100, prompt) for prompt in prompts(4)]
