@@ -1,9 +1,9 @@
 """A worker of real vLLM is killed: how long until probes and callers are told.
 
-One server for each state in which its last rank gets SIGKILL; all are started at once, and take turns. On two GPUs an
-engine has two ranks, on one GPU one, also in a process of its own. The probes are asked
-again and again, one after the other, from the kill on. If the rank is to die during an operation, it is stopped before
-the operation (SIGSTOP), which then cannot end.
+One server for each state in which its last rank gets SIGKILL; all are started at once, and take turns. An engine has
+two ranks if there are two GPUs, otherwise one; each is a process of its own. The probes are asked again and again, one
+after the other, from the kill on. If the rank is to die during an operation, it is stopped before the operation
+(SIGSTOP), which then cannot end.
 
     python benchmarks/rank_deaths.py                                    # needs vLLM and a GPU
     python benchmarks/rank_deaths.py --states released hibernated --out /tmp

@@ -27,7 +27,7 @@ import grpc
 from tests.tokenspeed.server import ARGUMENTS, Server, write_model
 
 CONFIG = json.loads((Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json").read_text())
-#: Prompts of more than 64 tokens are computed without a graph. By default the KVStore pins 120 GB, for a minute.
+#: Prompts of more than 64 tokens are computed without a graph. The KVStore would pin 120 GB at the start.
 QUICK = (
     "--chunked-prefill-size", "512", "--gpu-memory-utilization", "0.5", "--max-cudagraph-capture-size", "8",
     "--prefill-graph-max-tokens", "64", "--no-enable-prefix-caching", "--kvstore-size", "4",

@@ -52,8 +52,8 @@ def source(path: str) -> str:
 
 
 def binds_all_ranks() -> bool:
-    """Whether SGLANG_CPU_OMP_THREADS_BIND names processors for each rank of each stage and replica, as in newer
-    versions; in older ones for those of one stage."""
+    """Whether SGLANG_CPU_OMP_THREADS_BIND lists processors for all ranks. Older versions expect those of one pipeline
+    stage of one replica."""
     return "dp_size" in source("utils/numa_utils.py")
 
 

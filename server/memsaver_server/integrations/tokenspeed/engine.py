@@ -77,7 +77,7 @@ class TokenspeedEngine(LoopEngine):
             )
         self.when_still(timeout_s, begin=lambda: self.loop.tell("drain", mode == "abort"), given_up=given_up)
         self._run("freeze")
-        self._run("")  # the next iteration, after which the loop may not call CUDA
+        self._run("")  # from this iteration on the loop makes no call of CUDA: port.stay_while_frozen
 
 
 def start(event_loop: Any, service: bool) -> TokenspeedEngine | None:

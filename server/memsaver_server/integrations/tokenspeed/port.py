@@ -92,10 +92,10 @@ def take_over(event_loop: Any, loop: EventLoop, work: LoopWork) -> None:
 
 
 def stay_while_frozen(event_loop: Any, begin_iteration: Callable[[], None], work: LoopWork) -> None:
-    """Begin an iteration of ``event_loop``, and stay at its begin while nothing may be computed.
+    """Begin an iteration of ``event_loop``, and stay in it while nothing may be computed.
 
-    The overlapping loop begins each iteration by a call of CUDA. While the process is hibernated, that would wait for
-    the wake-up, and so would what the loop is asked for by then, the wake-up itself among it.
+    The overlapping loop calls CUDA before each iteration. While the process is hibernated, such a call waits until the
+    wake-up. The loop would then never receive the request for the wake-up.
     """
     was_frozen = work.frozen
     begin_iteration()
