@@ -149,7 +149,7 @@ def main() -> None:
             for state, (server, client) in zip(options.states, list(pool.map(start, options.states)), strict=True):
                 record["rows"].append(measure(client, state))
                 print(record["rows"][-1], flush=True)
-                write("rank-deaths", record, to_markdown, options.out)
+                write(f"rank-deaths-{RANKS}", record, to_markdown, options.out)
                 server.close()
     print(to_markdown(record))
 
