@@ -310,7 +310,7 @@ def test_a_wait_that_ends_without_memory_changes_nothing(
     free = tenant.leave(rivals.little)
     asleep = http.get("/memory_occupation").json()
     for _ in range(2):
-        response = http.post("/resume_memory_occupation", json={"wait_for_memory_s": 0.5})
+        response = http.post("/resume_memory_occupation", json={"wait_for_memory_s": 3})
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
         error = response.json()["error"]

@@ -152,20 +152,23 @@ def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
         assert forks.read_line() == "standing still"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One that a server may bind again and again, and that the kernel gives to nobody else: bound, not listening."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["tcp", "unix"])
 @pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
-def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str) -> None:
+def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str, port: int) -> None:
     """Its memory is free at once, no backup file remains, the co-tenant is unaffected, and the next engine takes
     over the address and device and completes a cycle."""
     path = tmp_path / "engine.sock"
-    where = ("--uds", str(path)) if over == "unix" else ("--port", str(free_port()))
+    where = ("--uds", str(path)) if over == "unix" else ("--port", str(port))
     tenant = Tenant(host)
     expected: list[list[int]] = []
     for phase, call in PLACES:

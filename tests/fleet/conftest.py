@@ -50,6 +50,12 @@ class Site:
         now = self.http.get("/memory_occupation").json()
         return not self.engine.resident() and now["operation_id"] is None
 
+    @property
+    def free_bytes(self) -> int:
+        """Of the device, as the engine tells it; a reading may be of a moment ago."""
+        free: int = self.http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+        return free
+
     def reset(self) -> None:
         self.wire.heal()
         self.wire.seen.clear()

@@ -19,14 +19,19 @@ from .light_engine import MIB
 class Trainer:
     """A co-tenant of the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
         self._held: torch.Tensor | None = None
 
     def fill_up_to(self, left: int) -> None:
+        """Leave ``left`` bytes; returns once all engines have seen it."""
         (device,) = ms.read_devices()
         with ms.region("trainer"):
             size = device.total_bytes - device.used_bytes - left
             self._held = torch.empty(size // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=ms.torch_device())
+        (device,) = ms.read_devices()
+        free = device.total_bytes - device.used_bytes
+        wait_until(lambda: all(site.free_bytes == free for site in self._sites.values()))
 
     def end(self) -> None:
         self._held = None
@@ -34,7 +39,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer(sites: Sites) -> Iterator[Trainer]:
-    trainer = Trainer()
+    trainer = Trainer(sites)
     yield trainer
     trainer.end()
 

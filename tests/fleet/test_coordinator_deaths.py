@@ -77,7 +77,7 @@ def test_engines_that_were_only_prepared_open_by_themselves(
 
 @pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
 def test_a_commit_that_came_too_late_is_undone(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
-    child = coordinator(sites, tmp_path, "release", LEASE_S / 4)
+    child = coordinator(sites, tmp_path, "release", LEASE_S)
     sites["a"].wire.on("/commit", "delay", times=1)  # not committed before the lease has ended
     kill_at(sites, child, "b", "/commit", "reset_answer")
     assert child.process.wait(30) == -9

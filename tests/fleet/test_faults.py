@@ -3,14 +3,16 @@ says which engine is not, and why. Never half in silence."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
 from itertools import product
 
 import pytest
 
 from memsaver_core import MemsaverError
-from memsaver_server.fleet import Fleet, FleetResult, MemoryRecord
+from memsaver_server.fleet import AsyncFleet, Fleet, FleetResult, MemoryRecord, StaticMembership
 from tests.waiting import wait_until
 
 from .conftest import Site, Sites
@@ -131,18 +133,38 @@ def test_an_engine_fails_at_each_step(fleet: Fleet, sites: Sites, verb: str, ste
 @pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
 @pytest.mark.parametrize("verb", ["release", "resume"])
 def test_leases_end_before_the_commit(coordinate: Callable[..., Fleet], sites: Sites, verb: str) -> None:
-    fleet = coordinate(lease_s=0.4)
+    fleet = coordinate(silence_s=10)  # else it would send the commit again before the lease has ended
     if verb == "resume":
         assert fleet.release().success
-    # The commit of b arrives after its lease has ended.
-    sites["b"].wire.on("/commit", "delay", times=1)
-    timer = threading.Timer(0.6, sites["b"].wire.go_on)
-    timer.start()
+
+    def arrive() -> None:
+        """The commit of b arrives after its lease has ended."""
+        wait_until(lambda: is_there(sites["b"], "resume" if verb == "release" else "release"))
+        sites["b"].wire.go_on()
+
+    late = threading.Thread(target=arrive)
+    sites["b"].wire.on("/commit", "delay", times=1, then=late.start)
     result = run(fleet, verb)
+    late.join()
     assert [(engine.name, engine.kind) for engine in result.failed] == [("b", "lease_ended")]
     assert result.rolled_back
     check(result, sites, verb)
     settle(fleet, sites, verb, result)
+
+
+def test_a_coordinator_that_did_not_run_takes_no_engine_for_silent(sites: Sites) -> None:
+    """It finds the answers, and the end of its patience, at the same moment."""
+
+    async def run() -> None:
+        members = StaticMembership([site.member for site in sites.values()])
+        async with AsyncFleet(members, silence_s=0.5) as fleet:
+            asking = asyncio.create_task(fleet.status())
+            while not all(site.wire.seen for site in sites.values()):
+                await asyncio.sleep(0)
+            time.sleep(1)  # which is the fault
+            assert [engine.error for engine in (await asking).engines] == [""] * len(sites)
+
+    asyncio.run(run())
 
 
 def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[..., Fleet], sites: Sites) -> None:

@@ -10,6 +10,8 @@ import torch
 from memsaver_core.backends.cuda import _nvrtc_path
 from tests.native.build import built, run
 
+pytestmark = pytest.mark.timeout(1200)  # the first one builds everything
+
 
 @pytest.fixture(scope="module")
 def build() -> Path:

@@ -15,8 +15,8 @@ import pytest
 from memsaver_core import MemsaverError, ReleaseOptions, ResumeOptions
 from memsaver_core.errors import DriverError
 from memsaver_core.ranks.protocol import Plain
-from memsaver_server.ranks import GroupFailedError, RankMemory
-from tests.reliability.conftest import Start
+from memsaver_server.ranks import Deadlines, GroupFailedError, RankMemory
+from tests.reliability.conftest import HASTY, Start
 from tests.reliability.rank_engine import KEPT, RANKS
 
 #: The steps as the ranks' messages call them, and as errors do.
@@ -50,6 +50,11 @@ UNDONE_BY = {
     "Resume": "release kept",
     "Reserve": "GiveBackReserved",
 }
+
+
+def deadlines(step: str, kind: str) -> Deadlines:
+    """Short ones if ranks wait for one that hangs, or does not come to a collective call."""
+    return HASTY if kind == "hang" or "Communicators" in step else Deadlines()
 
 
 def get_ready(memory: RankMemory, step: str) -> None:
@@ -96,7 +101,7 @@ def test_a_step_that_fails_is_undone_on_every_rank(start: Start, step: str) -> N
     """Content included. The operation can be repeated, and undone."""
 
     def check(rank: int) -> None:
-        group, memory = start()
+        group, memory = start(deadlines=deadlines(step, "error"))
         resident = group.look()
         for after in (False, True):
             get_ready(memory, step)
@@ -127,7 +132,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(start: St
     """With the step in which it did; what the other ranks hold is still told."""
 
     def check(rank: int, after: bool) -> None:
-        group, memory = start()
+        group, memory = start(deadlines=deadlines(step, kind))
         get_ready(memory, step)
         group.arm(rank, step, kind, after=after)
         with pytest.raises(GroupFailedError) as failed:
@@ -156,7 +161,7 @@ def test_a_step_that_cannot_be_undone_is_told(start: Start, step: str) -> None:
 
     def check(ranks: tuple[int, int], kind: str) -> None:
         failing, stuck = ranks
-        group, memory = start()
+        group, memory = start(deadlines=deadlines(step, kind))
         get_ready(memory, step)
         group.arm(failing, step, "error", after=False)
         group.arm(stuck, UNDONE_BY[step], kind, after=False)

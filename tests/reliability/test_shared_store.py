@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -25,6 +27,7 @@ from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
 WEIGHTS = 200 * MIB  # several blocks, and more than one slab
+PATIENCE_S = 1.0  # kPatience of csrc/backup/shared_save.cpp: a process that stands still for longer is not waited for
 
 
 def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
@@ -106,13 +109,25 @@ def all_at_once(replicas: list[Replica], operation: str) -> list[Any]:
     return [each.pipe.recv() for each in replicas]
 
 
-@pytest.mark.guards("each of several replicas pinned its own copy of the same weights")
-def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
-    """Released together, each copies a part; content that changed is written anew."""
-    for seed in (7, 8):
+def written_and_released(replicas: list[Replica], seeds: Iterator[int]) -> list[Any]:
+    """The reports of a release after a change of the content. Again if a process may have stood still for so long that
+    the others wrote its part, too."""
+    while True:
+        seed, began = next(seeds), time.monotonic()
         for each in replicas:
             each.ask("write", seed)
         reports = all_at_once(replicas, "release")
+        if sum(report["backed_up_bytes"] for report in reports) == WEIGHTS or time.monotonic() - began < PATIENCE_S:
+            return reports
+        assert all_at_once(replicas, "resume") == [True] * 3
+
+
+@pytest.mark.guards("each of several replicas pinned its own copy of the same weights")
+def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
+    """Released together, each copies a part; content that changed is written anew."""
+    seeds = itertools.count(7)
+    for _ in range(2):
+        reports = written_and_released(replicas, seeds)
         assert sum(report["backed_up_bytes"] for report in reports) == WEIGHTS
         assert all(report["backed_up_bytes"] + report["shared_bytes"] == WEIGHTS for report in reports)
         status = replicas[0].ask("status")
@@ -122,7 +137,7 @@ def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
         assert abs(3 * status["share_bytes"] - status["held_bytes"]) < MIB
         assert all_at_once(replicas, "resume") == [True] * 3
     # One changes its content: the others' is not touched.
-    replicas[1].ask("write", 9)
+    replicas[1].ask("write", next(seeds))
     assert [report["unchanged_bytes"] for report in all_at_once(replicas, "release")] == [WEIGHTS, 0, WEIGHTS]
     assert all_at_once(replicas, "resume") == [True] * 3
     assert all_at_once(replicas, "audit") == [[]] * 3

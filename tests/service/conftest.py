@@ -14,6 +14,7 @@ import pytest
 from memsaver_core import process
 from memsaver_core._native import Saver as Driver
 from memsaver_server import Attachment, Settings, attach
+from tests.waiting import wait_until
 
 from .tensor_engine import Memory, TensorEngine
 
@@ -52,10 +53,13 @@ def serve(engine: TensorEngine) -> Iterator[Callable[..., httpx.Client]]:
     yield start
     if isinstance(engine, TensorEngine):
         engine.unblock()
+    process.saver().heal()
     for client in clients:
         client.close()
     for attachment in attachments:
         attachment.close()
+        # Else a release may end after the resume of engine.close(), and the next engine has no memory.
+        wait_until(lambda attachment=attachment: attachment.lifecycle.operations.running is None)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import safetensors.torch
 
 from memsaver_server import attach
 from memsaver_server.lifecycle import NotResidentError
+from tests.waiting import wait_until
 
 from .tensor_engine import ALL_TAGS, TensorEngine
 
@@ -116,13 +117,13 @@ def test_a_pause_that_fails_undoes_itself_alone(
 ) -> None:
     """Of two that overlap; the engine is paused if one of them succeeds."""
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(post, http, "/pause_generation", mode="wait", timeout_s=0.2)
+        first = pool.submit(post, http, "/pause_generation", mode="wait", timeout_s=1)
         engine.wait_until(lambda engine: engine.is_closed)
         if second_succeeds:
             second = pool.submit(post, http, "/pause_generation", mode="wait")
             assert first.result().status_code == 504
         else:
-            assert post(http, "/pause_generation", mode="wait", timeout_s=0.4).status_code == 504
+            assert post(http, "/pause_generation", mode="wait", timeout_s=1.2).status_code == 504
             assert first.result().status_code == 504
             assert http.get("/readyz").status_code == 200
         engine.unblock()
@@ -196,7 +197,7 @@ def test_discarded_weights_are_lost_until_an_update_writes_them(
     assert http.get("/livez").status_code == 200
     assert 'memsaver_content_lost{tag="weights"} 1.0' in http.get("/metrics").text
     assert 'memsaver_content_lost{tag="kv_cache"} 0.0' in http.get("/metrics").text
-    assert "the content of weights was discarded" in caplog.text
+    wait_until(lambda: "the content of weights was discarded" in caplog.text)
     refused = generate(http)
     assert refused.status_code == 503
     assert "POST /content_written" in refused.json()["message"]

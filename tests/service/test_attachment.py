@@ -30,12 +30,12 @@ def test_the_process_is_left_as_it_was(engine: TensorEngine) -> None:
     handlers = list(logging.getLogger().handlers)
     threads = set(threading.enumerate())
     with attach(engine) as attachment:
-        assert httpx.get(f"{attachment.url}/livez").status_code == 200
+        assert httpx.get(f"{attachment.url}/livez", timeout=60).status_code == 200
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == signals
         assert logging.getLogger().handlers == handlers
     assert not {thread.name for thread in set(threading.enumerate()) - threads if thread.name == "memsaver-http"}
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{attachment.url}/livez")
+        httpx.get(f"{attachment.url}/livez", timeout=60)
     attachment.close()
 
 
@@ -45,8 +45,8 @@ def test_a_closed_server_lets_its_engine_go(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("memsaver_server.operation_queue.IDLE_S", threading.TIMEOUT_MAX)
     engine = TensorEngine(Memory(bare=True))
     with attach(engine) as server:
-        httpx.post(f"{server.url}/release_memory_occupation").raise_for_status()
-        httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()
+        httpx.post(f"{server.url}/release_memory_occupation", timeout=60).raise_for_status()
+        httpx.post(f"{server.url}/resume_memory_occupation", timeout=60).raise_for_status()
     engine.close()
     gone = threading.Event()
     weakref.finalize(engine, gone.set)
@@ -67,7 +67,7 @@ def test_a_caller_hears_that_the_server_ends(
     driver.delay("unmap", 3600)
     with ThreadPoolExecutor(1) as pool, attach(engine) as server:
         answer = pool.submit(httpx.post, f"{server.url}/release_memory_occupation", timeout=60)
-        wait_until(lambda: httpx.get(f"{server.url}/memory_occupation").json()["state"] == "releasing")
+        wait_until(lambda: httpx.get(f"{server.url}/memory_occupation", timeout=60).json()["state"] == "releasing")
         server.close()
         assert answer.result().status_code == 503
         assert answer.result().json()["error"]["type"] == "server_ends"
@@ -76,7 +76,7 @@ def test_a_caller_hears_that_the_server_ends(
     )
     driver.heal()
     with attach(engine) as server:
-        httpx.post(f"{server.url}/resume_memory_occupation").raise_for_status()
+        httpx.post(f"{server.url}/resume_memory_occupation", timeout=60).raise_for_status()
 
 
 @pytest.mark.parametrize("path", ["/generate", "/pause_generation"])

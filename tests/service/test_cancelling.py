@@ -68,7 +68,7 @@ def test_a_release_is_cancelled_in_its_drain(
     assert http.get(f"/operations/{operation_id}").json()["status"] == "cancelled"
     assert [data["error"]["type"] for name, data in events(http, operation_id) if name == "done"] == ["cancelled"]
     assert 'memsaver_operations_total{operation="release",outcome="cancelled"} 1.0' in http.get("/metrics").text
-    assert any('"outcome": "cancelled"' in record.getMessage() for record in caplog.records)
+    wait_until(lambda: any('"outcome": "cancelled"' in record.getMessage() for record in caplog.records))
     assert post(http, "/release_memory_occupation").json()["state"] == "released"
 
 

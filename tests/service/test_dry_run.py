@@ -10,6 +10,7 @@ import pytest
 
 from memsaver_core._native import Saver as Driver
 from memsaver_server.schemas import PlanAnswer
+from tests.waiting import wait_until
 
 from .surface import seen
 from .tensor_engine import ALL_TAGS, MIB, TensorEngine
@@ -97,16 +98,23 @@ def test_what_a_file_takes_is_counted_on_the_disk(http: httpx.Client) -> None:
     assert 16 * MIB <= plan["file"]["needed_bytes"] <= plan["file"]["free_bytes"]
 
 
+def blockers(http: httpx.Client, **body: object) -> list[str]:
+    """What stands in the way of a resume."""
+    reasons: list[str] = ask(http, "/resume_memory_occupation", **body)["blockers"]
+    return reasons
+
+
 def test_what_would_fail_is_told_as_blockers(http: httpx.Client, driver: Driver) -> None:
     http.post("/release_memory_occupation")
     free = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
     tenant = driver.allocate(0, "tenant", "discard", (free - 4 * MIB) // (2 * MIB) * 2 * MIB)
     try:
-        [reason] = ask(http, "/resume_memory_occupation", tags=["kv_cache"])["blockers"]
+        wait_until(lambda: blockers(http, tags=["kv_cache"]))  # a reading may be of a moment ago
+        [reason] = blockers(http, tags=["kv_cache"])
         assert reason.startswith("device 0: ")
     finally:
         driver.free(tenant)
-    assert ask(http, "/resume_memory_occupation")["blockers"] == []
+    wait_until(lambda: blockers(http) == [])
 
 
 def test_the_opposite_operation_in_progress_is_a_blocker(http: httpx.Client, engine: TensorEngine) -> None:

@@ -87,7 +87,7 @@ def test_an_abort_leaves_all_as_before(http: httpx.Client, engine: TensorEngine)
 
 
 def test_the_end_of_the_lease_is_an_abort(http: httpx.Client, engine: TensorEngine) -> None:
-    operation_id = prepare(http, lease_s=0.05)["operation_id"]
+    operation_id = prepare(http, lease_s=1)["operation_id"]
     wait_until(lambda: operation(http, operation_id)["status"] == "cancelled")
     error = operation(http, operation_id)["answer"]["error"]
     assert (error["type"], error["cancelled_by"]) == ("cancelled", "the end of its lease")
@@ -97,7 +97,7 @@ def test_the_end_of_the_lease_is_an_abort(http: httpx.Client, engine: TensorEngi
 
 
 def test_a_repeat_joins_and_renews(http: httpx.Client) -> None:
-    first = prepare(http, lease_s=1)
+    first = prepare(http, lease_s=60)
     again = prepare(http, lease_s=1000)
     assert again["operation_id"] == first["operation_id"]
     assert again["lease_s"] > 900
@@ -150,7 +150,7 @@ def test_a_resume_is_prepared_with_its_memory(http: httpx.Client, driver: Driver
     before = free()
     answer = prepare(http, RESUME)
     assert sum(row["bytes"] for row in answer["tags"]) == bytes_released
-    assert free() == before - bytes_released
+    wait_until(lambda: free() == before - bytes_released)  # a reading may be of a moment ago
     [reserved] = [
         source
         for source in http.get("/memory_occupation").json()["devices"][0]["sources"]
@@ -158,9 +158,9 @@ def test_a_resume_is_prepared_with_its_memory(http: httpx.Client, driver: Driver
     ]
     assert reserved["bytes"] == bytes_released
     post(http, f"/operations/{answer['operation_id']}/abort").raise_for_status()
-    assert free() == before
+    wait_until(lambda: free() == before)
     answer = prepare(http, RESUME)
-    tenant = driver.allocate(0, "tenant", "discard", free() // (2 * MIB) * 2 * MIB)
+    tenant = driver.allocate(0, "tenant", "discard", (before - bytes_released) // (2 * MIB) * 2 * MIB)
     try:
         assert post(http, RESUME, commit=answer["operation_id"]).json()["resumed_bytes"] == bytes_released
     finally:

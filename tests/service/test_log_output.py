@@ -103,7 +103,10 @@ def test_the_audit_file_has_each_operation(serve: Serve, tmp_path: Path) -> None
 
 def test_the_audit_file_is_complete_when_the_server_has_ended(engine: TensorEngine, tmp_path: Path) -> None:
     path = tmp_path / "audit"
-    with attach(engine, settings=Settings(audit_file=str(path))) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        attach(engine, settings=Settings(audit_file=str(path))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         for _ in range(10):
             cycle(http)
     assert len(lines_of(path)) == 20

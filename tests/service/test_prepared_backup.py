@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import httpx
 
-from .tensor_engine import TensorEngine
+from tests.waiting import wait_until
 
 
-def test_memory_is_prepared_after_load(engine: TensorEngine, serve: Callable[..., httpx.Client]) -> None:
+def test_memory_is_prepared_after_load(serve: Callable[..., httpx.Client]) -> None:
     http = serve()
-    engine.wait_until(lambda _: http.get("/memory_occupation").json()["host_backup"]["prepared"])
+    wait_until(lambda: http.get("/memory_occupation").json()["host_backup"]["prepared"])
     backup = http.get("/memory_occupation").json()["host_backup"]
     kept = sum(tag["bytes"] for tag in http.get("/memory_occupation").json()["tags"] if tag["restore"] == "host")
     assert backup["capacity_bytes"] >= kept > 0

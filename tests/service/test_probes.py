@@ -9,6 +9,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.waiting import wait_until
+
 from .tensor_engine import MIB, TensorEngine
 
 Serve = Callable[..., httpx.Client]
@@ -72,7 +74,7 @@ def test_metrics_follow_a_release_and_a_resume(http: httpx.Client) -> None:
 
 
 def test_device_metrics_come_from_the_last_reading(http: httpx.Client) -> None:
-    http.get("/memory_occupation")
+    wait_until(lambda: http.get("/memory_occupation").json()["devices"])
     assert value(scrape(http), "memsaver_device_used_bytes", device="0") >= 24 * MIB
 
 

@@ -13,6 +13,7 @@ from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeout
 from memsaver_server.reference.requests import Request, Row
 from memsaver_server.reference.sampling import Sampler, Sampling
 from memsaver_server.reference.scheduler import Scheduler
+from tests.waiting import wait_until
 
 VOCABULARY = 1009
 
@@ -240,6 +241,7 @@ def test_abort_answers_with_the_tokens_so_far(scheduler: Scheduler, runner: Arit
     waiting = [scheduler.submit(ask([n], 200)) for n in range(6)]
     drained = threading.Thread(target=scheduler.drain, args=(60, "abort"))
     drained.start()
+    wait_until(lambda: scheduler._quiesced)  # under the lock, until all are told
     runner.gate.set()
     drained.join()
     for future in (running, *waiting):
@@ -302,6 +304,7 @@ def test_closing_fails_what_is_in_flight(scheduler: Scheduler, runner: Arithmeti
     assert runner.entered.wait(60)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
+    wait_until(lambda: scheduler._stopping)
     runner.gate.set()
     closing.join()
     for future in futures:

@@ -25,7 +25,7 @@ RANKS = 2
 #: if a part was released before, and is then told to sleep now.
 STEPS = ("ExpectRelease", "sleep", "TakeOutcome", "SleepNow")
 CASES = list(itertools.product(STEPS, range(RANKS), (False, True)))
-#: A step that takes longer has hung. The steps take milliseconds; the machine may be busy.
+#: For ranks that are made to hang: a step that takes longer has hung. The steps take milliseconds.
 HUNG_S = 3.0
 #: Cases that each need workers of their own, which take a while to start.
 DEADLY = [(step, rank, bool(rank)) for step in STEPS for rank in range(RANKS)]
@@ -57,9 +57,13 @@ def groups() -> Iterator[list[list[Rank]]]:
     """For each of ``DEADLY`` a group of its own."""
     names = [[f"fault{case}-{rank}-{os.getpid()}" for rank in range(RANKS)] for case in range(len(DEADLY))]
     groups = [[Rank(MEMSAVER_HOST_DEVICE=name) for name in each] for each in names]
-    yield groups
-    for rank in itertools.chain(*groups):
-        rank.kill()
+    try:
+        for rank in itertools.chain(*groups):
+            rank.wait()  # so that no step competes with a start
+        yield groups
+    finally:
+        for rank in itertools.chain(*groups):
+            rank.kill()
     for name in itertools.chain(*names):
         Path(f"/dev/shm/memsaver-{os.getuid()}-{name}").unlink(missing_ok=True)
 
@@ -69,9 +73,8 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(groups: l
     """With the step in which it did, and nobody else."""
 
     def check(ranks: list[Rank], step: str, failing: int, after: bool) -> None:
-        for rank in ranks:
-            rank.wait()
-        memory = VllmMemory(Executor(ranks), deadlines=Deadlines(HUNG_S, HUNG_S))
+        deadlines = Deadlines(HUNG_S, HUNG_S) if kind == "hang" else Deadlines()
+        memory = VllmMemory(Executor(ranks), deadlines=deadlines)
         get_ready(memory, step)
         ranks[failing].arm(step, kind, after)
         with pytest.raises(GroupFailedError) as failed:

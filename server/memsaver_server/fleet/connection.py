@@ -25,6 +25,10 @@ from memsaver_server.two_phases import PreparedAnswer
 
 _T = TypeVar("_T")
 
+#: How often a wait looks at the answer. Time in which the coordinator's own process did not run counts as one look, so
+#: that it is not taken for silence of the engine.
+_LOOKS = 10
+
 
 class EngineFailure(Exception):
     """A call to an engine failed.
@@ -130,13 +134,19 @@ class Connection:
         async with self._turns:  # the time that a call waits for the coordinator itself does not count
             answer = asyncio.create_task(send())
             try:
-                # Not wait_for, which before Python 3.12 may lose a cancellation.
-                await asyncio.wait({answer}, timeout=self._silence_s)
-                if not answer.done():
+                if not await self._came(answer):
                     raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
                 return self._result(answer)
             finally:
                 _drop(answer)
+
+    async def _came(self, answer: asyncio.Future[Any]) -> bool:
+        """Whether ``answer`` comes before the engine counts as silent."""
+        for _ in range(_LOOKS):
+            if not answer.done():
+                # Not wait_for, which before Python 3.12 may lose a cancellation.
+                await asyncio.wait({answer}, timeout=self._silence_s / _LOOKS)
+        return answer.done()
 
     def _result(self, answer: asyncio.Future[_T]) -> _T:
         """Return the answer of a call that has ended."""
@@ -173,8 +183,7 @@ class Connection:
                 raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
             if not answer.done():
                 await worked
-                await asyncio.wait({answer}, timeout=self._silence_s)
-            return self._result(answer) if answer.done() else await self._ask(send)  # the answer may be lost
+            return self._result(answer) if await self._came(answer) else await self._ask(send)  # it may be lost
         finally:
             _drop(answer)
             _drop(worked)

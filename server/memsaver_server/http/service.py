@@ -263,7 +263,7 @@ class Service:
         self.metrics.record(operation, outcome)
         self.audit.record(operation, outcome)
         tracing.record(operation, outcome)
-        if operation.phases:
+        if operation.phases and operation.status != "cancelled":  # what was reserved is given back after the last phase
             self.monitor.note(operation.phases[-1].devices)
 
 

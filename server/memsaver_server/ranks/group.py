@@ -36,7 +36,7 @@ LOOK_S = 1.0
 #: Bytes per second of resident memory; a checkpoint or a restore that is slower hangs. The driver's rate is 2.4e9.
 SLOWEST_COPY = 5e8
 #: How long a call that failed may wait for the end of the process that explains it, seconds.
-EXPLAIN_S = 0.5
+EXPLAIN_S = 2.0
 
 
 class Channel(Protocol):
