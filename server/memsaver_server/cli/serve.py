@@ -97,13 +97,16 @@ def serve(
         settings = settings_of(while_released=while_released, verify_tokens=verify_tokens)
         from memsaver_server import audit
         from memsaver_server.attachment import GRACE_S, attach, check_place
-        from memsaver_server.reference.engine import TransformersEngine
 
         check_place(host, port, uds, settings)
+        element_type = _dtype(dtype)
+        # Imports transformers, which takes seconds: after all that can be refused before.
+        from memsaver_server.reference.engine import TransformersEngine
+
         engine = TransformersEngine(
             model,
             random_weights=random_weights,
-            dtype=_dtype(dtype),
+            dtype=element_type,
             kv_cache_bytes=cache,
             max_len=max_len,
             batch_sizes=sizes,
