@@ -154,7 +154,7 @@ def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that a server may bind again and again, and that the kernel gives to nobody else: bound, not listening."""
+    """A port that a server can bind several times. It stays bound here, not listening: no other process gets it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
 WEIGHTS = 200 * MIB  # several blocks, and more than one slab
-PATIENCE_S = 1.0  # kPatience of csrc/backup/shared_save.cpp: a process that stands still for longer is not waited for
+PATIENCE_S = 1.0  # kPatience of csrc/backup/shared_save.cpp: how long a process waits for another one's part
 
 
 def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
@@ -110,8 +110,8 @@ def all_at_once(replicas: list[Replica], operation: str) -> list[Any]:
 
 
 def written_and_released(replicas: list[Replica], seeds: Iterator[int]) -> list[Any]:
-    """The reports of a release after a change of the content. Again if a process may have stood still for so long that
-    the others wrote its part, too."""
+    """The reports of a release after a change of the content. If one process does not run for ``PATIENCE_S``, the
+    others write its part, too: then all of it is done again with other content."""
     while True:
         seed, began = next(seeds), time.monotonic()
         for each in replicas:

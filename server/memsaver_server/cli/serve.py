@@ -100,7 +100,7 @@ def serve(
 
         check_place(host, port, uds, settings)
         element_type = _dtype(dtype)
-        # Imports transformers, which takes seconds: after all that can be refused before.
+        # It imports transformers, which takes seconds; what is refused above is refused sooner.
         from memsaver_server.reference.engine import TransformersEngine
 
         engine = TransformersEngine(

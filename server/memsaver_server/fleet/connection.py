@@ -25,8 +25,8 @@ from memsaver_server.two_phases import PreparedAnswer
 
 _T = TypeVar("_T")
 
-#: How often a wait looks at the answer. Time in which the coordinator's own process did not run counts as one look, so
-#: that it is not taken for silence of the engine.
+#: Into how many short waits the wait for an answer is divided. If the coordinator's own process does not run for a
+#: while, only one of them ends early: the engine is not taken for silent.
 _LOOKS = 10
 
 
