@@ -19,8 +19,10 @@ TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-.PHONY: help demo test test-fleet test-ray test-reliability test-service test-sglang test-tokenspeed test-whole test-unit sanitize soak \
-  fuzz lint format site wheel-check ready clean
+LINTS := ruff clang-format mypy imports includes sizes locks generated workflows
+
+.PHONY: help demo test test-long test-ray test-sglang test-tokenspeed tests sanitize soak fuzz lint $(LINTS:%=lint-%) format \
+  site wheel-check ready clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,17 +32,15 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 
 test: $(READY)  ## lint, type-check and run every test (those that need a GPU are skipped without one)
 	@if [ -e /dev/nvidiactl ]; then $(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]; fi
-	@$(MAKE) --no-print-directory -j6 --output-sync=target lint test-service test-reliability test-unit test-whole test-fleet
+	@$(MAKE) --no-print-directory -j3 tests $(LINTS:%=lint-%)
 
-# By folder, all at once, as they wait about as much as they compute: each in a process of its own, where no other
-# folder's engines hold memory.
-test-service: TESTS := tests/service
-test-reliability: TESTS := tests/native tests/reliability
-test-unit: TESTS := tests/unit tests/devices
-test-whole: TESTS := tests/e2e
-test-fleet: TESTS := tests/fleet
-test-service test-reliability test-unit test-whole test-fleet: $(READY)
-	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(BIN)/python -m pytest -m "not gpu" -p no:cacheprovider $(TESTS) $(ARGS)
+# Several processes at once: `python -m tests.run tests/unit -k region` runs a part of it.
+tests: $(READY)
+	@$(BIN)/python -m tests.run $(ARGS)
+
+test-long: $(READY)  ## what is long by nature: random programs, every failing call, every kill, soak, fuzz (an hour)
+	TESTS_LONG=1 $(BIN)/python -m tests.run -m "long and not gpu" $(ARGS)
+	$(MAKE) --no-print-directory soak
 
 test-sglang: $(SGLANG_VENV)/.ready  ## tests against real SGLang on the CPU; SGLANG=0.5.23 chooses its version (minutes)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(SGLANG_VENV)/bin/python -m pytest -p no:cacheprovider tests/sglang $(ARGS)
@@ -82,20 +82,42 @@ soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant;
 fuzz: $(READY)  ## requests that nobody would write, for as long as ARGS='--seconds N' says (a minute)
 	MEMSAVER_DRIVER=host $(BIN)/python -m tests.reliability.fuzz $(ARGS)
 
-lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, sync client, workflows; changes nothing
+lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, generated files, workflows; changes nothing
+	@$(MAKE) --no-print-directory -j4 $(LINTS:%=lint-%)
+
+lint-ruff: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+lint-mypy: $(READY)
 	$(BIN)/mypy
+
+lint-imports: $(READY)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python .ci/check_imports.py
-	$(BIN)/python .ci/check_includes.py
-	$(BIN)/python .ci/check_sizes.py
-	$(BIN)/python .ci/check_locks.py
-	$(BIN)/python .ci/generate_sync_client.py --check
+
+lint-includes lint-sizes: lint-%: $(READY)
+	$(BIN)/python .ci/check_$*.py
+
+lint-generated: $(READY)
+	$(BIN)/python .ci/generate.py --check
+
+lint-workflows: $(READY)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+
+# The tools without a cache of their own read csrc alone.
+lint-clang-format lint-locks: lint-%: build/lint/% ;
+
+build/lint/clang-format: $(NATIVE) .clang-format | $(READY)
+	@echo clang-format
+	@$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	@mkdir -p $(@D) && touch $@
+
+build/lint/locks: $(NATIVE) .ci/check_locks.py | $(READY)
+	$(BIN)/python .ci/check_locks.py
+	@mkdir -p $(@D) && touch $@
 
 format: $(READY)  ## format Python and C++ in place
 	$(BIN)/ruff check --fix .

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"memsaver_core": ROOT / "memsaver_core", "memsaver_server": ROOT / "server/memsaver_server"}
 # On top of their distribution's public names, as any program is; so is each integration's plugin.
-USERS = ("memsaver_core.compat", "memsaver_core.ranks", "memsaver_server.cli")
+USERS = ("memsaver_server.fleet.ray", "memsaver_core.compat", "memsaver_core.ranks", "memsaver_server.cli")
 
 
 def is_module(name: str) -> bool:

@@ -20,7 +20,6 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server import attach
-from memsaver_server.reference.checkpoint import tensors_of
 from memsaver_server.reference.engine import TransformersEngine
 
 #: Words of 8 bytes that are summed at once.
@@ -49,7 +48,7 @@ class Weights:
     """The model's checksum; on a GPU by a graph of its own, captured once: what it reads has to stay where it is."""
 
     def __init__(self, model: torch.nn.Module, checksum: Checksum) -> None:
-        storages = {tensor.data_ptr(): tensor.untyped_storage() for _, tensor in tensors_of(model)}
+        storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
         self._run = lambda: checksum(list(storages.values()))
         self._graph: torch.cuda.CUDAGraph | None = None
         if next(iter(storages.values())).device.type == "cuda":
@@ -97,7 +96,7 @@ def main() -> None:
     engine = TransformersEngine(random_weights=config or None, kv_cache_bytes=int(kv_cache_bytes) or None)
     with torch.no_grad(), attach(engine) as attachment:
         checksum = Checksum(engine.device)
-        weights = Weights(engine._runner.model, checksum)
+        weights = Weights(engine.runner.model, checksum)
         marks = Marks(engine.device, int(mark_bytes), checksum)
         print(attachment.url, flush=True)
         for line in sys.stdin:

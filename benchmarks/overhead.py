@@ -40,7 +40,7 @@ def serve(copy_bytes: int) -> None:
     import memsaver_core as ms
     from memsaver_core import process
     from memsaver_server import attach
-    from memsaver_server.gate import Gate
+    from memsaver_server.engine.gate import Gate
 
     kept = None
     if copy_bytes:

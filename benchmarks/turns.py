@@ -31,9 +31,9 @@ from _machine import about_gpu, touch_host_memory
 from _record import new_parser, new_result, write
 
 from memsaver_server import Settings
+from memsaver_server.app import create_fleet_app
 from memsaver_server.attachment import serve_app
 from memsaver_server.fleet import AsyncFleet, Member, StaticMembership
-from memsaver_server.fleet.serve.app import create_fleet_app
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 
 MODELS = ("alpha", "beta")

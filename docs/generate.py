@@ -1,4 +1,5 @@
-"""Write what the pages take from the code: docs/api.md, and the tables of settings in docs/reference.md.
+"""Write what the pages take from the code: docs/api.md, the tables of options and settings in docs/reference.md, the
+states of operations in docs/architecture.md.
 
 python docs/generate.py           writes them
 python docs/generate.py --check   exits with 1 if they are not current
@@ -19,13 +20,18 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
+from memsaver_core.contract.requests import Acts, FleetRelease, FleetResume, Release, Resume, acts_of
 from memsaver_core.settings import CoreSettings
 from memsaver_server import Settings, create_app
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
+from memsaver_server.fleet.operation import FLEET
+from memsaver_server.operation.table import ENGINE, Row, Table
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
-SETTINGS = re.compile(r"(<!-- settings -->\n).*?(<!-- end of settings -->)", re.DOTALL)
+ARCHITECTURE = ROOT / "docs/architecture.md"
+#: What the fields of ``Acts.by`` are about.
+ACTS = {"core": "the memory", "service": "how the operation runs", "caller": "this call alone"}
 
 
 class _Everything(Gate):
@@ -142,6 +148,32 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
     return kind
 
 
+def options_table() -> str:
+    """Return the table of what may be asked of a release and of a resume; first of an engine, then of a fleet alone."""
+    calls: dict[str, list[str]] = {}
+    for alone in (False, True):
+        for base, model in ((Release, FleetRelease), (Resume, FleetResume)):
+            schema = model.model_json_schema()
+            for name, acts in acts_of(model).items():
+                if (name not in base.model_fields) is alone:
+                    field = model.model_fields[name].alias or name
+                    row = _option(field, schema["properties"][field], schema["$defs"], acts, alone)
+                    calls.setdefault(row, []).append(base.operation)
+    rows = [f"| {row.format(' and '.join(of))} |" for row, of in calls.items()]
+    head = ["| field | of a | type | default | meaning | acts on | a fleet |", "|---|---|---|---|---|---|---|"]
+    return "\n".join(["", *head, *rows, "", ""])
+
+
+def _option(name: str, field: dict[str, Any], definitions: dict[str, Any], acts: Acts, alone: bool) -> str:
+    kind = _type(field, definitions).replace(" or null", "")
+    default = field.get("default") or None
+    to_engines = "to each engine" + ("; also to those that join later" if acts.lasting else "")
+    own = "alone has it" if alone else "its coordinator acts"
+    fleet = {"each": to_engines, "own": own}.get(acts.fleet, f"refuses: {acts.fleet}")
+    shown = "" if default is None else f"`{json.dumps(default)}`"
+    return f"`{name}` | {{}} | {kind} | {shown} | {field['description']} | {ACTS[acts.by]} | {fleet}"
+
+
 def settings_table() -> str:
     """Return the tables of all settings."""
     core = _settings(CoreSettings)
@@ -162,11 +194,50 @@ def _plain(value: object) -> str:
     return json.dumps(value) if isinstance(value, (bool, int, float)) else str(value)
 
 
+def operation_states(table: Table) -> str:
+    """Return the picture of an operation's states, the table of what moves it, and that of what callers see."""
+    lines = ["", "```mermaid", "stateDiagram-v2", f"    [*] --> {table.first}"]
+    lines += [
+        f"    {state} --> {row.to}: {row.event}"
+        for row in table.rows
+        if isinstance(row.to, str)
+        for state in row.states.split()
+        if state != row.to
+    ]
+    left = {state for row in table.rows if isinstance(row.to, str) for state in row.states.split() if state != row.to}
+    lines += [f"    {state} --> [*]" for state in table.statuses if state not in left]
+    shown = ", ".join(f"`{state}`" for state, status in table.statuses.items() if state != status == "running")
+    lines += ["```", "", f"Callers see {shown} as `running`.", ""]
+    lines += ["| state | event | by | to | when |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {', '.join(row.states.split())} | `{row.event}` | {row.by} | {_target(row)} | {row.when} |"
+        for row in table.rows
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+def _target(row: Row) -> str:
+    if row.to is None:
+        return "stays"
+    return row.to if isinstance(row.to, str) else f"{row.to.status}, `{row.to.kind}`"
+
+
+def _with_part(page: str, name: str, text: str) -> str:
+    """Return a page with ``text`` between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
+    part = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    return part.sub(lambda match: f"{match[1]}{text}{match[2]}", page)
+
+
 def documents() -> dict[Path, str]:
     """Return the current text of each page that takes something from the code."""
+    reference = _with_part(REFERENCE.read_text(), "options", options_table())
+    architecture = ARCHITECTURE.read_text()
+    for whose, table in {"an engine": ENGINE, "a fleet": FLEET}.items():
+        architecture = _with_part(architecture, f"states of an operation of {whose}", operation_states(table))
     return {
         ROOT / "docs/api.md": api_reference(),
-        REFERENCE: SETTINGS.sub(lambda match: match[1] + settings_table() + match[2], REFERENCE.read_text()),
+        ARCHITECTURE: architecture,
+        REFERENCE: _with_part(reference, "settings", settings_table()),
     }
 
 

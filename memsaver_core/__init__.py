@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from memsaver_core.errors import (
+from memsaver_core.contract.errors import (
     BackupError,
     ConfigurationError,
     ContextLostError,
@@ -27,27 +27,24 @@ from memsaver_core.errors import (
     UnknownTagError,
     UnsupportedError,
 )
-from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
-from memsaver_core.reports import (
+from memsaver_core.contract.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
+from memsaver_core.contract.reports import DeviceDelta, OperationReport, PhaseReport, TagReport
+from memsaver_core.contract.requests import MemoryRequest
+from memsaver_core.contract.status import (
     CommunicatorStatus,
-    DeviceDelta,
     DeviceMemory,
     HostBackupStatus,
-    OperationReport,
-    PhaseReport,
     Progress,
     RankStatus,
     Status,
-    TagReport,
     TagStatus,
     TorchMemory,
 )
 
 if TYPE_CHECKING:
     from memsaver_core import communicators
-    from memsaver_core.device_memory import read_communicators, read_devices, read_torch_memory
-    from memsaver_core.graphs import GraphPool, graph, graph_memory_bytes
+    from memsaver_core.device_memory import graph_memory_bytes, read_communicators, read_devices, read_torch_memory
+    from memsaver_core.graphs import GraphPool, graph
     from memsaver_core.hibernation import hibernation_obstacles
     from memsaver_core.phases import PhaseLog
     from memsaver_core.process import configure, core_settings, driver_name, enabled, torch_device
@@ -68,40 +65,28 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "CommunicatorStatus", "ConfigurationError",
     "ContextLostError", "DeviceDelta", "DeviceMemory", "DriverError", "ForkedProcessError", "GraphPool",
-    "HostBackupStatus", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError", "OutOfHostMemoryError",
-    "PhaseLog", "PhaseReport", "Progress", "RankStatus", "ReleaseOptions", "RestorePolicy", "ResumeOptions", "Status",
+    "HostBackupStatus", "MemoryRequest", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError",
+    "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus", "RestorePolicy", "Status",
     "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
     "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
-    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators", "read_devices",
-    "read_torch_memory", "region", "release", "release_with", "reserve_with", "resume", "resume_with", "status",
-    "torch_device",
+    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators",
+    "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resume",
+    "resume_with", "status", "torch_device",
 ]  # fmt: skip
 
-#: Modules that import torch, and the public names in each; imported at the first use of one of the names.
-_LAZY = {
-    "device_memory": ("read_communicators", "read_devices", "read_torch_memory"),
-    "graphs": ("GraphPool", "graph", "graph_memory_bytes"),
-    "hibernation": ("hibernation_obstacles",),
-    "phases": ("PhaseLog",),
-    "process": ("configure", "core_settings", "driver_name", "enabled", "torch_device"),
-    "regions": ("adopt", "region"),
-    "release_resume": (
-        *("check_tags", "give_back_reserved", "prepare_backup", "release", "release_with", "reserve_with"),
-        *("resume", "resume_with", "status"),
-    ),
-    "storages": ("is_plain",),
-}
+#: The modules that have the other names. They import torch, so that happens at the first use of such a name.
+_LAZY = ("phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume")
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         if name == "communicators":
             return importlib.import_module(f"{__name__}.communicators")
-        for module, names in _LAZY.items():
-            if name in names:
-                value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-                globals()[name] = value
-                return value
+        if name in __all__:
+            for module in _LAZY:
+                if value := vars(importlib.import_module(f"{__name__}.{module}")).get(name):
+                    globals()[name] = value
+                    return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

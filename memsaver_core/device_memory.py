@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import replace
 
-from memsaver_core import _native, communicators, hibernation, nvml, process
+from memsaver_core import _native, communicators, graphs, hibernation, nvml, process
 from memsaver_core.backends import Backend
-from memsaver_core.reports import CommunicatorStatus, DeviceMemory, TorchMemory
+from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, TorchMemory
 
 _last: dict[int, DeviceMemory] = {}  # by device
 
@@ -46,14 +45,13 @@ def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
     with hibernation.device_lock:
         away = hibernation.is_away()
         figures = None if away else nvml.read_memory(last.uuid, pids)
-    if (
-        away
-    ):  # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
+    if away:
+        # NVML calls block until this process wakes, so the helper reads. While it is busy, the last figures stand.
         figures = hibernation.read_memory(last.uuid, pids)
     if figures is None:
         return last
     total, used, own = figures
-    return replace(last, total_bytes=total, used_bytes=used, process_bytes=own)
+    return last.model_copy(update={"total_bytes": total, "used_bytes": used, "process_bytes": own})
 
 
 def read_communicators() -> tuple[CommunicatorStatus, ...]:
@@ -62,13 +60,19 @@ def read_communicators() -> tuple[CommunicatorStatus, ...]:
         return communicators.statuses() if hibernation.is_away() else communicators.found()
 
 
-def read_graph_pool(index: int) -> int:
-    """Return what the driver holds of a device for allocations inside of CUDA graphs; 0 while hibernated."""
+def graph_memory_bytes(index: int) -> int:
+    """Return what captured graphs hold of a device beside the memory of their tensors.
+
+    That is the growth of this process's device memory during each capture by ``memsaver_core.graph`` (0 if NVML does
+    not count by process), and what the driver holds for allocations inside of graphs; the latter counts as 0 while
+    hibernated. Graphs captured otherwise are not counted.
+    """
     saver, backend = process.existing_saver(), process.backend()
-    if saver is None or not backend.has_context:
-        return 0
-    with hibernation.device_lock:
-        return 0 if hibernation.is_away() else backend.graph_memory(saver, index)
+    pool = 0
+    if saver is not None and backend.has_context:
+        with hibernation.device_lock:
+            pool = 0 if hibernation.is_away() else backend.graph_memory(saver, index)
+    return graphs.grown_bytes(index) + pool
 
 
 def read_torch_memory(index: int) -> TorchMemory:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from memsaver_core import device_memory, process
-from memsaver_core.policies import PolicyLike, policy_for
+from memsaver_core import process
+from memsaver_core.contract.policies import PolicyLike, policy_for
 
 _alive: WeakSet[Any] = WeakSet()
 
@@ -19,14 +20,10 @@ def alive() -> list[torch.cuda.CUDAGraph]:
     return list(_alive)
 
 
-def graph_memory_bytes(index: int) -> int:
-    """Return what captured graphs hold of a device beside the memory of their tensors.
-
-    That is the growth of this process's device memory during each capture by ``graph`` (0 if NVML does not count by
-    process), and what the driver holds for allocations inside of graphs. Graphs captured otherwise are not counted.
-    """
-    own = sum(each._memsaver_own[1] for each in list(_alive) if each._memsaver_own[0] == index)
-    return int(own) + device_memory.read_graph_pool(index)
+def grown_bytes(index: int) -> int:
+    """Return by how much this process's memory of a device grew, beside tensors, during captures by ``graph``; 0 if
+    NVML does not count by process."""
+    return sum(int(each._memsaver_own[1]) for each in list(_alive) if each._memsaver_own[0] == index)
 
 
 class GraphPool:
@@ -74,39 +71,29 @@ def graph(
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph
     capture = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)
-    return capture if own.id is None else _Measured(cuda_graph, capture)
+    return capture if own.id is None else _measured(cuda_graph, capture)
 
 
-class _Measured:
-    """A capture that records what the graph itself takes of the device."""
+@contextmanager
+def _measured(cuda_graph: Any, capture: AbstractContextManager[Any]) -> Iterator[None]:
+    """Capture, and record what the graph itself takes of the device."""
+    device = torch.cuda.current_device()
+    cuda_graph._memsaver_own = (device, 0)
+    _alive.add(cuda_graph)
+    with capture:
+        before = _bytes_beside_tensors(device)
+        yield
+    cuda_graph._memsaver_own = (device, max(0, _bytes_beside_tensors(device) - before))
 
-    def __init__(self, cuda_graph: Any, capture: AbstractContextManager[Any]) -> None:
-        self._graph = cuda_graph
-        self._capture = capture
-        self._device = torch.cuda.current_device()
-        self._graph._memsaver_own = (self._device, 0)
-        _alive.add(cuda_graph)
 
-    def __enter__(self) -> Any:
-        entered = self._capture.__enter__()
-        self._before = self._bytes_beside_tensors()
-        return entered
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        suppressed = self._capture.__exit__(*exception)
-        self._graph._memsaver_own = (self._device, max(0, self._bytes_beside_tensors() - self._before))
-        return suppressed
-
-    def _bytes_beside_tensors(self) -> int:
-        """Return what this process holds of the device outside of regions and torch; 0 if NVML does not say."""
-        saver = process.saver()
-        devices = device_memory.read_devices()
-        here = self._device
-        own = next((each.process_bytes for each in devices if each.index == here), None)
-        if own is None:
-            return 0
-        # torch counts live allocations in regions, mapped or not.
-        unmapped = sum(
-            tag["bytes_by_device"].get(here, 0) - tag["mapped_by_device"].get(here, 0) for tag in saver.status()["tags"]
-        )
-        return int(own + unmapped - torch.cuda.memory_reserved(here))
+def _bytes_beside_tensors(device: int) -> int:
+    """Return what this process holds of a device outside of regions and torch; 0 if NVML does not say."""
+    saver = process.saver()
+    own = process.backend().read_device(saver, device).process_bytes
+    if own is None:
+        return 0
+    # torch counts live allocations in regions, mapped or not.
+    unmapped = sum(
+        tag["bytes_by_device"].get(device, 0) - tag["mapped_by_device"].get(device, 0) for tag in saver.status()["tags"]
+    )
+    return int(own + unmapped - torch.cuda.memory_reserved(device))

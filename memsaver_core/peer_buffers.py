@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.shared_buffers import ImportedBuffer, SharedBuffer
 
 #: How long a rank waits for another one, seconds.
@@ -82,6 +82,7 @@ class PeerBuffers:
     """A buffer of this rank, and the buffers of the other ranks of its group.
 
     Attributes:
+        sockets: its connections to the other ranks.
         device_index: torch's index of the device.
         suspended: whether the memory is given back.
     """
@@ -92,7 +93,7 @@ class PeerBuffers:
         Raises:
             MemsaverError: as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do.
         """
-        self._sockets = sockets
+        self.sockets = sockets
         self.device_index = device_index
         self.suspended = False
         self._own = SharedBuffer(device_index, nbytes)
@@ -104,14 +105,6 @@ class PeerBuffers:
         self._exchange(map_new)
 
     @property
-    def rank(self) -> int:
-        return self._sockets.rank
-
-    @property
-    def ranks(self) -> int:
-        return self._sockets.ranks
-
-    @property
     def nbytes(self) -> int:
         """Device memory of this rank's buffer."""
         return self._own.nbytes
@@ -120,7 +113,7 @@ class PeerBuffers:
     def addresses(self) -> list[int]:
         """The address of each rank's buffer in this process, in the order of the ranks. They never change."""
         others = {rank: each.address for rank, each in self._others.items()}
-        return [address for _, address in sorted({**others, self._sockets.rank: self._own.address}.items())]
+        return [address for _, address in sorted({**others, self.sockets.rank: self._own.address}.items())]
 
     def suspend(self) -> None:
         """Give the memory back; nothing on any rank may use it. Does nothing while suspended."""
@@ -144,7 +137,7 @@ class PeerBuffers:
         """Call ``use`` with each other rank and a descriptor of its buffer."""
         exported = self._own.export_fd()
         try:
-            received = self._sockets.exchange(exported)
+            received = self.sockets.exchange(exported)
         finally:
             os.close(exported)
         try:

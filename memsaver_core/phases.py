@@ -7,24 +7,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from memsaver_core.device_memory import read_devices
-from memsaver_core.errors import MemsaverError
-from memsaver_core.reports import DeviceDelta, DeviceMemory, PhaseReport
+from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import MeteredDelta, OperationReport, PhaseReport, TagReport
+from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.status import DeviceMemory
 
 logger = logging.getLogger("memsaver")
 
 
-def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, ...] | None) -> tuple[DeviceDelta, ...]:
+def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, ...] | None) -> tuple[MeteredDelta, ...]:
     """Pair figures by device; a device missing from ``before`` counts as unchanged. If either is None: no pairs."""
     if before is None or after is None:
         return ()
-    earlier = {device.index: device for device in before}
+    earlier = {device.index: device.used_bytes for device in before}
     return tuple(
-        DeviceDelta(
-            *(now.index, now.uuid, now.name, now.total_bytes),
-            used_before_bytes=earlier.get(now.index, now).used_bytes,
+        MeteredDelta(
+            **dict(now),
+            used_before_bytes=(was := earlier.get(now.index, now.used_bytes)),
             used_after_bytes=now.used_bytes,
-            process_bytes=now.process_bytes,
+            delta_bytes=now.used_bytes - was,
         )
         for now in after
     )
@@ -36,15 +38,16 @@ class PhaseLog:
     If the devices cannot be read, the operation goes on and its phases have no device figures.
 
     Args:
-        read: reads the devices; by default those of this process.
+        read: reads the devices.
     """
 
-    def __init__(self, read: Callable[[], tuple[DeviceMemory, ...]] = read_devices) -> None:
+    def __init__(self, read: Callable[[], tuple[DeviceMemory, ...]]) -> None:
         self._read = read
         self._phases: list[PhaseReport] = []
         self._starts: list[float] = []
         self._current: Callable[[], str] = lambda: ""
-        self.failed = ""  # the last phase, if an error ended it
+        #: The last phase, if an error ended it, here or in another process.
+        self.failed = ""
         self._started = time.monotonic()
         self._first = self.read()
 
@@ -68,9 +71,23 @@ class PhaseLog:
         """Seconds since the log was made."""
         return time.monotonic() - self._started
 
-    def devices(self) -> tuple[DeviceDelta, ...]:
+    def devices(self) -> tuple[MeteredDelta, ...]:
         """Return device memory when the log was made and now."""
         return deltas(self._first, self.read())
+
+    def report(self, operation: Verb, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
+        """Return the report of an operation on ``tags`` whose phases these are."""
+        devices = self.devices()
+        return OperationReport(
+            operation=operation,
+            enabled=enabled,
+            seconds=self.seconds,
+            released_bytes=sum(tag.released_bytes for tag in tags),
+            resumed_bytes=sum(tag.resumed_bytes for tag in tags),
+            tags=tags,
+            phases=self.phases,
+            devices=devices,
+        )
 
     def read(self) -> tuple[DeviceMemory, ...] | None:
         """Read the devices; None if that fails."""
@@ -81,9 +98,9 @@ class PhaseLog:
             return None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[dict[str, float]]:
+    def phase(self, phase: Phase) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; the figures that it puts into the dictionary become its details."""
-        with self.running(lambda: name):
+        with self.running(lambda: phase.value):
             details: dict[str, float] = {}
             before = self.read()
             start = time.monotonic()
@@ -91,7 +108,8 @@ class PhaseLog:
                 yield details
             finally:
                 seconds = time.monotonic() - start
-                self._phases.append(PhaseReport(name, seconds, deltas(before, self.read()), details))
+                devices = deltas(before, self.read())
+                self._phases.append(PhaseReport(name=phase.value, seconds=seconds, devices=devices, details=details))
 
     def add(self, phases: Sequence[PhaseReport]) -> None:
         """Append phases that ran in other processes, one after the other until now."""
@@ -101,10 +119,6 @@ class PhaseLog:
             self._starts.append(began)
             self._phases.append(phase)
             began += phase.seconds
-
-    def add_failure(self, phase: str) -> None:
-        """Record that ``phase`` failed in another process."""
-        self.failed = phase
 
     @contextmanager
     def running(self, current: Callable[[], str]) -> Iterator[None]:

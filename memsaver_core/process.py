@@ -12,107 +12,117 @@ import torch
 
 from memsaver_core import _native
 from memsaver_core.backends import Backend
-from memsaver_core.errors import ConfigurationError, ForkedProcessError
+from memsaver_core.contract.errors import ConfigurationError, ForkedProcessError
 from memsaver_core.settings import CoreSettings
 from memsaver_core.tensor_sharing import refuse_to_share
 
+#: The saver is made at the first use and kept until the process ends.
+_lock = threading.Lock()
+_settings: CoreSettings | None = None
+_backend: Backend | None = None
+_saver: _native.Saver | None = None
+_pid: int | None = None
 
-class Process:
-    """What exists once in a process. The saver is made at the first use and kept until the process ends."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._settings: CoreSettings | None = None
-        self._backend: Backend | None = None
-        self._saver: _native.Saver | None = None
-        self._pid: int | None = None
+def settings() -> CoreSettings:
+    """Return the settings in force: what ``configure`` was given, on top of the environment.
 
-    def settings(self) -> CoreSettings:
-        """Return the settings in force: what ``configure`` was given, on top of the environment.
+    Raises:
+        ConfigurationError: an environment variable has a value that cannot be used.
+    """
+    global _settings
+    if _settings is None:
+        _settings = CoreSettings()
+    return _settings
 
-        Raises:
-            ConfigurationError: an environment variable has a value that cannot be used.
-        """
-        if self._settings is None:
-            self._settings = CoreSettings()
-        return self._settings
 
-    def configure(self, **values: Any) -> None:
-        """Set settings (the fields of ``CoreSettings``) for this process, before the first use.
+core_settings = settings
 
-        Raises:
-            ConfigurationError: a value cannot be used, or the saver exists already.
-        """
-        with self._lock:
-            if self._saver is not None:
-                raise ConfigurationError("memsaver is in use already; call configure() before the first region()")
-            self._settings = CoreSettings(**values)
 
-    def enabled(self) -> bool:
-        """Return whether memsaver does anything in this process."""
-        return self.settings().enabled
+def configure(**values: Any) -> None:
+    """Set settings (the fields of ``CoreSettings``) for this process, before the first use.
 
-    def backend(self) -> Backend:
-        """Return the kind of device that is used; before the saver exists, the one that would be used now."""
-        if self._backend is not None:
-            return self._backend
-        values = self.settings()
-        driver: str = values.driver if values.enabled else "none"
-        if driver == "auto":
-            driver = "cuda" if torch.cuda.is_available() and not _native.cuda_missing() else "host"
-        return _backend_for(driver)
+    Raises:
+        ConfigurationError: a value cannot be used, or the saver exists already.
+    """
+    global _settings
+    with _lock:
+        if _saver is not None:
+            raise ConfigurationError("memsaver is in use already; call configure() before the first region()")
+        _settings = CoreSettings(**values)
 
-    def driver_name(self) -> str:
-        """Return ``cuda`` or ``host``, whichever is or would be used; ``none`` if memsaver is disabled."""
-        return self.backend().name
 
-    def torch_device(self, index: int = 0) -> torch.device:
-        """Return the torch device whose memory the saver manages as device ``index``."""
-        return self.backend().torch_device(index)
+def enabled() -> bool:
+    """Return whether memsaver does anything in this process."""
+    return settings().enabled
 
-    def existing_saver(self) -> _native.Saver | None:
-        """Return the saver, or None if there is none yet."""
-        return self._saver
 
-    def saver(self) -> _native.Saver:
-        """Return the saver; makes it at the first call.
+def backend() -> Backend:
+    """Return the kind of device that is used; before the saver exists, the one that would be used now."""
+    if _backend is not None:
+        return _backend
+    values = settings()
+    driver: str = values.driver if values.enabled else "none"
+    if driver == "auto":
+        driver = "cuda" if torch.cuda.is_available() and not _native.cuda_missing() else "host"
+    return _backend_for(driver)
 
-        Raises:
-            ConfigurationError: the driver that the settings name cannot be used here.
-            ForkedProcessError: this process was forked from one that uses memsaver.
-        """
-        with self._lock:
-            if self._saver is None:
-                self._make_saver()
-            elif self._pid != os.getpid():
-                raise ForkedProcessError(
-                    f"memsaver was set up in process {self._pid} and cannot be used in its forked child {os.getpid()}; "
-                    "start workers with the 'spawn' method"
-                )
-            assert self._saver is not None
-            return self._saver
 
-    def _make_saver(self) -> None:
-        values = self.settings()
-        backend = self.backend()
-        backend.prepare()
-        saver = _native.Saver(
-            driver=backend.name,
-            host_devices=[name.strip() for name in values.host_device.split(",") if name.strip()],
-            host_capacity=int(values.host_capacity),
-            host_backup_limit=int(values.host_backup_limit),
-            file_folder=values.file_dir,
-            retention=values.retention,
-            verify=values.verify,
-            pack=values.pack == "auto",
-            shared_backups=values.shared_backups,
-            peer_access=values.peer_access,
-        )
-        _native.activate(saver)
-        refuse_to_share(saver)
-        self._saver, self._backend, self._pid = saver, backend, os.getpid()
-        # torch frees what regions hold until the very end of the process, when the driver is gone.
-        atexit.register(saver.close)
+def driver_name() -> str:
+    """Return ``cuda`` or ``host``, whichever is or would be used; ``none`` if memsaver is disabled."""
+    return backend().name
+
+
+def torch_device(index: int = 0) -> torch.device:
+    """Return the torch device whose memory the saver manages as device ``index``."""
+    return backend().torch_device(index)
+
+
+def existing_saver() -> _native.Saver | None:
+    """Return the saver, or None if there is none yet."""
+    return _saver
+
+
+def saver() -> _native.Saver:
+    """Return the saver; makes it at the first call.
+
+    Raises:
+        ConfigurationError: the driver that the settings name cannot be used here.
+        ForkedProcessError: this process was forked from one that uses memsaver.
+    """
+    with _lock:
+        if _saver is None:
+            _make_saver()
+        elif _pid != os.getpid():
+            raise ForkedProcessError(
+                f"memsaver was set up in process {_pid} and cannot be used in its forked child {os.getpid()}; "
+                "start workers with the 'spawn' method"
+            )
+        assert _saver is not None
+        return _saver
+
+
+def _make_saver() -> None:
+    global _saver, _backend, _pid
+    values, kind = settings(), backend()
+    kind.prepare()
+    made = _native.Saver(
+        driver=kind.name,
+        host_devices=[name.strip() for name in values.host_device.split(",") if name.strip()],
+        host_capacity=int(values.host_capacity),
+        host_backup_limit=int(values.host_backup_limit),
+        file_folder=values.file_dir,
+        retention=values.retention,
+        verify=values.verify,
+        pack=values.pack == "auto",
+        shared_backups=values.shared_backups,
+        peer_access=values.peer_access,
+    )
+    _native.activate(made)
+    refuse_to_share(made)
+    _saver, _backend, _pid = made, kind, os.getpid()
+    # torch frees what regions hold until the very end of the process, when the driver is gone.
+    atexit.register(made.close)
 
 
 @lru_cache
@@ -126,14 +136,3 @@ def _backend_for(driver: str) -> Backend:
 
         return HostBackend()
     return Backend()
-
-
-this_process = Process()
-settings = core_settings = this_process.settings
-configure = this_process.configure
-enabled = this_process.enabled
-backend = this_process.backend
-driver_name = this_process.driver_name
-torch_device = this_process.torch_device
-existing_saver = this_process.existing_saver
-saver = this_process.saver

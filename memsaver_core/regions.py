@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from memsaver_core import process
-from memsaver_core.errors import ConfigurationError
-from memsaver_core.policies import COMMUNICATORS, PolicyLike, policy_for
+from memsaver_core.contract.errors import ConfigurationError
+from memsaver_core.contract.policies import COMMUNICATORS, PolicyLike, policy_for
 from memsaver_core.storages import is_plain, rebase
 
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")

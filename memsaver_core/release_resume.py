@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from memsaver_core import _native, communicators, hibernation, library_caches, process
 from memsaver_core.backends import Backend
-from memsaver_core.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
-from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
-from memsaver_core.phases import PhaseLog, deltas
-from memsaver_core.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, PolicyLike, RestorePolicy, keeps_any
-from memsaver_core.reports import (
-    DeviceMemory,
-    HostBackupStatus,
-    OperationReport,
-    Progress,
-    SharedStoreStatus,
-    Status,
-    TagReport,
-    TagStatus,
+from memsaver_core.contract.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.policies import (
+    DEFAULT_POLICIES,
+    WELL_KNOWN_TAGS,
+    PolicyLike,
+    RestorePolicy,
+    keeps_any,
+    parse_policy,
 )
+from memsaver_core.contract.reports import OperationReport, TagReport
+from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
+from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, Progress, SharedStoreStatus, Status, TagStatus
+from memsaver_core.device_memory import read_devices
+from memsaver_core.phases import PhaseLog, deltas
+
+_T = TypeVar("_T")
 
 #: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25
@@ -40,13 +43,13 @@ def check_tags(tags: Iterable[str] | None) -> list[str]:
     Raises:
         UnknownTagError: a tag is neither well known nor used by any region.
     """
-    names = list(tags_of(tags))
+    names = list(dict.fromkeys(tags or ()))
     saver = process.existing_saver()
     known = saver.known_tags() if saver is not None else []
     if process.enabled():
         unknown = [name for name in names if name not in known and name not in WELL_KNOWN_TAGS]
         if unknown:
-            raise UnknownTagError(unknown, sorted({*known, *WELL_KNOWN_TAGS}))
+            raise UnknownTagError.of(unknown, sorted({*known, *WELL_KNOWN_TAGS}))
     return names
 
 
@@ -81,51 +84,51 @@ def release(
         MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
             undo failed as well, what was released is kept, and both a repeat and a resume work.
     """
-    return release_with(ReleaseOptions.of(tags, restore, trim, hibernate), log=log)
+    policies = {tag: parse_policy(policy) for tag, policy in (restore or {}).items()}
+    return release_with(MemoryRequest(tags=_named(tags), restore=policies, trim=trim, hibernate=hibernate), log=log)
 
 
-def release_with(options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
     """As ``release``."""
-    names = check_tags(options.tags)
-    overrides = {tag: policy.value for tag, policy in options.restore.items()}
+    names = check_tags(request.tags)
+    overrides = {tag: policy.value for tag, policy in request.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
-        return OperationReport("release", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
+        return OperationReport(operation="release", enabled=False)
     hibernation.raise_if_lost()
-    log = log or PhaseLog()
+    log = log or PhaseLog(read_devices)
     saver, backend = process.saver(), process.backend()
     if hibernation.is_hibernated():  # nothing is left to release
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
-    if options.hibernate and (reasons := hibernation.obstacles()):
+    if request.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
-    if options.hibernate:
+    if request.hibernate:
         hibernation.prepare()
-    with log.phase("synchronize"):
+    with log.phase(Phase.SYNCHRONIZE):
         saver.synchronize()
-    with log.phase("pause") as details:
+    with log.phase(Phase.PAUSE) as details:
         before = log.read()
         result = saver.release(names, _dead_ranges(saver, backend, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
         backend.note_release([tag["tag"] for tag in result["tags"]])
-    trims = options.hibernate if options.trim is None else options.trim
-    if trims:
-        with log.phase("trim_workspaces") as details:
+    if request.trims:
+        with log.phase(Phase.TRIM_WORKSPACES) as details:
             details["kept_for_graphs"] = float(not library_caches.free_workspaces())
-    with log.phase("empty_cache"):
+    with log.phase(Phase.EMPTY_CACHE):
         backend.empty_cache()
-    if trims:
-        with log.phase("trim_graphs"):
+    if request.trims:
+        with log.phase(Phase.TRIM_GRAPHS):
             saver.trim_graph_memory()
-        with log.phase("trim_pinned") as details:
+        with log.phase(Phase.TRIM_PINNED) as details:
             details["host_bytes"] = float(library_caches.free_pinned_memory())
-    with log.phase("ipc_collect"):
+    with log.phase(Phase.IPC_COLLECT):
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
-    with log.phase("settle"):
+    with log.phase(Phase.SETTLE):
         _settle(log, before, _total(result, "released_bytes"))
-    if options.hibernate:
-        with log.phase("hibernate") as details:
+    if request.hibernate:
+        with log.phase(Phase.HIBERNATE) as details:
             details.update(hibernation.hibernate())
     return _report("release", names, result, log)
 
@@ -147,33 +150,27 @@ def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) ->
         ContextLostError: this process was hibernated and can never be woken again.
         MemsaverError: a driver call failed; everything is as before.
     """
-    return resume_with(ResumeOptions(tags_of(tags)), log=log)
+    return resume_with(Tagged(tags=_named(tags)), log=log)
 
 
-def resume_with(options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+def resume_with(request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
     """As ``resume``."""
-    names = check_tags(options.tags)
+    names = check_tags(request.tags)
     if not process.enabled():
-        return OperationReport("resume", enabled=False, seconds=0.0, tags=(), phases=(), devices=())
+        return OperationReport(operation="resume", enabled=False)
     hibernation.raise_if_lost()
-    log = log or PhaseLog()
-    saver, backend = process.saver(), process.backend()
+    log = log or PhaseLog(read_devices)
     if hibernation.is_hibernated():
-        with log.phase("wake") as details:
+        with log.phase(Phase.WAKE) as details:
             details.update(hibernation.wake())
-    with log.phase("restore") as details:
-        try:
-            result = saver.resume(names)
-        except OutOfDeviceMemoryError:
-            if not backend.make_room():
-                raise
-            result = saver.resume(names)
+    with log.phase(Phase.RESTORE) as details:
+        result = _with_room(process.saver().resume, names)
         _note_work(details, result, "restored_bytes")
     return _report("resume", names, result, log)
 
 
-def reserve_with(options: ResumeOptions) -> None:
-    """Take the device memory that ``resume_with(options)`` needs, and hold it without an address until the next resume,
+def reserve_with(request: Tagged) -> None:
+    """Take the device memory that ``resume_with(request)`` needs, and hold it without an address until the next resume,
     which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated.
 
     Raises:
@@ -181,17 +178,11 @@ def reserve_with(options: ResumeOptions) -> None:
         OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
         ContextLostError, MemsaverError: as ``resume``; nothing is held.
     """
-    names = check_tags(options.tags)
+    names = check_tags(request.tags)
     hibernation.raise_if_lost()
     if not process.enabled() or hibernation.is_hibernated():
         return
-    saver = process.saver()
-    try:
-        saver.reserve(names)
-    except OutOfDeviceMemoryError:
-        if not process.backend().make_room():
-            raise
-        saver.reserve(names)
+    _with_room(process.saver().reserve, names)
 
 
 def give_back_reserved() -> None:
@@ -233,10 +224,14 @@ def status() -> Status:
     nccl_tags = () if nccl is None else (nccl,)
     nccl_released = any(tag.state == "released" for tag in nccl_tags)
     if saver is None:
-        backup, progress = HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0)
-        state = "released" if nccl_released else "resident"
-        fixed = (process.enabled(), process.driver_name(), state, "", nccl_tags, backup, progress)
-        return Status(*fixed, communicators=communicators.statuses(), shared=communicators.shared())
+        return Status(
+            enabled=process.enabled(),
+            driver=process.driver_name(),
+            state="released" if nccl_released else "resident",
+            tags=nccl_tags,
+            communicators=communicators.statuses(),
+            shared=communicators.shared(),
+        )
     now = saver.status()
     lost = hibernation.failure()
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
@@ -262,6 +257,16 @@ def status() -> Status:
         communicators=communicators.statuses(),
         shared=communicators.shared(),
     )
+
+
+def _with_room(take: Callable[[list[str]], _T], names: list[str]) -> _T:
+    """Return ``take(names)``, tried again without what torch caches if the device is short."""
+    try:
+        return take(names)
+    except OutOfDeviceMemoryError:
+        if not process.backend().make_room():
+            raise
+        return take(names)
 
 
 def _dead_ranges(
@@ -309,12 +314,16 @@ def _note_work(details: dict[str, float], result: dict[str, Any], copied: str) -
         details["gigabytes_per_second"] = copied_bytes / 1e9 / max(result["seconds"], 1e-9)
 
 
-def _report(operation: str, names: list[str], result: dict[str, Any], log: PhaseLog) -> OperationReport:
+def _report(operation: Verb, names: list[str], result: dict[str, Any], log: PhaseLog) -> OperationReport:
     tags = {tag["tag"]: TagReport(**tag) for tag in result["tags"]}
     for name in names:
         if name not in tags:  # well known, with no memory under it
             policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
             tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
     ordered = tuple(tags[name] for name in names or tags)
-    devices = log.devices()
-    return OperationReport(operation, True, log.seconds, ordered, log.phases, devices)
+    return log.report(operation, ordered)
+
+
+def _named(tags: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the tags of a call; one that is a single text is one tag."""
+    return (tags,) if isinstance(tags, str) else tuple(tags or ())

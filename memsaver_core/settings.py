@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 
 PREFIX = "MEMSAVER_"
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native
-from memsaver_core.errors import UnsupportedError
+from memsaver_core.contract.errors import UnsupportedError
 
 _METHODS = ("_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_")
 

@@ -1,4 +1,8 @@
-"""Python programs as child processes: run to their end, or in a dialogue line by line."""
+"""Python programs as child processes: run to their end, or in a dialogue line by line.
+
+They are forks of a process that has imported what takes seconds to import, unless they are to start ``by_itself``: what
+asserts addresses, footprint, peers or imports. What is given LD_PRELOAD does so, too.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,39 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from tests import forks
 
 Own = TypeVar("Own", bound="Child")
 
 
+def _start_with(environment: Mapping[str, str], by_itself: bool) -> Any:
+    """What has ``Popen`` and ``run``."""
+    return subprocess if by_itself or "LD_PRELOAD" in environment else forks
+
+
 def run_python(
-    code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str
+    code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, by_itself: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, with success or not."""
-    return subprocess.run(
+    environment = {**inherited, **environment}
+    ran: subprocess.CompletedProcess[str] = _start_with(environment, by_itself).run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
-        env={**inherited, **environment},
+        env=environment,
     )
+    return ran
 
 
-def output_of(code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str) -> str:
+def output_of(
+    code: str, *arguments: str, inherited: Mapping[str, str] = os.environ, by_itself: bool = False, **environment: str
+) -> str:
     """The output of a program that must succeed; if not, fails with its output."""
-    ran = run_python(code, *arguments, inherited=inherited, **environment)
+    ran = run_python(code, *arguments, inherited=inherited, by_itself=by_itself, **environment)
     assert ran.returncode == 0, f"exit {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
@@ -36,13 +51,20 @@ def output_of(code: str, *arguments: str, inherited: Mapping[str, str] = os.envi
 class Child:
     """A program with which a test exchanges lines; its arguments are the interpreter's."""
 
-    def __init__(self, *arguments: str, inherited: Mapping[str, str] = os.environ, **environment: str) -> None:
-        self.process = subprocess.Popen(
+    def __init__(
+        self,
+        *arguments: str,
+        inherited: Mapping[str, str] = os.environ,
+        by_itself: bool = False,
+        **environment: str,
+    ) -> None:
+        environment = {**inherited, **environment}
+        self.process: subprocess.Popen[str] = _start_with(environment, by_itself).Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**inherited, **environment},
+            env=environment,
         )
 
     def say(self, line: str) -> None:
@@ -60,12 +82,12 @@ class Child:
 
     def end(self) -> None:
         """Close its input; it must exit with 0."""
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=600)
         assert self.process.returncode == 0
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=600)
 
     def __enter__(self: Own) -> Own:
         return self

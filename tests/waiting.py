@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, interval_s: float = 0.005) -> None:
-    """Return once ``condition()`` is true; fail after ``timeout_s`` seconds. The condition may itself assert."""
+def wait_until(condition: Callable[[], object], timeout_s: float = 240.0, interval_s: float = 0.002) -> None:
+    """Return once ``condition()`` is true; fail after ``timeout_s`` seconds. The condition may itself assert.
+
+    It is looked at first after ``interval_s``, and then ever more rarely.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"the condition was not met within {timeout_s:g} s"
         time.sleep(interval_s)
+        interval_s = max(interval_s, min(1.5 * interval_s, 0.05))

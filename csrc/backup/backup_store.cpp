@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "backup/shared_save.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
@@ -53,8 +52,8 @@ Pipeline& BackupStore::pipeline_of(int device) {
     const auto found = pipelines_.find(device);
     if (found != pipelines_.end()) return *found->second;
   }
-  auto pipeline = std::make_unique<Pipeline>(driver_, device, pool_of(device), files_, shared_.get(), key_,
-                                             options_.pack, progress_);
+  const PipelineParts parts{driver_, device, pool_of(device), files_, shared_.get(), key_, progress_};
+  auto pipeline = std::make_unique<Pipeline>(parts, options_.pack);
   const Lock lock(mutex_);
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
@@ -65,13 +64,13 @@ void BackupStore::clean_up() {
     const Lock lock(mutex_);
     for (const auto& [device, pipeline] : pipelines_) pipelines.push_back(pipeline.get());
   }
-  for (Pipeline* const pipeline : pipelines) pipeline->clean_up();
+  for (Pipeline* const pipeline : pipelines) pipeline->packing.close();
 }
 
 std::size_t BackupStore::device_bytes(int device) {
   const Lock lock(mutex_);
   const auto found = pipelines_.find(device);
-  return found == pipelines_.end() ? 0 : found->second->device_bytes();
+  return found == pipelines_.end() ? 0 : found->second->packing.held_bytes();
 }
 
 VerifyChoice BackupStore::verify() const {

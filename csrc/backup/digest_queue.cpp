@@ -1,36 +1,10 @@
 #include "backup/digest_queue.hpp"
 
-#include <sys/mman.h>
+#include <utility>
 
 #include "support/log.hpp"
-#include "support/scope_exit.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
-
-DigestQueue::DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
-    : driver_(driver), device_(device), key_(key), stream_(stream) {
-  constexpr std::size_t bytes = sizeof(Slot) * kSlots;
-  void* const memory = sys::map_memory(bytes, MAP_POPULATE);
-  try {
-    driver_.register_host(memory, bytes);
-  } catch (...) {
-    munmap(memory, bytes);
-    throw;
-  }
-  slots_ = static_cast<Slot*>(memory);
-  for (std::size_t i = 0; i < kSlots; ++i) idle_.push_back(slots_ + i);
-}
-
-DigestQueue::~DigestQueue() {
-  abandon();
-  try {
-    driver_.unregister_host(slots_);
-  } catch (const std::exception&) {
-    // At process exit the context may be gone.
-  }
-  munmap(slots_, sizeof(Slot) * kSlots);
-}
 
 std::size_t DigestQueue::items_of(const std::vector<Extent>& extents) {
   std::size_t items = 0;
@@ -39,7 +13,7 @@ std::size_t DigestQueue::items_of(const std::vector<Extent>& extents) {
 }
 
 void DigestQueue::submit(const std::vector<DigestJob>& jobs) {
-  Batch batch{idle_.back(), {}, Event{}};
+  Batch batch{idle_.back(), {}, {}};
   std::size_t count = 0;
   for (const auto& job : jobs) {
     for (const auto& extent : *job.extents) {
@@ -51,7 +25,7 @@ void DigestQueue::submit(const std::vector<DigestJob>& jobs) {
     batch.ends.push_back(count);
   }
   driver_.digest(device_, key_, batch.slot->items, count, batch.slot->results, stream_);
-  batch.event = driver_.record(device_, stream_);
+  batch.digested = std::make_shared<RecordedEvent>(driver_, device_, stream_);
   idle_.pop_back();
   batches_.push_back(std::move(batch));
 }
@@ -60,8 +34,7 @@ std::vector<Digest> DigestQueue::collect() {
   const Batch batch = std::move(batches_.front());
   batches_.pop_front();
   idle_.push_back(batch.slot);
-  const ScopeExit recycle([&] { driver_.recycle(device_, batch.event); });
-  driver_.wait(device_, batch.event);
+  batch.digested->wait();
   std::vector<Digest> digests;
   std::size_t at = 0;
   for (const std::size_t end : batch.ends) {

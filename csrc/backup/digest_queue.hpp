@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
-#include <optional>
 #include <vector>
 
 #include "backup/block.hpp"
+#include "backup/handles.hpp"
 #include "driver/driver.hpp"
 #include "support/sizes.hpp"
 
@@ -27,10 +27,13 @@ class DigestQueue {
   static constexpr std::size_t kSlotItems = 2048 * kSizeUnit / kItemBytes;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
 
-  DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream);
+  DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
+      : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
+    for (auto& slot : slots_->slot) idle_.push_back(&slot);
+  }
   DigestQueue(const DigestQueue&) = delete;
   DigestQueue& operator=(const DigestQueue&) = delete;
-  ~DigestQueue();
+  ~DigestQueue() { abandon(); }
 
   // Items of a job. A batch may have kSlotItems in total.
   [[nodiscard]] static std::size_t items_of(const std::vector<Extent>& extents);
@@ -49,17 +52,20 @@ class DigestQueue {
     DigestItem items[kSlotItems];
     Digest results[kSlotItems];
   };
+  struct Slots {
+    Slot slot[kSlots];
+  };
   struct Batch {
     Slot* slot;
     std::vector<std::size_t> ends;  // of each job, in items
-    Event event;
+    Recorded digested;
   };
 
   Driver& driver_;
   const int device_;
   const DigestKey key_;
   const Stream stream_;
-  Slot* slots_ = nullptr;
+  const Registered<Slots> slots_;
   std::vector<Slot*> idle_;
   std::deque<Batch> batches_;
 };

@@ -156,39 +156,33 @@ void FileStore::punch_holes() {
   }
 }
 
-// Not analysed, like read(): the file stays the same while a range of it is handed out.
-void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
+// Not analysed: the file stays the same while a range of it is handed out.
+template <typename Call>
+bool FileStore::transfer(const char* name, const Call& call, const FileRange& range,
+                         const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
   auto offset = static_cast<off_t>(range.offset);
   for (const auto& part : memory) {
-    std::size_t done = 0;
-    while (done < part.bytes) {
-      const ssize_t count =
-          sys::pwrite(file_, reinterpret_cast<const char*>(part.address) + done, part.bytes - done, offset);
+    for (std::size_t done = 0; done < part.bytes;) {
+      const ssize_t count = call(file_, reinterpret_cast<char*>(part.address) + done, part.bytes - done, offset);
       if (count < 0 && errno == EINTR) continue;
-      if (count <= 0) throw file_failure("pwrite", count < 0 ? errno : ENOSPC, folder_, range.bytes);
+      if (count < 0) throw file_failure(name, errno, folder_, range.bytes);
+      if (count == 0) return false;
       done += static_cast<std::size_t>(count);
       offset += count;
     }
   }
+  return true;
+}
+
+void FileStore::write(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
+  if (!transfer("pwrite", sys::pwrite, range, memory)) throw file_failure("pwrite", ENOSPC, folder_, range.bytes);
 }
 
 void FileStore::read(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
-  auto offset = static_cast<off_t>(range.offset);
-  for (const auto& part : memory) {
-    std::size_t done = 0;
-    while (done < part.bytes) {
-      const ssize_t count = sys::pread(file_, reinterpret_cast<char*>(part.address) + done, part.bytes - done, offset);
-      if (count < 0 && errno == EINTR) continue;
-      if (count < 0) throw file_failure("pread", errno, folder_, range.bytes);
-      if (count == 0) {
-        throw Error::from_driver(ErrorKind::backup, "pread", "end of file",
-                                 "the backup file in " + folder_ + " is shorter than what was written to it")
-            .with_bytes(range.bytes);
-      }
-      done += static_cast<std::size_t>(count);
-      offset += count;
-    }
-  }
+  if (transfer("pread", sys::pread, range, memory)) return;
+  throw Error::from_driver(ErrorKind::backup, "pread", "end of file",
+                           "the backup file in " + folder_ + " is shorter than what was written to it")
+      .with_bytes(range.bytes);
 }
 
 }  // namespace memsaver

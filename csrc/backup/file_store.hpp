@@ -44,6 +44,10 @@ class FileStore {
 
  private:
   void open() REQUIRES(file_mutex_);
+  // Calls pread(2) or pwrite(2) until all is transferred. False if a call transfers nothing.
+  template <typename Call>
+  [[nodiscard]] bool transfer(const char* name, const Call& call, const FileRange& range,
+                              const std::vector<HostRange>& memory);
 
   Mutex file_mutex_ ACQUIRED_BEFORE(mutex_);  // held while a file is opened
   std::string folder_ GUARDED_BY(file_mutex_);

@@ -181,8 +181,9 @@ bool HostPool::register_one() {
 }
 
 void HostPool::add_slice(const HostRange& slice) {
-  slices_.emplace(slice.address, Slice{slice.bytes});
-  free_[slice.address].add(slice.address, slice.bytes);
+  Slice& added = slices_[slice.address];
+  added.bytes = slice.bytes;
+  added.free.add(slice.address, slice.bytes);
   capacity_ += slice.bytes;
 }
 
@@ -236,20 +237,15 @@ void HostPool::wait_for_capacity(std::size_t bytes, Use use) {
 
 // In one piece if a slice has room for it, otherwise in several. Requires `bytes` of unused capacity.
 std::vector<HostRange> HostPool::carve(std::size_t bytes) {
-  std::vector<HostRange> ranges;
-  for (auto& [slice, free] : free_) {
-    if (const auto begin = free.take(bytes)) {
-      slices_[slice].used_bytes += bytes;
-      ranges.push_back({*begin, bytes});
-      return ranges;
-    }
+  for (auto& [address, slice] : slices_) {
+    if (const auto begin = slice.free.take(bytes)) return {{*begin, bytes}};
   }
-  for (auto at = free_.begin(); bytes > 0 && at != free_.end(); ++at) {
+  std::vector<HostRange> ranges;
+  for (auto& [address, slice] : slices_) {
     while (bytes > 0) {
-      const auto range = at->second.take_from_largest(bytes);
+      const auto range = slice.free.take_from_largest(bytes);
       if (!range) break;
       ranges.push_back({range->begin, range->bytes});
-      slices_[at->first].used_bytes += range->bytes;
       bytes -= range->bytes;
     }
   }
@@ -259,9 +255,7 @@ std::vector<HostRange> HostPool::carve(std::size_t bytes) {
 void HostPool::give(const std::vector<HostRange>& ranges, Use use) {
   const Lock lock(mutex_);
   for (const auto& range : ranges) {
-    const auto slice = std::prev(slices_.upper_bound(range.address));
-    slice->second.used_bytes -= range.bytes;
-    free_[slice->first].add(range.address, range.bytes);
+    std::prev(slices_.upper_bound(range.address))->second.free.add(range.address, range.bytes);
     used_ -= range.bytes;
     if (use != Use::backup) passing_ -= range.bytes;
   }
@@ -276,15 +270,12 @@ void HostPool::trim() {
     touched = std::exchange(touched_, {});
     for (const auto& slice : touched) under_way_ -= slice.bytes;
     for (auto at = slices_.begin(); at != slices_.end();) {
-      if (at->second.used_bytes != 0) {
-        ++at;
-        continue;
-      }
-      pinned.push_back({at->first, at->second.bytes});
-      capacity_ -= at->second.bytes;
-      free_.erase(at->first);
-      at = slices_.erase(at);
+      const auto& [address, slice] = *at;
+      const bool unused = slice.free.total_bytes() == slice.bytes;
+      if (unused) pinned.push_back({address, slice.bytes});
+      at = unused ? slices_.erase(at) : std::next(at);
     }
+    capacity_ -= sum_of(pinned);
     target_ = capacity_;
   }
   for (const auto& slice : touched) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);

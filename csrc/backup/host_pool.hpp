@@ -69,6 +69,20 @@ class HostPool {
   [[nodiscard]] std::vector<HostRange> take(std::size_t bytes, Use use = Use::backup);
   void give(const std::vector<HostRange>& ranges, Use use = Use::backup);
 
+  // Bounce memory, taken as above and given back at the end of its life.
+  class Bounce {
+   public:
+    Bounce(HostPool& pool, std::size_t bytes, Use use) : ranges(pool.take(bytes, use)), pool_(pool) {}
+    Bounce(const Bounce&) = delete;
+    Bounce& operator=(const Bounce&) = delete;
+    ~Bounce() { pool_.give(ranges, Use::passing); }
+
+    const std::vector<HostRange> ranges;
+
+   private:
+    HostPool& pool_;
+  };
+
   // Unpins and unmaps every unused slice. Logs a warning for slices that the driver fails to unpin, and keeps them.
   void trim();
   // The process is ending, and the driver before it: from now on trim() unpins nothing.
@@ -80,7 +94,7 @@ class HostPool {
  private:
   struct Slice {
     std::size_t bytes;
-    std::size_t used_bytes = 0;
+    RangeSet free;  // of its own: ranges of adjacent slices never merge
   };
   [[nodiscard]] HostRange make_slice(std::size_t bytes) const;
   void grow_to(std::size_t capacity) REQUIRES(mutex_);
@@ -100,7 +114,6 @@ class HostPool {
   mutable Mutex mutex_;
   std::condition_variable_any changed_;
   std::map<std::uintptr_t, Slice> slices_ GUARDED_BY(mutex_);
-  std::map<std::uintptr_t, RangeSet> free_ GUARDED_BY(mutex_);  // by slice: ranges of adjacent slices never merge
   std::size_t used_ GUARDED_BY(mutex_) = 0;
   std::size_t passing_ GUARDED_BY(mutex_) = 0;  // the bounce memory in used_
   std::size_t capacity_ GUARDED_BY(mutex_) = 0;

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <thread>
 #include <utility>
 
-#include "backup/unpacking.hpp"
 #include "support/error.hpp"
+#include "support/packing.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -66,7 +65,7 @@ void KeptContent::copy_to(void* to) const {
   constexpr std::size_t kThreads = 8;
   std::atomic<std::size_t> next{0};
   std::atomic<bool> damaged{false};
-  const auto work = [this, &next, &damaged, to] {
+  const auto work = [this, &next, &damaged, to](std::size_t) {
     char* at = static_cast<char*>(to);
     std::size_t passed = 0;
     for (std::size_t mine = next++; mine < pieces_.size(); mine = next++) {
@@ -74,16 +73,26 @@ void KeptContent::copy_to(void* to) const {
       if (!write(pieces_[mine], at)) damaged = true;
     }
   };
-  std::vector<std::thread> threads;
-  threads.reserve(kThreads);
-  while (threads.size() + 1 < std::min(kThreads, pieces_.size())) {
-    auto thread = sys::start_thread(work);
-    if (!thread) break;
-    threads.push_back(std::move(*thread));
-  }
-  work();
-  for (auto& thread : threads) thread.join();
+  sys::run_in_threads(std::min(kThreads, pieces_.size()), work);
   if (damaged) throw Error(ErrorKind::backup, "what was kept is not packed content");
+}
+
+bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content, std::size_t bytes,
+                   std::size_t threads) {
+  const auto* packed = reinterpret_cast<const unsigned char*>(memory.front().address);
+  std::vector<unsigned char> joined;
+  if (memory.front().bytes < packed_bytes) {
+    for (const auto& range : memory) {
+      const auto* const data = reinterpret_cast<const unsigned char*>(range.address);
+      joined.insert(joined.end(), data, data + range.bytes);
+    }
+    packed = joined.data();
+  }
+  std::atomic<bool> sound{true};
+  sys::run_in_threads(threads, [&](std::size_t part) {
+    if (!unpack_on_host(packed, packed_bytes, content, bytes, part, threads)) sound = false;
+  });
+  return sound;
 }
 
 }  // namespace memsaver

@@ -30,4 +30,9 @@ class KeptContent {
   std::vector<Piece> pieces_;
 };
 
+// Unpacks what lies in `memory`, with several threads if `threads` is more than 1. Returns false if it is not packed
+// content of `bytes` bytes.
+[[nodiscard]] bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content,
+                                 std::size_t bytes, std::size_t threads = 1);
+
 }  // namespace memsaver

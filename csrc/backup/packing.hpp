@@ -2,11 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "backup/block.hpp"
-#include "driver/driver.hpp"
+#include "backup/handles.hpp"
 #include "support/packing.hpp"
 
 namespace memsaver {
@@ -26,8 +27,8 @@ class Packing {
 
   struct Buffer {
     Address address;
-    std::uint64_t* result;        // of the kernel that works on the buffer, in registered host memory
-    std::optional<Event> in_use;  // until then
+    std::uint64_t* result;  // of the kernel that works on the buffer, in registered host memory
+    Recorded in_use;        // until then
   };
 
   Packing(Driver& driver, int device, bool wanted) : driver_(driver), device_(device), wanted_(wanted) {}
@@ -53,9 +54,9 @@ class Packing {
   [[nodiscard]] std::size_t buffers() const { return buffers_.size(); }
   // The buffer that was taken longest ago, once it is no longer in use.
   [[nodiscard]] Buffer& take();
-  void wait(Buffer& buffer);
+  static void wait(Buffer& buffer);
   // The buffer is in use until what `stream` holds now is done.
-  void use(Buffer& buffer, Stream stream);
+  void use(Buffer& buffer, Stream stream) { buffer.in_use = std::make_shared<RecordedEvent>(driver_, device_, stream); }
   // Gives the device memory back. No work on the buffers may be under way.
   void close();
   // Of the device.
@@ -69,14 +70,13 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
-  void open_memory(std::size_t bytes);
   [[nodiscard]] bool close_memory();
 
   Driver& driver_;
   const int device_;
   const bool wanted_;
-  Shared* shared_ = nullptr;  // registered host memory
-  Address address_ = 0;       // reserved for all buffers
+  std::unique_ptr<Registered<Shared>> shared_;
+  Address address_ = 0;  // reserved for all buffers
   std::optional<Handle> handle_;
   std::size_t bytes_ = 0;  // of the handle
   bool mapped_ = false;

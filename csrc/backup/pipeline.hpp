@@ -3,13 +3,29 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <future>
+#include <list>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "backup/staging.hpp"
+#include "backup/block.hpp"
+#include "backup/digest_queue.hpp"
+#include "backup/file_store.hpp"
+#include "backup/handles.hpp"
+#include "backup/host_pool.hpp"
+#include "backup/packing.hpp"
+#include "backup/shared_store.hpp"
+#include "driver/driver.hpp"
 #include "support/progress.hpp"
+#include "support/sizes.hpp"
 
 namespace memsaver {
+
+// A window is the content that is digested at once.
+inline constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
+// Blocks on the way to or from the file at once, each with bounce memory of its own.
+inline constexpr std::size_t kFileTransfers = 8;
 
 // How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
 // than it copies, else sampled.
@@ -61,17 +77,34 @@ struct PipelineSeconds {
   }
 };
 
+// A write to or read from the file under way in another thread.
+struct FileTransfer {
+  std::shared_future<void> done;
+  std::unique_ptr<HostPool::Bounce> bounce;
+  Recorded copied;  // of a read: `bounce` is free once it has passed
+};
+using FileTransfers = std::list<FileTransfer>;  // oldest first
+
+// What a pipeline works with, and does not own.
+struct PipelineParts {
+  Driver& driver;
+  const int device;
+  HostPool& pool;
+  FileStore& files;
+  SharedStore* const store;  // null if blocks are not shared
+  const DigestKey key;
+  Progress& progress;
+};
+
 // Moves the content of one device's chunks to its backups and back. Copies overlap driver calls: a save drops chunk i
 // while chunk i + 1 is copied, a restore maps chunk i + 1 while chunk i is copied.
 //
 // One operation at a time may use it, and nothing else on the device may touch the content meanwhile. The destructor
 // waits until nothing is under way.
-class Pipeline {
+class Pipeline : public PipelineParts {
  public:
-  // `store` may be null.
-  Pipeline(Driver& driver, int device, HostPool& pool, FileStore& files, SharedStore* store, const DigestKey& key,
-           bool pack, Progress& progress)
-      : staging_(driver, device, pool, files, store, key, pack), progress_(progress) {}
+  Pipeline(const PipelineParts& parts, bool pack) : PipelineParts(parts), packing(driver, device, pack) {}
+  ~Pipeline() { settle(); }
 
   // Saves the content of `blocks`, and calls drop(i) for chunk i once all content in it is saved. Both are in address
   // order. A block whose content equals its backup is not copied; one of zeros needs no memory.
@@ -93,14 +126,30 @@ class Pipeline {
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                           const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
-  // Gives device memory back that an earlier operation could not.
-  void clean_up() { staging_.packing().close(); }
-  // What it holds of the device.
-  [[nodiscard]] std::size_t device_bytes() { return staging_.packing().held_bytes(); }
+  // The rest is for the operations themselves.
+
+  const OwnStream copies{driver, device};   // runs on the copy engine
+  const OwnStream kernels{driver, device};  // digests, packing and zero fills
+  Packing packing;
+
+  // Prepares digests() at the first call. False if the device cannot digest.
+  [[nodiscard]] bool can_digest();
+  // Only after can_digest() returned true.
+  [[nodiscard]] DigestQueue& digests() { return *digests_; }
+
+  enum class Direction { to_host, to_device };
+  // Queues copies of extents of the allocation at `base`, which are contiguous in `memory`.
+  void copy(Direction direction, Address base, const std::vector<Extent>& extents,
+            const std::vector<HostRange>& memory);
+  // What `copies` or `kernels` holds now.
+  [[nodiscard]] Recorded record(Stream stream) { return std::make_shared<RecordedEvent>(driver, device, stream); }
+  void wait_for_streams();
+  // Waits until neither the device nor the threads of `transfers` work for this object, and gives the memory for
+  // packing back to the device.
+  void settle(const FileTransfers& transfers = {}) noexcept;
 
  private:
-  Staging staging_;
-  Progress& progress_;
+  std::unique_ptr<DigestQueue> digests_;
 };
 
 }  // namespace memsaver

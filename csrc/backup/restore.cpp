@@ -1,14 +1,16 @@
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
-#include "backup/unpacking.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
-#include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -17,16 +19,101 @@ namespace {
 
 constexpr std::size_t kSampleEvery = 16;
 
+// Notes that a block could not be restored, and adds what to do about it to the error.
+void note_damage(const ContentBlock& content, Error& error) {
+  content.block->damaged = true;
+  error.with_advice(
+      "the memory stays released; repeat, or give this content up: release the tag with restore 'discard', resume it, "
+      "and load the content anew");
+}
+
+// The same, with a new error that names the block.
+Error damaged_backup(const ContentBlock& content, const char* what) {
+  Error error(ErrorKind::backup, what);
+  note_damage(content, error);
+  error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
+  return error;
+}
+
+// The packed content of one restore on its way back.
+class Unpacking {
+ public:
+  // Adds the time spent waiting to `seconds`.
+  Unpacking(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
+
+  // Starts to unpack a block from `memory`, which must stay until the stream of copies has passed this. Without buffers
+  // it is unpacked in host memory by several threads, and nothing is under way afterwards. Throws ErrorKind::backup
+  // if this block or an earlier one is damaged.
+  void bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
+    Packing& packing = pipeline_.packing;
+    if (packing.buffers() == 0) return unpack_on_host(content, memory);
+    const std::size_t packed_bytes = content.block->packed_bytes;
+    const Extent& extent = content.block->extents.front();
+    if (blocks_.size() == packing.buffers()) end_oldest();
+    Packing::Buffer& buffer = packing.take();
+    pipeline_.copy(Pipeline::Direction::to_device, buffer.address, {{0, packed_bytes}}, memory);
+    pipeline_.record(pipeline_.copies)->hold(pipeline_.kernels);
+    *buffer.result = 0;
+    pipeline_.driver.unpack(pipeline_.device, {buffer.address, packed_bytes},
+                            {content.base + extent.offset, extent.bytes}, buffer.result, pipeline_.kernels);
+    packing.use(buffer, pipeline_.kernels);
+    blocks_.emplace_back(&content, &buffer);
+  }
+  // Waits for what is under way, and gives the device memory back. Throws as bring().
+  void end() {
+    while (!blocks_.empty()) end_oldest();
+    pipeline_.packing.close();
+  }
+
+ private:
+  static constexpr std::size_t kUnpackers = 8;
+  static constexpr std::size_t kLeastEach = std::size_t{1} << 20;  // for less a thread is not worth its start
+
+  void end_oldest() {
+    const auto [content, buffer] = blocks_.front();
+    blocks_.pop_front();
+    {
+      const Stopwatch watch(seconds_.copy);
+      Packing::wait(*buffer);
+    }
+    if (*buffer->result != 0) throw damaged_backup(*content, "what was kept is not packed content");
+  }
+
+  void unpack_on_host(const ContentBlock& content, const std::vector<HostRange>& memory) {
+    const std::size_t bytes = content.block->content_bytes();
+    if (unpacked_.size() < bytes) unpacked_.resize(bytes);
+    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    const std::size_t threads = std::min({kUnpackers, cores, bytes / kLeastEach + 1});
+    if (!unpack_ranges(memory, content.block->packed_bytes, unpacked_.data(), bytes, threads)) {
+      throw damaged_backup(content, "what was kept is not packed content");
+    }
+    bounce_ = std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, HostPool::Use::must_pass);
+    std::size_t at = 0;
+    for (const auto& range : bounce_->ranges) {
+      const std::size_t part = std::min(range.bytes, bytes - at);
+      std::memcpy(reinterpret_cast<void*>(range.address), unpacked_.data() + at, part);
+      at += part;
+    }
+    pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, bounce_->ranges);
+    pipeline_.record(pipeline_.copies)->wait();
+    bounce_.reset();
+  }
+
+  Pipeline& pipeline_;
+  PipelineSeconds& seconds_;
+  std::deque<std::pair<const ContentBlock*, Packing::Buffer*>> blocks_;  // under way
+  std::unique_ptr<HostPool::Bounce> bounce_;                             // stays until nothing is under way
+  std::vector<unsigned char> unpacked_;
+};
+
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks as soon as they are mapped.
 class RestoreTask {
  public:
-  RestoreTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
-              const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& acquire,
-              VerifyChoice verify)
-      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
+  RestoreTask(Pipeline& pipeline, std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
+              const std::function<void(std::size_t)>& acquire, VerifyChoice verify)
+      : pipeline_(pipeline), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
 
   PipelineSeconds run() {
-    verifying_ = verify_ != VerifyChoice::off && staging_.can_digest();
     try {
       for (const std::size_t i : packed_first()) restore_chunk(i);
       unpacking_.end();
@@ -35,22 +122,13 @@ class RestoreTask {
       }
       finish();
     } catch (...) {
-      staging_.settle(reads_);
-      for (const auto& landing : landings_) {
-        if (landing.event) driver_.recycle(device_, *landing.event);
-        staging_.pool().give(landing.bounce, HostPool::Use::passing);
-      }
+      pipeline_.settle(reads_);
       throw;
     }
     return seconds_;
   }
 
  private:
-  // Bounce memory on its way to the device; free once `event` has passed.
-  struct Landing {
-    std::vector<HostRange> bounce;
-    std::optional<Event> event;
-  };
   // The chunks with packed content. Puts the blocks in them first. Other chunks are acquired before them, and lend
   // their memory for unpacking until their own content comes.
   std::vector<std::size_t> packed_first() {
@@ -83,7 +161,7 @@ class RestoreTask {
   }
 
   void lend(const std::vector<std::size_t>& chunks) {
-    Packing& packing = staging_.packing();
+    Packing& packing = pipeline_.packing;
     // What another process packed may be the first that this one unpacks.
     if (!driver_.has_packing(device_)) driver_.prepare_packing(device_);
     if (!packing.ready()) return;
@@ -125,7 +203,7 @@ class RestoreTask {
     // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
     const bool under_content = next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_]);
     try {
-      driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? staging_.copies() : staging_.kernels());
+      driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? pipeline_.copies : pipeline_.kernels);
     } catch (Error& error) {
       throw error.with_tag(chunk.tag).with_address(chunk.address).with_bytes(chunk.bytes);
     }
@@ -151,7 +229,7 @@ class RestoreTask {
         return;
       case Kept::zero:
         for (const auto& extent : block.extents) {
-          driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, staging_.copies());
+          driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, pipeline_.copies);
         }
         break;
       case Kept::host:
@@ -175,11 +253,9 @@ class RestoreTask {
     {
       const Stopwatch watch(seconds_.copy);
       reads_.front().done.get();
-      landings_.push_back({reads_.front().bounce, std::nullopt});
-      reads_.pop_front();
-      const std::size_t own = landings_.size() - 1;
-      bring(content, landings_[own].bounce);
-      landings_[own].event = driver_.record(device_, staging_.copies());
+      landings_.splice(landings_.end(), reads_, reads_.begin());
+      bring(content, landings_.back().bounce->ranges);
+      landings_.back().copied = pipeline_.record(pipeline_.copies);
     }
     land(kFileTransfers / 2);
     read_ahead();
@@ -191,7 +267,7 @@ class RestoreTask {
     if (!block.shared) return;
     const Stopwatch watch(seconds_.host_memory);
     try {
-      staging_.store()->pin(block.host);
+      pipeline_.store->pin(block.host);
     } catch (const Error& error) {
       warn(std::string("content is restored from memory that is not pinned: ") + error.what());
     }
@@ -201,7 +277,7 @@ class RestoreTask {
   // passed this.
   void bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
     if (content.block->packed_bytes != 0) return unpacking_.bring(content, memory);
-    staging_.copy(Staging::Direction::to_device, content.base, content.block->extents, memory);
+    pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
   // Starts reads of the next blocks that are in the file, as far as there is bounce memory; of at least one if none is
@@ -218,24 +294,22 @@ class RestoreTask {
     const bool alone = reads_.empty() && landings_.empty();
     FileTransfer& read = reads_.emplace_back();
     try {
-      read.bounce = staging_.pool().take(block.file.bytes, alone ? HostPool::Use::must_pass : HostPool::Use::passing);
+      const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;
+      read.bounce = std::make_unique<HostPool::Bounce>(pipeline_.pool, block.file.bytes, use);
     } catch (const Error& error) {
       reads_.pop_back();
       if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
       return false;
     }
-    read.done =
-        sys::run_beside([this, range = block.file, memory = read.bounce] { staging_.files().read(range, memory); });
+    read.done = sys::run_beside(
+        [&files = pipeline_.files, range = block.file, &memory = read.bounce->ranges] { files.read(range, memory); });
     return true;
   }
 
   // Waits for the oldest landings until `keep` are left, and returns their bounce memory.
   void land(std::size_t keep) {
     while (landings_.size() > keep) {
-      const Landing& landing = landings_.front();
-      driver_.wait(device_, *landing.event);
-      driver_.recycle(device_, *landing.event);
-      staging_.pool().give(landing.bounce, HostPool::Use::passing);
+      landings_.front().copied->wait();
       landings_.pop_front();
     }
   }
@@ -258,13 +332,11 @@ class RestoreTask {
 
   void submit_window() {
     if (window_.empty()) return;
-    if (staging_.digests().full()) check_oldest_window();
-    const Event restored = driver_.record(device_, staging_.copies());
-    const ScopeExit recycle([&] { driver_.recycle(device_, restored); });
-    driver_.stream_wait(device_, staging_.kernels(), restored);
+    if (pipeline_.digests().full()) check_oldest_window();
+    pipeline_.record(pipeline_.copies)->hold(pipeline_.kernels);
     std::vector<DigestJob> jobs;
     for (const std::size_t i : window_) jobs.push_back({blocks_[i].base, &blocks_[i].block->extents});
-    staging_.digests().submit(jobs);
+    pipeline_.digests().submit(jobs);
     submitted_.insert(submitted_.end(), window_.begin(), window_.end());
     window_.clear();
     window_bytes_ = window_items_ = 0;
@@ -272,7 +344,7 @@ class RestoreTask {
 
   void check_oldest_window() {
     const Stopwatch watch(seconds_.digest);
-    for (const auto& digest : staging_.digests().collect()) {
+    for (const auto& digest : pipeline_.digests().collect()) {
       const ContentBlock& content = blocks_[submitted_.front()];
       submitted_.pop_front();
       if (digest == content.block->digest) continue;
@@ -282,19 +354,19 @@ class RestoreTask {
 
   void finish() {
     submit_window();
-    while (verifying_ && !staging_.digests().empty()) check_oldest_window();
+    while (verifying_ && !pipeline_.digests().empty()) check_oldest_window();
     const Stopwatch watch(seconds_.copy);
     land(0);
-    staging_.wait_for(staging_.copies());
+    pipeline_.record(pipeline_.copies)->wait();
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
-    if (any_zero || verifying_) staging_.wait_for(staging_.kernels());
+    if (any_zero || verifying_) pipeline_.record(pipeline_.kernels)->wait();
     for (auto& content : blocks_) content.block->damaged = false;
   }
 
-  Staging& staging_;
-  Driver& driver_ = staging_.driver();
-  const int device_ = staging_.device();
-  Progress& progress_;
+  Pipeline& pipeline_;
+  Driver& driver_ = pipeline_.driver;
+  const int device_ = pipeline_.device;
+  Progress& progress_ = pipeline_.progress;
   std::vector<ContentBlock>& blocks_;
   const std::vector<ChunkRange>& chunks_;
   const std::function<void(std::size_t)>& acquire_;
@@ -303,25 +375,25 @@ class RestoreTask {
   std::set<std::size_t> restored_;  // chunks whose turn has come
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
-  bool verifying_ = false;
+  const bool verifying_ = verify_ != VerifyChoice::off && pipeline_.can_digest();
   std::size_t next_block_ = 0;
-  std::size_t next_read_ = 0;     // block to look at for the next read from the file
-  FileTransfers reads_;           // in the order of the blocks
-  std::deque<Landing> landings_;  // likewise
-  std::size_t samples_ = 0;       // blocks that were candidates for a sampled check
+  std::size_t next_read_ = 0;  // block to look at for the next read from the file
+  FileTransfers reads_;        // in the order of the blocks
+  FileTransfers landings_;     // on the way to the device, likewise
+  std::size_t samples_ = 0;    // blocks that were candidates for a sampled check
   std::vector<std::size_t> window_;
   std::size_t window_bytes_ = 0;
   std::size_t window_items_ = 0;
   std::deque<std::size_t> submitted_;  // blocks whose digests are under way
   PipelineSeconds seconds_;
-  Unpacking unpacking_{staging_, seconds_};
+  Unpacking unpacking_{pipeline_, seconds_};
 };
 
 }  // namespace
 
 PipelineSeconds Pipeline::restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                   const std::function<void(std::size_t)>& acquire, VerifyChoice verify) {
-  return RestoreTask(staging_, progress_, blocks, chunks, acquire, verify).run();
+  return RestoreTask(*this, blocks, chunks, acquire, verify).run();
 }
 
 }  // namespace memsaver

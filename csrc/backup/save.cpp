@@ -2,37 +2,309 @@
 #include <chrono>
 #include <deque>
 #include <future>
+#include <iterator>
 #include <limits>
+#include <list>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "backup/digest_windows.hpp"
-#include "backup/file_writes.hpp"
 #include "backup/pipeline.hpp"
-#include "backup/raw_first.hpp"
-#include "backup/save_batch.hpp"
-#include "backup/shared_save.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
-#include "support/scope_exit.hpp"
-#include "support/sizes.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
 namespace {
 
+// The blocks of a save in windows, each digested while the one before it is saved.
+class DigestWindows {
+ public:
+  struct Window {
+    std::size_t begin, end;                      // blocks
+    std::vector<std::optional<Digest>> digests;  // of them; none if the device cannot digest
+  };
+
+  // Adds the time spent waiting for digests to `seconds`.
+  DigestWindows(Pipeline& pipeline, const std::vector<ContentBlock>& blocks, PipelineSeconds& seconds)
+      : pipeline_(pipeline), blocks_(blocks), seconds_(seconds) {}
+
+  [[nodiscard]] bool empty() const { return submitted_.empty(); }
+  // Starts to digest the next window, if there is one: at least one block, and no more than a batch of digests holds.
+  void submit() {
+    if (next_ == blocks_.size()) return;
+    Window window{next_, next_, {}};
+    std::size_t bytes = 0;
+    std::size_t items = 0;
+    std::vector<DigestJob> jobs;
+    for (; window.end < blocks_.size(); ++window.end) {
+      const ContentBlock& content = blocks_[window.end];
+      bytes += sum_of(content.live);
+      items += DigestQueue::items_of(content.live);
+      if (!jobs.empty() && (bytes > bytes_ || items > DigestQueue::kSlotItems)) break;
+      jobs.push_back({content.base, &content.live});
+    }
+    bytes_ = std::min(2 * bytes_, kLargestWindow);
+    next_ = window.end;
+    if (digesting_) pipeline_.digests().submit(jobs);
+    submitted_.push_back(std::move(window));
+  }
+  // The oldest window that was submitted, digested.
+  [[nodiscard]] Window collect() {
+    Window window = std::move(submitted_.front());
+    submitted_.pop_front();
+    window.digests.resize(window.end - window.begin);
+    if (!digesting_) return window;
+    const Stopwatch watch(seconds_.digest);
+    const std::vector<Digest> digests = pipeline_.digests().collect();
+    window.digests.assign(digests.begin(), digests.end());
+    return window;
+  }
+
+ private:
+  // Windows grow: a small first one returns memory early (64 MiB cross a 55 GB/s link in 1.2 ms), large ones keep every
+  // multiprocessor busy.
+  static constexpr std::size_t kFirstWindow = 64 * kSizeUnit;
+
+  Pipeline& pipeline_;
+  const std::vector<ContentBlock>& blocks_;
+  PipelineSeconds& seconds_;
+  const bool digesting_ = pipeline_.can_digest();
+  std::size_t next_ = 0;  // block of the next window
+  std::size_t bytes_ = kFirstWindow;
+  std::deque<Window> submitted_;
+};
+
+// Copies from a device to the backup file, each by way of bounce memory and with a thread that writes. Bounds how many
+// are under way.
+class FileWrites {
+ public:
+  // Adds the time spent waiting to `seconds`.
+  FileWrites(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
+
+  // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. What is
+  // under way when this throws is among transfers(). The copy of the content has ended when `copies` of the pipeline
+  // has passed it, the write when the result is ready.
+  [[nodiscard]] std::shared_future<void> start(const FileRange& range, Address base,
+                                               const std::vector<Extent>& extents) {
+    limit(kFileTransfers - 1);
+    FileTransfer& transfer = transfers_.emplace_back();  // its memory stays until nothing is under way
+    transfer.bounce = take_bounce(sum_of(extents));
+    const std::vector<HostRange>& memory = transfer.bounce->ranges;
+    pipeline_.copy(Pipeline::Direction::to_host, base, extents, memory);
+    transfer.done =
+        sys::run_beside([&files = pipeline_.files, copied = pipeline_.record(pipeline_.copies), range, memory] {
+          copied->wait();
+          files.write(range, memory);
+        });
+    return transfer.done;
+  }
+  [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
+
+ private:
+  // Bounce memory for the last of transfers_. If there is too little for several at once, waits for the older ones; a
+  // single transfer is always served.
+  std::unique_ptr<HostPool::Bounce> take_bounce(std::size_t bytes) {
+    const Stopwatch watch(seconds_.host_memory);
+    for (;;) {
+      const std::size_t count = transfers_.size();
+      try {
+        const auto use = count > 1 ? HostPool::Use::passing : HostPool::Use::must_pass;
+        return std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, use);
+      } catch (const Error& error) {
+        if (count == 1 || error.kind != ErrorKind::out_of_host_memory) throw;
+      }
+      limit(count - 1);
+      if (transfers_.size() == count) transfers_.front().done.get();  // a failed one keeps its memory: throw its error
+    }
+  }
+
+  // Waits for the oldest transfers until at most `count` are left besides failed ones. A failed one keeps its memory,
+  // since copies into it may still run; its error comes with its result.
+  void limit(std::size_t count) {
+    auto oldest = transfers_.begin();
+    for (std::size_t failed = 0; transfers_.size() > failed + count;) {
+      try {
+        oldest->done.get();
+        oldest = transfers_.erase(oldest);
+      } catch (const std::exception&) {
+        ++failed;
+        ++oldest;
+      }
+    }
+  }
+
+  Pipeline& pipeline_;
+  PipelineSeconds& seconds_;
+  FileTransfers transfers_;
+};
+
+// What one save keeps in the shared store. Processes that save equal content at the same time each write a part of it:
+// a process claims no more than it is copying, takes what others have written, and waits for what they are writing.
+class SharedSave {
+ public:
+  SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
+
+  // Looks for the content of a block without host memory. Kept: the block has it now. Claimed: its copy is to be
+  // queued, see take() and copied(). Awaited: another process is writing it. No room: the store cannot take it.
+  [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest, std::size_t bytes) {
+    using Found = SharedStore::Found;
+    publish_done();
+    while (claims_.size() >= kClaims) wait_for_a_copy();
+    store_.settle();
+    const SharedStore::Answer answer = store_.want(digest, bytes, alone_);
+    if (answer.found == Found::kept || answer.found == Found::claimed) {
+      block.shared = answer.entry;
+      waiting_since_.reset();
+    }
+    if (answer.found == Found::kept) {
+      block.host = store_.memory_of(answer);
+      block.packed_bytes = answer.packed_bytes;
+    }
+    if (answer.found == Found::claimed) claims_.push_back({&block, {}});
+    return answer.found;
+  }
+
+  // Memory for a claimed block; `expected` bytes are still to be saved. False, with the claim given up, if the store
+  // does not answer. Throws ErrorKind::out_of_host_memory.
+  [[nodiscard]] bool take(Block& block, std::size_t bytes, std::size_t expected) {
+    block.host = store_.take(*block.shared, bytes, expected, pipeline_.pool.numa_node());
+    if (!block.host.empty()) return true;
+    claims_.remove_if([&](const auto& claim) { return claim.block == &block; });
+    store_.give(*std::exchange(block.shared, std::nullopt));
+    return false;
+  }
+
+  // The copy of a claimed block is on the stream of copies.
+  void copied(const Block& block, std::size_t packed_bytes) {
+    for (auto& claim : claims_) {
+      if (claim.block == &block) claim = {claim.block, pipeline_.record(pipeline_.copies), packed_bytes};
+    }
+  }
+
+  // Lets others find what is copied by now.
+  void publish_done() {
+    for (auto claim = claims_.begin(); claim != claims_.end();) {
+      claim = claim->copied && claim->copied->done() ? publish(claim) : std::next(claim);
+    }
+  }
+
+  // Waits until another process has done something since `changes()` was `seen`. All that this one copies is published
+  // before. After a second without any progress, the rest of the save waits for nobody.
+  void wait_for_others(std::uint32_t seen) {
+    while (!claims_.empty()) wait_for_a_copy();
+    const auto now = std::chrono::steady_clock::now();
+    if (!waiting_since_) waiting_since_ = now;
+    alone_ = now - *waiting_since_ > kPatience;
+    if (!alone_) store_.wait_for_change(seen);
+  }
+
+  // Gives up what was claimed and not published. No copy may be under way.
+  void abandon() noexcept {
+    for (const auto& claim : std::exchange(claims_, {})) {
+      store_.give(*std::exchange(claim.block->shared, std::nullopt));
+      claim.block->host.clear();
+    }
+  }
+
+ private:
+  // Enough copies of 0.4 ms to keep the link at work while this thread plans the next window and unmaps what is saved;
+  // what is claimed beyond is work that no other process can take over.
+  static constexpr std::size_t kClaims = 8;
+  static constexpr std::chrono::seconds kPatience{1};
+
+  struct Claim {
+    Block* block;
+    Recorded copied;
+    std::size_t packed_bytes = 0;
+  };
+
+  // Copies end in the order in which they were queued: waits for the first of them.
+  void wait_for_a_copy() {
+    const auto first = std::find_if(claims_.begin(), claims_.end(), [](const auto& claim) { return claim.copied; });
+    if (first == claims_.end()) return;
+    first->copied->wait();
+    publish(first);
+  }
+
+  std::list<Claim>::iterator publish(std::list<Claim>::iterator claim) {
+    store_.publish(*claim->block->shared, claim->packed_bytes);
+    return claims_.erase(claim);
+  }
+
+  Pipeline& pipeline_;
+  SharedStore& store_;
+  std::list<Claim> claims_;  // not published
+  bool alone_ = false;
+  std::optional<std::chrono::steady_clock::time_point> waiting_since_;
+};
+
+// Which blocks may be packed, of one save; asked for each of them, in its order. The first ones of each tag stay as
+// they are: a release takes memory for packing where they were, and a resume unpacks by way of theirs. A tag for which
+// that would be more than an eighth makes do with two buffers.
+class RawFirst {
+ public:
+  explicit RawFirst(const std::vector<ContentBlock>& blocks) {
+    for (const auto& content : blocks) tags_[key(content)].bytes += content.block->bytes;
+  }
+
+  [[nodiscard]] bool may_be_packed(const ContentBlock& content) {
+    Tag& tag = tags_[key(content)];
+    const std::size_t raw = tag.bytes < 8 * Packing::kBytes ? kLeast : Packing::kBytes;
+    const bool allowed =
+        tag.seen_bytes >= raw && content.live.size() == 1 && content.live.front().bytes >= Packing::kSmallest;
+    tag.seen_bytes += content.block->bytes;
+    return allowed;
+  }
+
+ private:
+  // The first chunk of a tag, and the first window of a save.
+  static constexpr std::size_t kLeast = 64 * kSizeUnit;
+  static_assert(kLeast >= 2 * Packing::kBufferBytes);
+
+  struct Tag {
+    std::size_t bytes = 0;       // of all its blocks
+    std::size_t seen_bytes = 0;  // of those that were asked for
+  };
+  using Key = std::pair<std::string, bool>;  // the tag, and the kind of backup
+  [[nodiscard]] static Key key(const ContentBlock& content) { return {content.tag, content.to_file}; }
+
+  std::map<Key, Tag> tags_;
+};
+
+// A block to be copied.
+struct ChangedBlock {
+  ContentBlock* content;
+  std::optional<Digest> digest;
+  bool may_be_packed;
+  PackPlan plan{};
+  std::size_t packed_bytes = 0;  // 0: not packed
+  ContentBlock::Outcome outcome = ContentBlock::Outcome::copied;
+};
+
+// Blocks whose copies end at one event, and the chunks that may be dropped then.
+struct SaveBatch {
+  std::vector<ChangedBlock> copied;
+  std::vector<ChangedBlock> awaited;  // another process is writing them
+  std::vector<std::shared_future<void>> writes;
+  Recorded event;
+  std::vector<std::size_t> chunks;
+};
+
 // One Pipeline::save(): digests windows of blocks, copies what changed, and drops chunks whose content is saved.
 class SaveTask {
  public:
-  SaveTask(Staging& staging, Progress& progress, std::vector<ContentBlock>& blocks,
-           const std::vector<ChunkRange>& chunks, const std::function<void(std::size_t)>& drop)
-      : staging_(staging), progress_(progress), blocks_(blocks), chunks_(chunks), drop_(drop) {
-    if (staging_.store() != nullptr) shared_.emplace(staging_, *staging_.store());
+  SaveTask(Pipeline& pipeline, std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
+           const std::function<void(std::size_t)>& drop)
+      : pipeline_(pipeline), blocks_(blocks), chunks_(chunks), drop_(drop) {
+    if (pipeline_.store != nullptr) shared_.emplace(pipeline_, *pipeline_.store);
     for (const auto& content : blocks_) left_bytes_ += sum_of(content.live);
   }
 
   PipelineSeconds run() {
-    windows_.begin();
     try {
       windows_.submit();
       while (!windows_.empty()) {
@@ -43,15 +315,11 @@ class SaveTask {
       add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
       while (!batches_.empty()) finish_oldest();
       drop_saved(std::numeric_limits<std::size_t>::max());
-      staging_.wait_for_streams();
-      staging_.give_bounce(writes_.transfers());
+      pipeline_.wait_for_streams();
       packing_.close();
-      if (shared_) staging_.store()->tidy();
+      if (shared_) pipeline_.store->tidy();
     } catch (...) {
-      staging_.settle(writes_.transfers());
-      for (const auto& batch : batches_) {
-        if (batch.event) driver_.recycle(device_, *batch.event);
-      }
+      pipeline_.settle(writes_.transfers());
       if (shared_) shared_->abandon();
       throw;
     }
@@ -66,13 +334,14 @@ class SaveTask {
     for (std::size_t i = window.begin; i < window.end; ++i) {
       const bool packable = raw_first_.may_be_packed(blocks_[i]);
       const auto& digest = window.digests[i - window.begin];
-      if (!is_kept(blocks_[i], digest)) changed.push_back({i, digest, packable});
+      if (!is_kept(blocks_[i], digest)) changed.push_back({&blocks_[i], digest, packable});
     }
     if (changed.empty()) drop_saved(std::numeric_limits<std::size_t>::max());  // while the device digests
-    save_changed(changed, plan_packing(changed), batch);
+    plan_packing(changed);
+    save_blocks(changed, batch);
     const bool last = window.end == blocks_.size();
     add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.end].begin(), batch);
-    if (!batch.copied.empty()) batch.event = driver_.record(device_, staging_.copies());
+    if (!batch.copied.empty()) batch.event = pipeline_.record(pipeline_.copies);
   }
 
   // Whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not kept
@@ -103,26 +372,24 @@ class SaveTask {
     return true;
   }
 
-  // How to pack each block; takes device memory for it if some is to be.
-  std::vector<PackPlan> plan_packing(const std::vector<ChangedBlock>& changed) {
-    std::vector<PackPlan> plans(changed.size());
+  // Plans how to pack each block; takes device memory for it if some is to be.
+  void plan_packing(std::vector<ChangedBlock>& changed) {
     std::vector<PackItem> items;
     for (const auto& each : changed) {
-      if (each.may_be_packed) items.push_back(blocks_[each.block].first_run());
+      if (each.may_be_packed) items.push_back(each.content->first_run());
     }
-    if (items.empty() || !packing_.packs()) return plans;
+    if (items.empty() || !packing_.packs()) return;
     std::vector<PackEstimate> found;
     {
       const Stopwatch watch(seconds_.digest);
-      found = packing_.plan(items, staging_.kernels());
+      found = packing_.plan(items, pipeline_.kernels);
     }
-    if (std::none_of(found.begin(), found.end(), [](const auto& each) { return each.plan.worth_it(); })) return plans;
-    if (!make_room()) return plans;
+    if (std::none_of(found.begin(), found.end(), [](const auto& each) { return each.plan.worth_it(); })) return;
+    if (!make_room()) return;
     auto estimate = found.begin();
-    for (std::size_t i = 0; i < changed.size(); ++i) {
-      if (changed[i].may_be_packed) plans[i] = estimate++->plan;
+    for (auto& each : changed) {
+      if (each.may_be_packed) each.plan = estimate++->plan;
     }
-    return plans;
   }
 
   // Takes memory for packing once as much was dropped, less if there is too little and more later. May finish all
@@ -133,21 +400,21 @@ class SaveTask {
     return packing_.open(dropped_bytes_);
   }
 
-  void save_changed(const std::vector<ChangedBlock>& changed, const std::vector<PackPlan>& plans, SaveBatch& batch) {
-    for (std::size_t i = 0; i < changed.size(); ++i) save_block(changed[i], plans[i], batch);
+  void save_blocks(const std::vector<ChangedBlock>& blocks, SaveBatch& batch) {
+    for (const auto& each : blocks) save_block(each, batch);
     while (!packs_.empty()) finish_pack(batch);
   }
 
-  void save_block(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
+  void save_block(const ChangedBlock& changed, SaveBatch& batch) {
     drop_saved(2 * kBlockBytes);
-    const ContentBlock& content = blocks_[changed.block];
+    const ContentBlock& content = *changed.content;
     try {
-      if (is_shared(changed, plan, batch)) return;
+      if (is_shared(changed, batch)) return;
       // What was awaited may come when there are no buffers any more.
-      if (plan.worth_it() && packing_.buffers() > 0) {
-        pack(changed, plan, batch);
+      if (changed.plan.worth_it() && packing_.buffers() > 0) {
+        pack(changed, batch);
       } else {
-        copy(changed, content.base, content.live, 0, batch);
+        copy(changed, content.base, content.live, batch);
       }
     } catch (Error& error) {
       throw error.with_tag(content.tag).with_bytes(sum_of(content.live));
@@ -155,66 +422,61 @@ class SaveTask {
   }
 
   // Whether another process has written this content to the shared store, or is writing it.
-  bool is_shared(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
-    const ContentBlock& content = blocks_[changed.block];
+  bool is_shared(ChangedBlock changed, SaveBatch& batch) {
+    const ContentBlock& content = *changed.content;
     if (!shared_ || content.to_file || !changed.digest) return false;
     Block& block = *content.block;
     give_memory(block);
     const auto found = shared_->find(block, *changed.digest, sum_of(content.live));
-    if (found == SharedStore::Found::awaited) batch.awaited.emplace_back(changed, plan);
+    if (found == SharedStore::Found::awaited) batch.awaited.push_back(changed);
     if (found == SharedStore::Found::kept) {
-      const auto outcome = ContentBlock::Outcome::found;
-      batch.copied.push_back({changed.block, Kept::host, changed.digest, block.packed_bytes, outcome});
+      changed.packed_bytes = block.packed_bytes;
+      changed.outcome = ContentBlock::Outcome::found;
+      batch.copied.push_back(changed);
     }
     return found == SharedStore::Found::awaited || found == SharedStore::Found::kept;
   }
 
   // Looks again for what was awaited. What nobody writes any more, this process copies.
   void look_again(SaveBatch& batch) {
-    for (const auto& [changed, plan] : std::exchange(batch.awaited, {})) save_block(changed, plan, batch);
-    while (!packs_.empty()) finish_pack(batch);
-    if (batch.event) driver_.recycle(device_, *std::exchange(batch.event, std::nullopt));
-    batch.event = driver_.record(device_, staging_.copies());
+    save_blocks(std::exchange(batch.awaited, {}), batch);
+    batch.event = pipeline_.record(pipeline_.copies);
   }
 
   // Two blocks are packed ahead of the copies; the other buffers are those that are being copied.
-  void pack(const ChangedBlock& changed, const PackPlan& plan, SaveBatch& batch) {
+  void pack(const ChangedBlock& changed, SaveBatch& batch) {
     const std::size_t ahead = packing_.buffers() > 2 ? 2 : 1;
     while (packs_.size() >= ahead) finish_pack(batch);
-    const PackItem content = blocks_[changed.block].first_run();
+    const PackItem content = changed.content->first_run();
     Packing::Buffer& buffer = packing_.take();
-    driver_.pack(device_, plan, content, {buffer.address, packed_limit(content.bytes)}, buffer.result,
-                 staging_.kernels());
-    packing_.use(buffer, staging_.kernels());
-    packs_.push_back({changed, &buffer});
+    pipeline_.driver.pack(pipeline_.device, changed.plan, content, {buffer.address, packed_limit(content.bytes)},
+                          buffer.result, pipeline_.kernels);
+    packing_.use(buffer, pipeline_.kernels);
+    packs_.emplace_back(changed, &buffer);
   }
 
   // Copies the oldest block that is being packed. If it did not become small enough, as it is.
   void finish_pack(SaveBatch& batch) {
-    const auto [changed, buffer] = packs_.front();
+    auto [changed, buffer] = packs_.front();
     packs_.pop_front();
     {
       const Stopwatch watch(seconds_.copy);
-      packing_.wait(*buffer);
+      Packing::wait(*buffer);
     }
-    const ContentBlock& content = blocks_[changed.block];
-    const std::size_t packed_bytes = *buffer->result;
-    if (packed_bytes == 0) return copy(changed, content.base, content.live, 0, batch);
-    copy(changed, buffer->address, {{0, packed_bytes}}, packed_bytes, batch);
-    packing_.use(*buffer, staging_.copies());
+    changed.packed_bytes = *buffer->result;
+    if (changed.packed_bytes == 0) return copy(changed, changed.content->base, changed.content->live, batch);
+    copy(changed, buffer->address, {{0, changed.packed_bytes}}, batch);
+    packing_.use(*buffer, pipeline_.copies);
   }
 
   // Starts the copy of `extents` at `base`: those of a block, or what they were packed to.
-  void copy(const ChangedBlock& changed, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes,
-            SaveBatch& batch) {
-    const ContentBlock& content = blocks_[changed.block];
-    if (content.to_file) {
-      copy_to_file(*content.block, base, extents, batch);
+  void copy(const ChangedBlock& changed, Address base, const std::vector<Extent>& extents, SaveBatch& batch) {
+    if (changed.content->to_file) {
+      copy_to_file(*changed.content->block, base, extents, batch);
     } else {
-      copy_to_memory(*content.block, base, extents, packed_bytes);
+      copy_to_memory(*changed.content->block, base, extents, changed.packed_bytes);
     }
-    batch.copied.push_back({changed.block, content.to_file ? Kept::file : Kept::host, changed.digest, packed_bytes,
-                            ContentBlock::Outcome::copied});
+    batch.copied.push_back(changed);
   }
 
   // Packed content that changed may be a little larger or smaller: rounding lets it keep its memory.
@@ -226,10 +488,10 @@ class SaveTask {
       const bool taken = block.shared && shared_->take(block, bytes, left_bytes_);
       if (!taken && sum_of(block.host) != to_pages(bytes)) {
         give_memory(block);
-        block.host = staging_.pool().take(bytes);
+        block.host = pipeline_.pool.take(bytes);
       }
     }
-    staging_.copy(Staging::Direction::to_host, base, extents, block.host);
+    pipeline_.copy(Pipeline::Direction::to_host, base, extents, block.host);
     if (block.shared) shared_->copied(block, packed_bytes);
   }
 
@@ -237,7 +499,7 @@ class SaveTask {
     const std::size_t bytes = sum_of(extents);
     if (block.file.bytes != to_pages(bytes)) {
       give_memory(block);
-      block.file = staging_.files().take(to_pages(bytes));
+      block.file = pipeline_.files.take(to_pages(bytes));
     }
     batch.writes.push_back(writes_.start(block.file, base, extents));
   }
@@ -247,7 +509,7 @@ class SaveTask {
   }
 
   bool is_ready(SaveBatch& batch) {
-    if (batch.event && !driver_.done(device_, *batch.event)) return false;
+    if (batch.event && !batch.event->done()) return false;
     if (!batch.awaited.empty()) {
       look_again(batch);
       return false;
@@ -262,25 +524,22 @@ class SaveTask {
     {
       const Stopwatch watch(seconds_.copy);
       while (!batch.awaited.empty()) {
-        const std::uint32_t seen = shared_->changes();
+        const std::uint32_t seen = pipeline_.store->changes();
         look_again(batch);
         if (!batch.awaited.empty()) shared_->wait_for_others(seen);
       }
-      if (batch.event) {
-        driver_.wait(device_, *batch.event);
-        driver_.recycle(device_, *batch.event);
-        batch.event.reset();
-      }
+      if (batch.event) batch.event->wait();
       for (const auto& write : batch.writes) write.get();
       if (shared_) shared_->publish_done();
     }
     for (const auto& copied : batch.copied) {
-      ContentBlock& content = blocks_[copied.block];
-      content.block->kept = copied.kept;
-      content.block->has_digest = copied.digest.has_value();
-      content.block->digest = copied.digest.value_or(Digest{});
-      content.block->packed_bytes = copied.packed_bytes;
-      content.block->expected_bytes = copied.packed_bytes == 0 ? 0 : content.block->kept_bytes();
+      ContentBlock& content = *copied.content;
+      Block& block = *content.block;
+      block.kept = content.to_file ? Kept::file : Kept::host;
+      block.has_digest = copied.digest.has_value();
+      block.digest = copied.digest.value_or(Digest{});
+      block.packed_bytes = copied.packed_bytes;
+      block.expected_bytes = copied.packed_bytes == 0 ? 0 : block.kept_bytes();
       content.outcome = copied.outcome;
       const std::size_t bytes = sum_of(content.live);
       progress_.done_bytes += bytes;
@@ -302,16 +561,14 @@ class SaveTask {
   }
 
   void give_memory(Block& block) {
-    give_host_memory(block, staging_.pool(), staging_.store());
-    staging_.files().give(std::exchange(block.file, {}));
-    staging_.files().punch_holes();  // on a full disk this may be the only free space
+    give_host_memory(block, pipeline_.pool, pipeline_.store);
+    pipeline_.files.give(std::exchange(block.file, {}));
+    pipeline_.files.punch_holes();  // on a full disk this may be the only free space
   }
 
-  Staging& staging_;
-  Driver& driver_ = staging_.driver();
-  const int device_ = staging_.device();
-  Packing& packing_ = staging_.packing();
-  Progress& progress_;
+  Pipeline& pipeline_;
+  Packing& packing_ = pipeline_.packing;
+  Progress& progress_ = pipeline_.progress;
   std::vector<ContentBlock>& blocks_;
   const std::vector<ChunkRange>& chunks_;
   const std::function<void(std::size_t)>& drop_;
@@ -320,19 +577,40 @@ class SaveTask {
   std::deque<SaveBatch> batches_;
   std::deque<std::size_t> saved_;  // chunks to be dropped
   PipelineSeconds seconds_;
-  DigestWindows windows_{staging_, blocks_, seconds_};
+  DigestWindows windows_{pipeline_, blocks_, seconds_};
   std::optional<SharedSave> shared_;
-  FileWrites writes_{staging_, seconds_};
+  FileWrites writes_{pipeline_, seconds_};
   RawFirst raw_first_{blocks_};
   std::size_t dropped_bytes_ = 0;
-  std::deque<PackedBlock> packs_;
+  std::deque<std::pair<ChangedBlock, Packing::Buffer*>> packs_;  // being packed
 };
 
 }  // namespace
 
 PipelineSeconds Pipeline::save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                                const std::function<void(std::size_t)>& drop) {
-  return SaveTask(staging_, progress_, blocks, chunks, drop).run();
+  return SaveTask(*this, blocks, chunks, drop).run();
+}
+
+void Pipeline::expect(std::vector<ContentBlock>& blocks) {
+  if (!packing.packs()) return;
+  RawFirst raw_first(blocks);
+  std::vector<PackItem> items;
+  std::vector<Block*> sampled;
+  for (const auto& content : blocks) {
+    if (!raw_first.may_be_packed(content) || content.block->kept != Kept::nothing) continue;
+    items.push_back(content.first_run());
+    sampled.push_back(content.block);
+  }
+  try {
+    const std::vector<PackEstimate> expected = packing.plan(items, kernels);
+    for (std::size_t i = 0; i < sampled.size(); ++i) {
+      sampled[i]->expected_bytes = round_up(expected[i].bytes, kBlockBytes / 128);
+    }
+  } catch (...) {
+    settle();
+    throw;
+  }
 }
 
 }  // namespace memsaver

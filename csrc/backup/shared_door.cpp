@@ -37,29 +37,19 @@ std::string prefix_of(const std::string& store) {
   return "memsaver-backups/" + std::to_string(geteuid()) + "/" + store + "/";
 }
 
-struct Name {
+// Calls bind(2) or connect(2) with a name in the abstract namespace: a zero byte, then the text.
+bool at_name(int (*call)(int, const sockaddr*, socklen_t), int file, const std::string& text) {
   sockaddr_un address{};
-  socklen_t bytes = 0;
-};
-
-// In the abstract namespace: a zero byte, then the text.
-Name name_of(const std::string& text) {
-  Name name;
-  name.address.sun_family = AF_UNIX;
-  std::memcpy(name.address.sun_path + 1, text.data(), text.size());
-  name.bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
-  return name;
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, text.data(), text.size());
+  const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+  return call(file, reinterpret_cast<const sockaddr*>(&address), bytes) == 0;
 }
 
 int open_socket(int flags = 0) { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); }
 
 milliseconds left_until(DoorClock::time_point until) {
   return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(until - DoorClock::now()));
-}
-
-bool bind_to(int file, const std::string& text) {
-  const Name name = name_of(text);
-  return bind(file, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) == 0;
 }
 
 bool is_of_this_user(int socket) {
@@ -121,7 +111,7 @@ void StoreDoor::abandon() {
 bool StoreDoor::enter_gate(milliseconds patience) {
   gate_ = open_socket();
   const auto until = DoorClock::now() + patience;
-  while (gate_ >= 0 && !bind_to(gate_, prefix_ + "gate")) {
+  while (gate_ >= 0 && !at_name(bind, gate_, prefix_ + "gate")) {
     if (errno != EADDRINUSE || DoorClock::now() > until) {
       close_and_forget(gate_);
       break;
@@ -157,9 +147,8 @@ StoreDoor::Asked StoreDoor::ask_all(milliseconds patience) const {
   });
   int socket = -1;
   for (int i = 0; i < kNames; ++i) {
-    const Name name = name_of(prefix_ + std::to_string(i));
     if (socket < 0) socket = open_socket(SOCK_NONBLOCK);
-    if (connect(socket, reinterpret_cast<const sockaddr*>(&name.address), name.bytes) != 0) {
+    if (!at_name(connect, socket, prefix_ + std::to_string(i))) {
       asked.any = asked.any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
       continue;
     }
@@ -191,7 +180,7 @@ bool StoreDoor::listen() {
   listener_ = open_socket();
   if (listener_ < 0) return false;
   for (int i = 0; i < kNames; ++i) {
-    if (bind_to(listener_, prefix_ + std::to_string(i))) return ::listen(listener_, kNames) == 0;
+    if (at_name(bind, listener_, prefix_ + std::to_string(i))) return ::listen(listener_, kNames) == 0;
   }
   return false;
 }

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <ctime>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "support/packing.hpp"
@@ -25,10 +26,7 @@ constexpr char kMagic[16] = "memsaver store1";
 constexpr std::int64_t kLostFor = 500;  // ms
 constexpr std::size_t kProbes = 64;     // entries in which content of one digest may lie; the table is half empty
 
-constexpr std::uint64_t sizes_of_this_build(std::size_t which) {
-  constexpr std::uint64_t sizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
-  return sizes[which];
-}
+constexpr std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
 std::int64_t now_ms() {
   using namespace std::chrono;
@@ -49,17 +47,15 @@ void SharedIndex::step(const char* point) {
 void SharedIndex::found(SharedLayout& layout, const DigestKey& key, std::size_t limit_bytes) {
   layout.key = key;
   layout.limit_bytes = std::min(limit_bytes, kSlabs * kSlabBytes);
-  for (std::size_t i = 0; i < std::size(layout.sizes); ++i) layout.sizes[i] = sizes_of_this_build(i);
+  std::copy(std::begin(kSizes), std::end(kSizes), layout.sizes);
   robust::initialize(layout.mutex);
   for (auto& member : layout.members) robust::initialize(member.alive);
   std::memcpy(layout.magic, kMagic, sizeof kMagic);
 }
 
 bool SharedIndex::is_valid(const SharedLayout& layout) {
-  for (std::size_t i = 0; i < std::size(layout.sizes); ++i) {
-    if (layout.sizes[i] != sizes_of_this_build(i)) return false;
-  }
-  return std::memcmp(layout.magic, kMagic, sizeof kMagic) == 0;
+  return std::equal(std::begin(kSizes), std::end(kSizes), layout.sizes) &&
+         std::memcmp(layout.magic, kMagic, sizeof kMagic) == 0;
 }
 
 bool SharedIndex::join() {
@@ -69,7 +65,7 @@ bool SharedIndex::join() {
     if (member.joined != 0) continue;
     const robust::Taken taken = robust::try_lock(member.alive);
     if (taken == robust::Taken::no) continue;
-    if (taken == robust::Taken::from_the_dead) robust::make_consistent(member.alive);
+    if (taken == robust::Taken::from_the_dead) pthread_mutex_consistent(&member.alive);
     step("join: alive");
     member_ = i;
     member.joined = 1;
@@ -81,7 +77,7 @@ bool SharedIndex::join() {
 
 void SharedIndex::leave() {
   layout_.members[member_].joined = 0;
-  robust::unlock(layout_.members[member_].alive);
+  pthread_mutex_unlock(&layout_.members[member_].alive);
 }
 
 bool SharedIndex::bury() {
@@ -96,8 +92,8 @@ bool SharedIndex::bury() {
     forget(i);
     step("bury: forgotten");
     member.joined = 0;
-    if (taken == robust::Taken::from_the_dead) robust::make_consistent(member.alive);
-    robust::unlock(member.alive);
+    if (taken == robust::Taken::from_the_dead) pthread_mutex_consistent(&member.alive);
+    pthread_mutex_unlock(&member.alive);
     any = true;
   }
   if (any) wake();
@@ -182,10 +178,10 @@ void SharedIndex::drop(std::uint32_t index) {
 }
 
 void SharedIndex::free_entry(Entry& entry) {
-  const std::uint32_t count = std::min<std::uint32_t>(entry.pieces, kPieces);
+  const std::uint32_t count = entry.pieces;
   entry.state = Entry::free;
   step("free: entry");
-  for (std::uint32_t i = 0; i < count; ++i) mark(entry.piece[i], false);
+  mark(entry, count, false);
 }
 
 void SharedIndex::lose_entry(Entry& entry) {
@@ -219,8 +215,7 @@ void SharedIndex::repair() {
   step("repair: cleared");
   for (auto& entry : layout_.entries) {
     if (entry.state == Entry::free) continue;
-    const std::uint32_t count = std::min<std::uint32_t>(entry.pieces, kPieces);
-    for (std::uint32_t i = 0; i < count; ++i) mark(entry.piece[i], true);
+    mark(entry, entry.pieces, true);
     if (entry.state == Entry::lost) {
       ++layout_.lost;
     } else if (entry.holders == 0) {  // killed between the two
@@ -246,6 +241,167 @@ std::size_t SharedIndex::holders(std::uint32_t entry) const {
 std::size_t SharedIndex::members() const {
   return static_cast<std::size_t>(std::count_if(std::begin(layout_.members), std::end(layout_.members),
                                                 [](const auto& member) { return member.joined != 0; }));
+}
+
+bool SharedIndex::is_sound(const Piece& piece) const {
+  if (piece.slab >= kSlabs || piece.grains == 0) return false;
+  const std::size_t grains = bytes_of(piece.slab) / kGrain;
+  return piece.first < grains && piece.grains <= grains - piece.first;
+}
+
+void SharedIndex::mark(const Piece& piece, bool taken) {
+  if (!is_sound(piece)) return;
+  Slab& slab = layout_.slabs[piece.slab];
+  for (std::uint32_t grain = piece.first; grain < piece.first + piece.grains; ++grain) {
+    const std::uint64_t bit = std::uint64_t{1} << (grain % 64);
+    std::uint64_t& word = slab.taken[grain / 64];
+    word = taken ? word | bit : word & ~bit;
+  }
+  if (taken) {
+    slab.free_grains -= piece.grains;
+    layout_.used_bytes += piece.grains * kGrain;
+  } else {
+    slab.free_grains += piece.grains;
+    layout_.used_bytes -= piece.grains * kGrain;
+  }
+}
+
+void SharedIndex::mark(const Entry& entry, std::uint32_t pieces, bool taken) {
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(pieces, kPieces); ++i) mark(entry.piece[i], taken);
+}
+
+std::vector<SharedIndex::Piece> SharedIndex::pieces_of(std::uint32_t index) const {
+  const Entry& entry = layout_.entries[index];
+  std::vector<Piece> pieces;
+  const std::uint32_t count = std::min<std::uint32_t>(entry.pieces, kPieces);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    if (is_sound(entry.piece[i])) pieces.push_back(entry.piece[i]);
+  }
+  return pieces;
+}
+
+// Whether the sizes of a kept entry can be those of what a process of this version wrote.
+bool SharedIndex::is_sound(const Entry& entry, const std::vector<Piece>& pieces) {
+  std::size_t grains = 0;
+  for (const auto& piece : pieces) grains += piece.grains;
+  if (entry.bytes > grains * kGrain || entry.packed_bytes > packed_limit(entry.content_bytes)) return false;
+  return (entry.packed_bytes != 0 ? entry.packed_bytes : entry.content_bytes) <= entry.bytes;
+}
+
+// The longest free run of a slab, or the first one of `enough` grains.
+SharedIndex::Piece SharedIndex::longest_run(std::uint32_t index, std::size_t enough) const {
+  const Slab& slab = layout_.slabs[index];
+  const auto grains = static_cast<std::uint32_t>(bytes_of(index) / kGrain);
+  Piece best{index, 0, 0};
+  for (std::uint32_t grain = 0, begin = 0; grain <= grains; ++grain) {
+    if (grain < grains && (slab.taken[grain / 64] >> (grain % 64) & 1) == 0) continue;
+    if (grain - begin > best.grains) best = {index, begin, grain - begin};
+    if (best.grains >= enough) break;
+    begin = grain + 1;
+  }
+  best.grains = static_cast<std::uint32_t>(std::min<std::size_t>(best.grains, enough));
+  return best;
+}
+
+// In one piece if a slab has room for it, one that this member has mapped before others; else in several.
+bool SharedIndex::take(std::uint32_t index, std::size_t bytes) {
+  Entry& entry = layout_.entries[index];
+  std::size_t missing = (bytes + kGrain - 1) / kGrain;
+  std::uint32_t count = 0;
+  while (missing > 0 && count < kPieces) {
+    Piece best{0, 0, 0};
+    for (const bool mine : {true, false}) {
+      for (std::uint32_t i = 0; i < layout_.slabs_end && best.grains < missing; ++i) {
+        const Slab& slab = layout_.slabs[i];
+        if (slab.state != Slab::present || slab.free_grains <= best.grains) continue;
+        if (((slab.mapped & me()) != 0) != mine) continue;
+        const Piece run = longest_run(i, missing);
+        if (run.grains > best.grains) best = run;
+      }
+    }
+    if (best.grains == 0) break;
+    mark(best, true);
+    step("take: marked");
+    entry.piece[count++] = best;
+    missing -= best.grains;
+  }
+  if (missing > 0) {
+    mark(entry, count, false);
+    return false;
+  }
+  for (std::uint32_t i = 0; i < count; ++i) layout_.slabs[entry.piece[i].slab].mapped |= me();
+  entry.bytes = bytes;
+  entry.pieces = count;
+  step("take: taken");
+  return true;
+}
+
+std::optional<std::uint32_t> SharedIndex::begin_slab(std::size_t at_least, std::size_t at_most) {
+  const std::size_t now = layout_.slab_bytes;
+  const std::size_t allowed = layout_.limit_bytes > now ? (layout_.limit_bytes - now) / kGrain * kGrain : 0;
+  const std::size_t bytes = std::min({round_up(at_most, kGrain), allowed, kSlabBytes});
+  if (bytes == 0 || bytes < at_least) return std::nullopt;
+  std::uint32_t index = 0;
+  while (index < layout_.slabs_end && layout_.slabs[index].state != Slab::absent) ++index;
+  if (index == kSlabs) return std::nullopt;
+  Slab& slab = layout_.slabs[index];
+  slab.member = member_;
+  slab.grains = slab.free_grains = static_cast<std::uint32_t>(bytes / kGrain);
+  std::fill(std::begin(slab.taken), std::end(slab.taken), 0);
+  slab.mapped = me();
+  layout_.slabs_end = std::max<std::uint32_t>(layout_.slabs_end, index + 1);
+  slab.state = Slab::making;
+  layout_.slab_bytes += bytes;
+  step("slab: begun");
+  return index;
+}
+
+void SharedIndex::end_slab(std::uint32_t slab) {
+  layout_.slabs[slab].state = Slab::present;
+  step("slab: made");
+  wake();
+}
+
+template <typename Wanted>
+std::vector<std::uint32_t> SharedIndex::present_slabs(const Wanted& wanted) const {
+  std::vector<std::uint32_t> slabs;
+  for (std::uint32_t i = 0; i < layout_.slabs_end; ++i) {
+    if (layout_.slabs[i].state == Slab::present && wanted(i, layout_.slabs[i])) slabs.push_back(i);
+  }
+  return slabs;
+}
+
+std::vector<std::uint32_t> SharedIndex::unmap_unneeded(const std::vector<std::uint32_t>& entries) {
+  std::set<std::uint32_t> needed;
+  for (const std::uint32_t entry : entries) {
+    for (const auto& piece : pieces_of(entry)) needed.insert(piece.slab);
+  }
+  const std::vector<std::uint32_t> unneeded = present_slabs(
+      [&](std::uint32_t index, const Slab& slab) { return (slab.mapped & me()) != 0 && needed.count(index) == 0; });
+  for (const std::uint32_t index : unneeded) layout_.slabs[index].mapped &= ~me();
+  return unneeded;
+}
+
+std::vector<std::uint32_t> SharedIndex::unused_slabs() {
+  const std::vector<std::uint32_t> unused = present_slabs(
+      [](std::uint32_t, const Slab& slab) { return slab.mapped == 0 && slab.free_grains == slab.grains; });
+  for (const std::uint32_t index : unused) {
+    layout_.slabs[index].member = member_;
+    layout_.slabs[index].state = Slab::going;
+    step("slab: going");
+  }
+  return unused;
+}
+
+void SharedIndex::gone(std::uint32_t index) {
+  Slab& slab = layout_.slabs[index];
+  slab.state = Slab::absent;
+  step("slab: gone");
+  layout_.slab_bytes -= bytes_of(index);
+}
+
+std::vector<std::uint32_t> SharedIndex::unmapped_slabs() const {
+  return present_slabs([this](std::uint32_t, const Slab& slab) { return (slab.mapped & me()) == 0; });
 }
 
 }  // namespace memsaver

@@ -168,6 +168,10 @@ class SharedIndex {
   void lose_entry(Entry& entry) REQUIRES(mutex);
   void free_lost() REQUIRES(mutex);
   void mark(const Piece& piece, bool taken) REQUIRES(mutex);
+  // The first pieces of an entry.
+  void mark(const Entry& entry, std::uint32_t pieces, bool taken) REQUIRES(mutex);
+  template <typename Wanted>
+  [[nodiscard]] std::vector<std::uint32_t> present_slabs(const Wanted& wanted) const REQUIRES(mutex);
   [[nodiscard]] static bool is_sound(const Entry& entry, const std::vector<Piece>& pieces);
   [[nodiscard]] bool is_sound(const Piece& piece) const;
   [[nodiscard]] Piece longest_run(std::uint32_t slab, std::size_t enough) const REQUIRES(mutex);

@@ -27,10 +27,40 @@ constexpr milliseconds kAnswerPatience{5000};  // for one of those that have it
 constexpr milliseconds kIndexPatience{1000};
 constexpr milliseconds kUpkeep{1000};  // how soon memory of a dead process is given back by itself
 constexpr milliseconds kPoll{10};
+constexpr milliseconds kOthersPatience{5000};  // for a slab that another process makes
+constexpr std::size_t kTouchers = 8;           // 8 GiB in 1.6 s, of pages of 4 KiB
 
 Error no_store(const std::string& name, const std::string& why) {
   return Error(ErrorKind::configuration, "the shared backup store '" + name + "' cannot be used: " + why)
       .with_advice("set MEMSAVER_SHARED_BACKUPS to another name, or unset it");
+}
+
+Error no_memory(const std::string& why, std::size_t needed, std::size_t free) {
+  return Error(ErrorKind::out_of_host_memory, why)
+      .with_memory(needed, free)
+      .with_advice(
+          "raise MEMSAVER_HOST_BACKUP_LIMIT of all processes of the store, which its first one sets, free host "
+          "memory, or choose another restore policy for the tag");
+}
+
+// Makes the pages of new memory, with several threads, on a NUMA node (-1: any). Throws ErrorKind::out_of_host_memory,
+// with some of them made.
+void touch(const HostRange& all, int numa_node) {
+  prefer_node(reinterpret_cast<void*>(all.address), all.bytes, numa_node);
+  const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
+  const std::size_t part = to_pages(all.bytes / count + 1);
+  std::atomic<int> failure{0};
+  sys::run_in_threads(count, [&](std::size_t i) {
+    const std::size_t begin = std::min(all.bytes, i * part);
+    const std::size_t end = std::min(all.bytes, begin + part);
+    const int code = sys::make_pages(reinterpret_cast<void*>(all.address + begin), end - begin);
+    if (code != 0) failure = code;
+  });
+  if (failure == 0) return;
+  throw Error::from_driver(ErrorKind::out_of_host_memory, "madvise", strerrorname_np(failure), std::strerror(failure))
+      .with_bytes(all.bytes)
+      .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
 }
 
 }  // namespace
@@ -63,10 +93,9 @@ struct SharedStoreForks {
   }
 };
 
-SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes)
-    : driver_(driver), name_(name), door_(name) {
-  auto& forks = SharedStoreForks::instance();
-  forks.add(this);  // before anything is open that a child would keep
+// Delegates, so that the destructor runs if this throws.
+SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
+  SharedStoreForks::instance().add(this);  // before anything is open that a child would keep
   std::promise<void> joined;
   auto keeper = sys::start_thread([this, limit_bytes, &joined] {
     try {
@@ -77,37 +106,33 @@ SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t li
     joined.set_value();
     keep();
   });
-  if (!keeper) {
-    forks.remove(this);
-    throw no_store(name, "no thread can be started for it");
-  }
+  if (!keeper) throw no_store(name, "no thread can be started for it");
   keeper_ = std::move(*keeper);
-  try {
-    joined.get_future().get();
-  } catch (...) {
-    keeper_.join();
-    forks.remove(this);
-    if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
-    if (file_ >= 0) close(file_);
-    throw;
-  }
+  joined.get_future().get();
 }
 
 SharedStore::~SharedStore() {
   if (getpid() != process_) {
     keeper_.detach();
     if (worker_.joinable()) worker_.detach();
-    (void)mapping_.release();
     return;
   }
   SharedStoreForks::instance().remove(this);
   ending_ = true;
   if (worker_.joinable()) worker_.join();
-  mapping_.reset();
+  for (const auto& [index, slab] : slabs_) still_pinned_.push_back(slab);
+  for (const auto& slab : still_pinned_) {
+    try {
+      if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
+    } catch (const std::exception&) {
+      // At process exit the context may be gone; the kernel unpins the memory.
+    }
+    munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
+  }
   door_.stop();
-  keeper_.join();
-  munmap(layout_, sizeof(SharedLayout));
-  close(file_);
+  if (keeper_.joinable()) keeper_.join();
+  if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
+  if (file_ >= 0) close(file_);
 }
 
 void SharedStore::abandon() {
@@ -143,7 +168,6 @@ void SharedStore::join(std::size_t limit_bytes) {
   const ScopeExit at_end([this] { door_.leave_gate(); });
   open_file(limit_bytes);
   index_ = std::make_unique<SharedIndex>(*layout_);
-  mapping_ = std::make_unique<SharedMapping>(driver_, file_);
   if (!lock_index()) throw no_store(name_, "a process that uses it does not go on");
   const bool joined = index_->join();
   index_->mutex.unlock();
@@ -192,14 +216,7 @@ SharedStore::Answer SharedStore::want(const Digest& digest, std::size_t content_
   return answer;
 }
 
-void SharedStore::map(const std::vector<SharedIndex::Piece>& pieces) {
-  for (const auto& piece : pieces) mapping_->map(piece.slab, index_->bytes_of(piece.slab));
-}
-
-std::vector<HostRange> SharedStore::memory_of(const Answer& kept) {
-  map(kept.pieces);
-  return mapping_->ranges_of(kept.pieces, to_pages(kept.bytes));
-}
+std::vector<HostRange> SharedStore::memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
 
 void SharedStore::publish(std::uint32_t entry, std::size_t packed_bytes) {
   owe({Owed::publish, entry, packed_bytes});
@@ -255,14 +272,273 @@ SharedStoreStatus SharedStore::status() const {
   status.used_bytes = index_->used_bytes();
   status.total_bytes = index_->slab_bytes();
   status.limit_bytes = index_->limit_bytes();
-  status.pinned_bytes = mapping_->pinned_bytes();
   const Lock lock(mutex_);
+  for (const auto& [index, slab] : slabs_) status.pinned_bytes += slab.pinned ? slab.bytes : 0;
   for (const auto& [entry, uses] : uses_) {
     const std::size_t bytes = index_->stored_bytes(entry);
     status.held_bytes += bytes;
     status.share_bytes += bytes / index_->holders(entry);
   }
   return status;
+}
+
+HostRange SharedStore::map(std::uint32_t slab) {
+  const Lock lock(mutex_);
+  const auto found = slabs_.find(slab);
+  if (found != slabs_.end()) return {found->second.address, found->second.bytes};
+  const std::size_t bytes = index_->bytes_of(slab);
+  void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
+  madvise(memory, bytes, MADV_DONTFORK);
+  madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
+  const auto address = reinterpret_cast<std::uintptr_t>(memory);
+  slabs_.emplace(slab, Mapped{address, bytes});
+  return {address, bytes};
+}
+
+std::vector<HostRange> SharedStore::map(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes) {
+  std::vector<HostRange> ranges;
+  for (const auto& piece : pieces) {
+    const std::size_t length = std::min(bytes, piece.grains * kGrain);
+    ranges.push_back({map(piece.slab).address + piece.first * kGrain, length});
+    bytes -= length;
+  }
+  return ranges;
+}
+
+void SharedStore::pin(const std::vector<HostRange>& ranges) {
+  pin_if([&](std::uint32_t, const Mapped& slab) {
+    return std::any_of(ranges.begin(), ranges.end(),
+                       [&](const auto& range) { return range.address - slab.address < slab.bytes; });
+  });
+}
+
+void SharedStore::pin_if(const std::function<bool(std::uint32_t, const Mapped&)>& wanted) {
+  for (;;) {
+    const Lock one_at_a_time(pin_mutex_);
+    std::pair<std::uint32_t, Mapped> slab;
+    {
+      const Lock lock(mutex_);
+      const auto found = std::find_if(slabs_.begin(), slabs_.end(), [&](const auto& each) {
+        return !each.second.pinned && wanted(each.first, each.second);
+      });
+      if (found == slabs_.end()) return;
+      slab = *found;
+    }
+    driver_.register_host(reinterpret_cast<void*>(slab.second.address), slab.second.bytes);
+    const Lock lock(mutex_);
+    slabs_.at(slab.first).pinned = true;
+  }
+}
+
+std::vector<SharedStore::Mapped> SharedStore::forget(const std::vector<std::uint32_t>& slabs) {
+  std::vector<Mapped> forgotten;
+  const Lock lock(mutex_);
+  for (const std::uint32_t slab : slabs) {
+    if (const auto node = slabs_.extract(slab)) forgotten.push_back(node.mapped());
+  }
+  return forgotten;
+}
+
+void SharedStore::unmap(const std::vector<Mapped>& slabs) {
+  std::vector<Mapped> going;
+  {
+    const Lock lock(mutex_);
+    going.swap(still_pinned_);
+  }
+  going.insert(going.end(), slabs.begin(), slabs.end());
+  for (const auto& slab : going) {
+    try {
+      if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
+      munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
+    } catch (const Error& error) {
+      warn(std::string("memory of the shared store stays pinned: ") + error.what());
+      const Lock lock(mutex_);
+      still_pinned_.push_back(slab);
+    }
+  }
+}
+
+std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes, std::size_t expected, int numa_node) {
+  for (bool fragmented = false;; fragmented = true) {
+    if (!lock_index()) return {};
+    const bool taken = index_->take(entry, bytes);
+    const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
+    const std::size_t free = index_->slab_bytes() - index_->used_bytes();
+    const std::size_t missing = fragmented || bytes <= free ? bytes : bytes - free;
+    // What this process expects, others may be writing.
+    const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
+    const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
+    index_->mutex.unlock();
+    if (taken) {
+      std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
+      pin(ranges);
+      const HostRange& last = ranges.back();
+      const std::size_t rest = to_pages(bytes) - bytes;
+      std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
+      return ranges;
+    }
+    if (!slab) {
+      throw no_memory("the host memory of the shared store is bounded", bytes,
+                      index_->limit_bytes() - std::min(index_->limit_bytes(), index_->used_bytes()));
+    }
+    make_slab(*slab, numa_node);
+  }
+}
+
+void SharedStore::make_slab(std::uint32_t slab, int numa_node) {
+  const std::size_t bytes = index_->bytes_of(slab);
+  bool touched = false;
+  const ScopeExit at_end([&] {
+    if (!touched) {
+      {
+        const Lock not_pinned(pin_mutex_);
+        unmap(forget({slab}));
+      }
+      punch(slab);
+    }
+    owe({touched ? Owed::made : Owed::gone, slab});
+    settle();
+  });
+  const std::size_t available = available_memory_bytes(bytes);
+  if (bytes > available) throw no_memory("this machine has too little memory for the backup", bytes, available);
+  touch(map(slab), numa_node);
+  touched = true;
+  pin_if([slab](std::uint32_t index, const Mapped&) { return index == slab; });
+}
+
+void SharedStore::prepare_beyond(std::size_t bytes) {
+  target_ = bytes + status().held_bytes;
+  work_later();
+}
+
+void SharedStore::tidy() {
+  target_ = 0;
+  tidy_wanted_ = true;
+  work_later();
+}
+
+void SharedStore::work_later() {
+  const Lock lock(work_mutex_);
+  again_ = true;
+  if (working_) return;
+  if (worker_.joinable()) worker_.join();
+  work_failure_ = nullptr;
+  if (auto thread = sys::start_thread([this] { work(); })) {
+    worker_ = std::move(*thread);
+    working_ = true;
+  } else {
+    again_ = false;
+    warn("no thread can be started to pin memory of the shared store; the next operation does it");
+  }
+}
+
+void SharedStore::work() {
+  const Lock lock(work_mutex_);
+  while (std::exchange(again_, false) && !ending_) {
+    work_mutex_.unlock();
+    std::exception_ptr failure;
+    try {
+      prepare_now();
+      // Content that changes on several processes, one after the other, uses some memory twice.
+      const std::size_t used = index_->used_bytes();
+      if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    work_mutex_.lock();
+    work_failure_ = failure;
+  }
+  working_ = false;
+  worked_.notify_all();
+}
+
+void SharedStore::wait_until_prepared() {
+  const Lock lock(work_mutex_);
+  while (working_) worked_.wait(work_mutex_);
+  if (work_failure_) std::rethrow_exception(work_failure_);
+}
+
+// Processes that prepare at the same time make slabs side by side, together no more than the largest one wants.
+void SharedStore::prepare_now() {
+  auto patience = std::chrono::steady_clock::now() + kOthersPatience;
+  while (!ending_) {
+    pin_if([](std::uint32_t, const Mapped&) { return true; });
+    if (status().pinned_bytes >= target_) return;
+    const std::uint32_t seen = index_->changes();
+    if (!map_another()) {
+      if (!lock_index()) return;
+      const std::size_t missing = target_ - std::min<std::size_t>(target_, index_->slab_bytes());
+      const auto slab = missing > 0 ? index_->begin_slab(kGrain, missing) : std::nullopt;
+      index_->mutex.unlock();
+      if (slab) {
+        make_slab(*slab, -1);
+      } else if (missing > 0 || std::chrono::steady_clock::now() > patience) {
+        return;  // at the limit; or another process does not complete its slab
+      } else {
+        wait_for_change(seen);
+        continue;
+      }
+    }
+    patience = std::chrono::steady_clock::now() + kOthersPatience;
+  }
+}
+
+bool SharedStore::map_another() {
+  const Lock lock(map_mutex_);
+  if (!lock_index()) return false;
+  const std::vector<std::uint32_t> others = index_->unmapped_slabs();
+  if (!others.empty()) index_->set_mapped(others.front());
+  index_->mutex.unlock();
+  if (others.empty()) return false;
+  map(others.front());
+  return true;
+}
+
+void SharedStore::trim() {
+  settle();
+  std::vector<Mapped> unneeded;
+  {
+    const Lock no_other(map_mutex_);
+    const Lock not_pinned(pin_mutex_);
+    if (!lock_index()) return;
+    std::vector<std::uint32_t> entries;
+    {
+      const Lock lock(mutex_);
+      for (const auto& [entry, uses] : uses_) entries.push_back(entry);
+    }
+    unneeded = forget(index_->unmap_unneeded(entries));
+    index_->mutex.unlock();
+  }
+  unmap(unneeded);
+  give_back_unused([] {});
+}
+
+void SharedStore::punch(std::uint32_t slab) {
+  const auto offset = static_cast<off_t>(SharedLayout::slabs_at() + slab * kSlabBytes);
+  (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, kSlabBytes);
+}
+
+void SharedStore::give_back_unused(const std::function<void()>& between) {
+  if (!lock_index()) return;
+  index_->bury();
+  const std::vector<std::uint32_t> slabs = index_->unused_slabs();
+  index_->mutex.unlock();
+  for (const std::uint32_t slab : slabs) {
+    between();
+    punch(slab);
+  }
+  if (slabs.empty() || !lock_index()) return;
+  for (const std::uint32_t slab : slabs) index_->gone(slab);
+  index_->mutex.unlock();
+}
+
+void give_host_memory(Block& block, HostPool& pool, SharedStore* store) {
+  const std::vector<HostRange> ranges = std::exchange(block.host, {});
+  if (block.shared) {
+    store->give(*std::exchange(block.shared, std::nullopt));
+  } else if (!ranges.empty()) {
+    pool.give(ranges);
+  }
 }
 
 }  // namespace memsaver

@@ -16,9 +16,9 @@
 #include <vector>
 
 #include "backup/block.hpp"
+#include "backup/host_pool.hpp"
 #include "backup/shared_door.hpp"
 #include "backup/shared_index.hpp"
-#include "backup/shared_mapping.hpp"
 #include "driver/driver.hpp"
 #include "support/mutex.hpp"
 
@@ -76,7 +76,7 @@ class SharedStore {
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
   // Registers the memory of entries with the driver, for fast copies.
-  void pin(const std::vector<HostRange>& ranges) { mapping_->pin(ranges); }
+  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_);
   // In the background: makes and pins memory, so that `bytes` beyond what this process uses can be kept as far as no
   // other process uses it for other content.
   void prepare_beyond(std::size_t bytes);
@@ -94,11 +94,18 @@ class SharedStore {
 
  private:
   friend struct SharedStoreForks;
+  // A slab as this process has it: mapped, and registered with the driver or not.
+  struct Mapped {
+    std::uintptr_t address;
+    std::size_t bytes;
+    bool pinned = false;
+  };
   struct Owed {
     enum What { drop, publish, made, gone } what;
     std::uint32_t which;
     std::size_t packed_bytes = 0;
   };
+  SharedStore(Driver& driver, const std::string& name) : driver_(driver), name_(name), door_(name) {}
   void join(std::size_t limit_bytes);
   void open_file(std::size_t limit_bytes);
   void keep();
@@ -106,11 +113,25 @@ class SharedStore {
   void owe(Owed change) EXCLUDES(mutex_);
   // Moves from uses_ to the index what drops leave without a use.
   void apply(const Owed& change) REQUIRES(index_->mutex) EXCLUDES(mutex_);
-  void map(const std::vector<SharedIndex::Piece>& pieces);
-  void make_slab(std::uint32_t slab, int numa_node);
-  void give_up_slab(std::uint32_t slab);
-  void punch(std::uint32_t slab);
+
+  // Maps the slab unless it is. Throws ErrorKind::out_of_host_memory.
+  HostRange map(std::uint32_t slab) EXCLUDES(mutex_);
+  // The addresses of pieces, `bytes` in all; maps their slabs.
+  [[nodiscard]] std::vector<HostRange> map(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes);
+  // Maps one more slab that other processes made, if there is any.
   [[nodiscard]] bool map_another() EXCLUDES(map_mutex_);
+  // Registers those of the mapped slabs that are not. Throws as Driver::register_host().
+  void pin_if(const std::function<bool(std::uint32_t, const Mapped&)>& wanted) EXCLUDES(mutex_, pin_mutex_);
+  // Forgets those of the slabs that are mapped, so that map() maps them anew, for the caller to pass to unmap().
+  [[nodiscard]] std::vector<Mapped> forget(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_)
+      EXCLUDES(mutex_);
+  // Unregisters and unmaps. What the driver does not unregister is tried again with the next ones.
+  void unmap(const std::vector<Mapped>& slabs) EXCLUDES(mutex_);
+
+  // Completes a slab that begin_slab() gave this process. When it throws, the slab is complete, too, or given up:
+  // nobody uses one without pages, because a write to it may find no memory.
+  void make_slab(std::uint32_t slab, int numa_node);
+  void punch(std::uint32_t slab);
   // Calls `between` before each slab: to give one back takes 20 ms.
   void give_back_unused(const std::function<void()>& between);
   void work_later();
@@ -125,7 +146,6 @@ class SharedStore {
   int file_ = -1;
   SharedLayout* layout_ = nullptr;
   std::unique_ptr<SharedIndex> index_;
-  std::unique_ptr<SharedMapping> mapping_;
   std::atomic<bool> stuck_{false};  // the index was not free for long
   std::atomic<bool> ending_{false};
   std::thread keeper_;  // takes part for this process: alive as long as it is
@@ -133,8 +153,11 @@ class SharedStore {
   mutable Mutex mutex_;  // taken after that of the index, and never held across a wait
   std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);  // of entries, by blocks of this process
   std::vector<Owed> owed_ GUARDED_BY(mutex_);                     // changes for settle(), in order
+  std::map<std::uint32_t, Mapped> slabs_ GUARDED_BY(mutex_);
+  std::vector<Mapped> still_pinned_ GUARDED_BY(mutex_);  // of slabs that were forgotten
 
-  Mutex map_mutex_;  // a slab without entries is mapped, or given up
+  Mutex map_mutex_;                          // a slab without entries is mapped, or given up
+  Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);  // a slab is registered: one at a time
   Mutex work_mutex_;
   std::condition_variable_any worked_;
   std::thread worker_ GUARDED_BY(work_mutex_);
@@ -144,5 +167,8 @@ class SharedStore {
   std::atomic<std::size_t> target_{0};
   std::atomic<bool> tidy_wanted_{false};
 };
+
+// Ends a block's use of host memory.
+void give_host_memory(Block& block, HostPool& pool, SharedStore* store);
 
 }  // namespace memsaver

@@ -4,18 +4,303 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <map>
+#include <utility>
 
 #include "driver/cuda_api.hpp"
-#include "driver/cuda_device.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
 #include "support/error.hpp"
+#include "support/log.hpp"
+#include "support/mutex.hpp"
 
 namespace memsaver {
 
 namespace {
 
 using namespace cuda;
+
+// After these errors the context is unusable for the rest of the process (cuda.h: "leaves the process in an
+// inconsistent state", or a hardware fault). In order: ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE, CONTAINED;
+// ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION,
+// MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK.
+constexpr Result kLosesContext[] = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721};
+
+// support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
+// memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs: the content is read once, so it should
+// not evict the engine's lines from the cache.
+constexpr const char* kDigestKernel = R"cuda(
+typedef unsigned long long u64;
+
+struct Key { u64 lane[4]; };
+struct Item { u64 address; u64 bytes; u64 first_word; };
+struct Digest { u64 lane0; u64 lane1; u64 any; };
+
+#define WEYL 0x9E3779B97F4A7C15ull
+#define WEYL2 0xD1B54A32D192ED03ull
+#define THREADS 256
+#define UNROLL 8
+
+__device__ __forceinline__ u64 fold(u64 a, u64 b) { return (a * b) ^ __umul64hi(a, b); }
+
+__device__ __forceinline__ void add(Digest& sum, const Key& key, ulonglong2 word, u64 index) {
+  const u64 first = index * WEYL;
+  const u64 second = index * WEYL2;
+  sum.lane0 += fold(word.x ^ (key.lane[0] + first), word.y ^ (key.lane[1] + second));
+  sum.lane1 += fold(word.x ^ (key.lane[2] + first), word.y ^ (key.lane[3] + second));
+  sum.any |= word.x | word.y;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) memsaver_digest(const Key key, const Item* items, Digest* results) {
+  const Item item = items[blockIdx.x];
+  const ulonglong2* data = reinterpret_cast<const ulonglong2*>(item.address);
+  const u64 words = item.bytes / 16;
+  Digest sum = {0, 0, 0};
+  u64 at = threadIdx.x;
+  for (; at + (UNROLL - 1) * THREADS < words; at += UNROLL * THREADS) {
+    ulonglong2 word[UNROLL];
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) word[i] = __ldcs(data + at + i * THREADS);
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) add(sum, key, word[i], item.first_word + at + i * THREADS);
+  }
+  for (; at < words; at += THREADS) add(sum, key, __ldcs(data + at), item.first_word + at);
+
+  for (int offset = 16; offset > 0; offset /= 2) {
+    sum.lane0 += __shfl_down_sync(0xffffffffu, sum.lane0, offset);
+    sum.lane1 += __shfl_down_sync(0xffffffffu, sum.lane1, offset);
+    sum.any |= __shfl_down_sync(0xffffffffu, sum.any, offset);
+  }
+  __shared__ Digest warps[THREADS / 32];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int i = 1; i < THREADS / 32; ++i) {
+      sum.lane0 += warps[i].lane0;
+      sum.lane1 += warps[i].lane1;
+      sum.any |= warps[i].any;
+    }
+    results[blockIdx.x] = sum;
+  }
+}
+)cuda";
+
+// Kernels that are compiled together at run time.
+struct KernelSource {
+  const char* name;     // of the set
+  const char* text;     // CUDA C++
+  const char* without;  // what is the case while they are missing
+};
+constexpr unsigned kDigestThreads = 256;
+const KernelSource kDigestSource{"digest", kDigestKernel,
+                                 "content digests are off: every release copies everything, and nothing is verified"};
+const KernelSource kPackingSource{"packing", kPackingKernels, "content is kept as it is, not packed"};
+
+// Calls the driver, and remembers the first failure that lost the context.
+class Calls {
+ public:
+  explicit Calls(const Api& driver_api) : api(driver_api) {}
+
+  // Calls a function. Throws Error if it fails.
+  template <typename... Parameters, typename... Arguments>
+  void operator()(const EntryPoint<Result(Parameters...)>& function, Arguments... arguments) const {
+    check(function.symbol, function(arguments...));
+  }
+
+  // Throws Error if `result`, of a call of `symbol`, is a failure.
+  void check(const char* symbol, Result result) const {
+    if (result == kSuccess) return;
+    const char* name = nullptr;
+    const char* text = nullptr;
+    api.get_error_name(result, &name);
+    api.get_error_string(result, &text);
+    auto kind = result == kOutOfMemory ? ErrorKind::out_of_device_memory : ErrorKind::driver;
+    if (std::find(std::begin(kLosesContext), std::end(kLosesContext), result) != std::end(kLosesContext)) {
+      kind = ErrorKind::context_lost;
+    }
+    const Error error = Error::from_driver(
+        kind, symbol, name != nullptr ? name : "CUDA error " + std::to_string(result), text != nullptr ? text : "");
+    if (kind == ErrorKind::context_lost) {
+      const Lock lock(mutex_);
+      if (loss_.empty()) loss_ = error.what();
+    }
+    throw error;
+  }
+
+  [[nodiscard]] std::string loss() const {
+    const Lock lock(mutex_);
+    return loss_;
+  }
+
+  const Api& api;
+
+ private:
+  mutable Mutex mutex_;
+  mutable std::string loss_ GUARDED_BY(mutex_);
+};
+
+// Keeps stream captures of other threads valid: in their default mode, a call that cannot be part of a graph (such as
+// registering host memory) invalidates them, unless the calling thread has declared itself unrelated.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  ~BesideCaptures() { api_.exchange_capture_mode(&mode_); }
+
+ private:
+  const Api& api_;
+  int mode_ = kCaptureModeRelaxed;
+};
+
+// Makes a context current for a scope; the caller's is current again afterwards.
+class CurrentContext {
+ public:
+  CurrentContext(const Calls& calls, Context context) : api_(calls.api) { calls(api_.context_push, context); }
+  CurrentContext(const CurrentContext&) = delete;
+  ~CurrentContext() {
+    Context previous = nullptr;
+    api_.context_pop(&previous);
+  }
+
+ private:
+  const Api& api_;
+};
+
+// One device: its primary context and what this process keeps in it. Any thread may call every function.
+class CudaDevice {
+ public:
+  CudaDevice(const Calls& calls, int index) : calls_(calls) { calls_(calls_.api.device_get, &ordinal_, index); }
+
+  [[nodiscard]] const Calls& calls() const { return calls_; }
+  [[nodiscard]] Device ordinal() const { return ordinal_; }
+  [[nodiscard]] int attribute(int which, int otherwise) const {
+    int value = otherwise;
+    return calls_.api.device_get_attribute(&value, which, ordinal_) == kSuccess ? value : otherwise;
+  }
+  // The primary context, retained at the first call.
+  [[nodiscard]] Context context() {
+    const Lock lock(mutex_);
+    return retained();
+  }
+  [[nodiscard]] bool has_context() {
+    const Lock lock(mutex_);
+    return context_ != nullptr;
+  }
+
+  // Of the memory to create. Throws ErrorKind::configuration if the device has no virtual memory management.
+  [[nodiscard]] AllocationProperties properties() {
+    const Lock lock(mutex_);
+    if (properties_.type == 0) {
+      if (attribute(kAttributeVirtualMemory, 0) == 0) {
+        throw Error(ErrorKind::configuration, "the device does not support CUDA virtual memory management");
+      }
+      properties_.type = kAllocationPinned;
+      properties_.location = {kLocationDevice, ordinal_};
+      properties_.flags.gpu_direct_rdma_capable = attribute(kAttributeRdmaWithVirtualMemory, 0) != 0 ? 1 : 0;
+    }
+    return properties_;
+  }
+
+  // An event that recycle() took back, or Event{}.
+  [[nodiscard]] Event idle_event() {
+    const Lock lock(mutex_);
+    if (idle_events_.empty()) return Event{};
+    const Event event = idle_events_.back();
+    idle_events_.pop_back();
+    return event;
+  }
+  void recycle(Event event) {
+    const Lock lock(mutex_);
+    idle_events_.push_back(event);
+  }
+
+  // Compiles kernels unless that was done before, without using the device.
+  void prepare(const KernelSource& source) noexcept {
+    try {
+      {
+        const Lock lock(mutex_);
+        if (kernels_[source.name].known()) return;
+      }
+      std::string code = compile(source);  // a quarter of a second, without the lock
+      const Lock lock(mutex_);
+      Kernels& kernels = kernels_[source.name];
+      if (!kernels.known()) kernels.code = std::move(code);
+    } catch (const std::exception&) {
+      // has() tries again if it may, and warns.
+    }
+  }
+
+  // Whether kernel() works. Loads what prepare() compiled; compiles it only if `compile_now`.
+  [[nodiscard]] bool has(const KernelSource& source, bool compile_now) noexcept {
+    const Lock lock(mutex_);
+    Kernels& kernels = kernels_[source.name];
+    if (kernels.state == Kernels::State::unknown) {
+      if (kernels.code.empty() && !compile_now) return false;
+      try {
+        load(source, kernels);
+        kernels.state = Kernels::State::ready;
+      } catch (const std::exception& error) {
+        kernels.state = Kernels::State::missing;
+        warn(std::string(source.without) + ": " + error.what());
+      }
+    }
+    return kernels.state == Kernels::State::ready;
+  }
+
+  // Only after has() returned true.
+  [[nodiscard]] Function kernel(const KernelSource& source, const char* name) {
+    const Lock lock(mutex_);
+    Kernels& kernels = kernels_[source.name];
+    Function& function = kernels.functions[name];
+    if (function == nullptr) calls_(calls_.api.module_get_function, &function, kernels.module, name);
+    return function;
+  }
+
+ private:
+  struct Kernels {
+    enum class State { unknown, ready, missing } state = State::unknown;
+    std::string code;  // compiled, and not loaded yet
+    Module module = nullptr;
+    std::map<std::string, Function> functions;
+    [[nodiscard]] bool known() const { return state != State::unknown || !code.empty(); }
+  };
+
+  [[nodiscard]] Context retained() REQUIRES(mutex_) {
+    if (context_ == nullptr) calls_(calls_.api.primary_context_retain, &context_, ordinal_);
+    return context_;
+  }
+  void load(const KernelSource& source, Kernels& kernels) REQUIRES(mutex_) {
+    const BesideCaptures beside_captures(calls_.api);
+    const CurrentContext current(calls_, retained());
+    const std::string code = kernels.code.empty() ? compile(source) : std::move(kernels.code);
+    calls_(calls_.api.module_load_data, &kernels.module, code.data());
+  }
+  [[nodiscard]] std::string compile(const KernelSource& source) const {
+    const std::string architecture = "sm_" + std::to_string(attribute(kAttributeComputeMajor, 0)) +
+                                     std::to_string(attribute(kAttributeComputeMinor, 0));
+    return cuda::compile(source.name, source.text, architecture);
+  }
+
+  const Calls& calls_;
+  Device ordinal_ = 0;
+  Mutex mutex_;
+  Context context_ GUARDED_BY(mutex_) = nullptr;
+  AllocationProperties properties_ GUARDED_BY(mutex_){};
+  std::vector<Event> idle_events_ GUARDED_BY(mutex_);
+  std::map<const char*, Kernels> kernels_ GUARDED_BY(mutex_);  // by name of the set
+};
+
+// A scope for calls in the context of a device.
+class InContext {
+ public:
+  explicit InContext(CudaDevice& device)
+      : beside_captures_(device.calls().api), current_(device.calls(), device.context()) {}
+
+ private:
+  const BesideCaptures beside_captures_;
+  const CurrentContext current_;
+};
 
 const Api& require_api() {
   std::string why;
@@ -28,7 +313,7 @@ class CudaDriver final : public Driver {
  public:
   CudaDriver() : api_(require_api()), calls_(api_) {
     int count = 0;
-    check("cuDeviceGetCount", api_.device_get_count(&count));
+    calls_(api_.device_get_count, &count);
     for (int i = 0; i < count; ++i) devices_.push_back(std::make_unique<CudaDevice>(calls_, i));
   }
 
@@ -39,10 +324,10 @@ class CudaDriver final : public Driver {
     CudaDevice& device = at(index);
     DeviceInfo info{};
     char name[256] = {};
-    check("cuDeviceGetName", api_.device_get_name(name, sizeof name, device.ordinal()));
+    calls_(api_.device_get_name, name, sizeof name, device.ordinal());
     info.name = name;
     Uuid uuid{};
-    check("cuDeviceGetUuid", api_.device_get_uuid(&uuid, device.ordinal()));
+    calls_(api_.device_get_uuid, &uuid, device.ordinal());
     info.uuid = "GPU-";
     for (int i = 0; i < 16; ++i) {
       char text[4];
@@ -50,10 +335,9 @@ class CudaDriver final : public Driver {
       if (i == 4 || i == 6 || i == 8 || i == 10) info.uuid += '-';
       info.uuid += text;
     }
-    check("cuDeviceTotalMem", api_.device_total_mem(&info.total_bytes, device.ordinal()));
+    calls_(api_.device_total_mem, &info.total_bytes, device.ordinal());
     const auto properties = device.properties();
-    check("cuMemGetAllocationGranularity",
-          api_.mem_get_granularity(&info.granularity, &properties, kGranularityMinimum));
+    calls_(api_.mem_get_granularity, &info.granularity, &properties, kGranularityMinimum);
     info.numa_node = device.attribute(kAttributeHostNumaId, -1);
     info.rdma = properties.flags.gpu_direct_rdma_capable != 0;
     return info;
@@ -61,42 +345,39 @@ class CudaDriver final : public Driver {
 
   MemoryInfo memory_info(int index) override {
     MemoryInfo info{};
-    call(index, "cuMemGetInfo", api_.mem_get_info, &info.free_bytes, &info.total_bytes);
+    call(index, api_.mem_get_info, &info.free_bytes, &info.total_bytes);
     return info;
   }
 
   Address reserve(int index, std::size_t bytes) override {
     DevicePointer address = 0;
-    call(index, "cuMemAddressReserve", api_.mem_address_reserve, &address, bytes, 0, 0, 0);
+    call(index, api_.mem_address_reserve, &address, bytes, 0, 0, 0);
     return address;
   }
   void unreserve(int index, Address address, std::size_t bytes) override {
-    call(index, "cuMemAddressFree", api_.mem_address_free, address, bytes);
+    call(index, api_.mem_address_free, address, bytes);
   }
 
   Handle create(int index, std::size_t bytes) override { return create(index, bytes, 0); }
-  void release(int index, Handle handle, std::size_t) override {
-    call(index, "cuMemRelease", api_.mem_release, static_cast<MemHandle>(handle));
-  }
+  void release(int index, Handle handle, std::size_t) override { call(index, api_.mem_release, handle); }
 
   Handle create_exportable(int index, std::size_t bytes) override {
     return create(index, bytes, kHandleFileDescriptor);
   }
   int export_handle(int index, Handle handle) override {
     int file = -1;
-    call(index, "cuMemExportToShareableHandle", api_.mem_export, &file, static_cast<MemHandle>(handle),
-         kHandleFileDescriptor, 0);
+    call(index, api_.mem_export, &file, handle, kHandleFileDescriptor, 0);
     return file;
   }
   Handle import_handle(int index, int file, std::size_t) override {
-    MemHandle handle = 0;
+    Handle handle{};
     auto* const descriptor = reinterpret_cast<void*>(static_cast<std::uintptr_t>(file));
-    call(index, "cuMemImportFromShareableHandle", api_.mem_import, &handle, descriptor, kHandleFileDescriptor);
-    return Handle{handle};
+    call(index, api_.mem_import, &handle, descriptor, kHandleFileDescriptor);
+    return handle;
   }
 
   void map(int index, Address address, std::size_t bytes, Handle handle) override {
-    call(index, "cuMemMap", api_.mem_map, address, bytes, 0, static_cast<MemHandle>(handle), 0);
+    call(index, api_.mem_map, address, bytes, 0, handle, 0);
   }
   void allow_access(int index, Address address, std::size_t bytes, const std::vector<int>& peers) override {
     const InContext in(at(index));
@@ -104,53 +385,46 @@ class CudaDriver final : public Driver {
     access.push_back({{kLocationDevice, at(index).ordinal()}, kAccessReadWrite});
     for (const int peer : peers) {
       int reachable = 0;
-      check("cuDeviceCanAccessPeer", api_.device_can_access_peer(&reachable, at(peer).ordinal(), at(index).ordinal()));
+      calls_(api_.device_can_access_peer, &reachable, at(peer).ordinal(), at(index).ordinal());
       if (reachable != 0) access.push_back({{kLocationDevice, at(peer).ordinal()}, kAccessReadWrite});
     }
-    check("cuMemSetAccess", api_.mem_set_access(address, bytes, access.data(), access.size()));
+    calls_(api_.mem_set_access, address, bytes, access.data(), access.size());
   }
-  void unmap(int index, Address address, std::size_t bytes) override {
-    call(index, "cuMemUnmap", api_.mem_unmap, address, bytes);
-  }
+  void unmap(int index, Address address, std::size_t bytes) override { call(index, api_.mem_unmap, address, bytes); }
 
-  void synchronize(int index) override { call(index, "cuCtxSynchronize", api_.context_synchronize); }
+  void synchronize(int index) override { call(index, api_.context_synchronize); }
 
-  void trim_graph_memory(int index) override {
-    check("cuDeviceGraphMemTrim", api_.device_graph_mem_trim(at(index).ordinal()));
-  }
+  void trim_graph_memory(int index) override { calls_(api_.device_graph_mem_trim, at(index).ordinal()); }
   std::size_t graph_memory(int index) override {
     std::uint64_t bytes = 0;
-    check("cuDeviceGetGraphMemAttribute",
-          api_.device_get_graph_mem_attribute(at(index).ordinal(), kGraphMemReservedCurrent, &bytes));
+    calls_(api_.device_get_graph_mem_attribute, at(index).ordinal(), kGraphMemReservedCurrent, &bytes);
     return bytes;
   }
 
   std::size_t stack_limit(int index) override {
     std::size_t bytes = 0;
-    call(index, "cuCtxGetLimit", api_.context_get_limit, &bytes, kLimitStackSize);
+    call(index, api_.context_get_limit, &bytes, kLimitStackSize);
     return bytes;
   }
   void set_stack_limit(int index, std::size_t bytes) override {
-    call(index, "cuCtxSetLimit", api_.context_set_limit, kLimitStackSize, bytes);
+    call(index, api_.context_set_limit, kLimitStackSize, bytes);
   }
 
   Stream create_stream(int index) override {
-    StreamHandle stream = nullptr;
-    call(index, "cuStreamCreate", api_.stream_create, &stream, kStreamNonBlocking);
-    return Stream{reinterpret_cast<std::uint64_t>(stream)};
+    Stream stream{};
+    call(index, api_.stream_create, &stream, kStreamNonBlocking);
+    return stream;
   }
-  void destroy_stream(int index, Stream stream) override {
-    call(index, "cuStreamDestroy", api_.stream_destroy, native(stream));
-  }
+  void destroy_stream(int index, Stream stream) override { call(index, api_.stream_destroy, stream); }
 
   void copy_to_host(int index, void* to, Address from, std::size_t bytes, Stream stream) override {
-    call(index, "cuMemcpyDtoHAsync", api_.copy_to_host_async, to, from, bytes, native(stream));
+    call(index, api_.copy_to_host_async, to, from, bytes, stream);
   }
   void copy_to_device(int index, Address to, const void* from, std::size_t bytes, Stream stream) override {
-    call(index, "cuMemcpyHtoDAsync", api_.copy_to_device_async, to, from, bytes, native(stream));
+    call(index, api_.copy_to_device_async, to, from, bytes, stream);
   }
   void fill_zero(int index, Address address, std::size_t bytes, Stream stream) override {
-    call(index, "cuMemsetD8Async", api_.memset_async, address, 0, bytes, native(stream));
+    call(index, api_.memset_async, address, 0, bytes, stream);
   }
 
   void digest(int index, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
@@ -180,7 +454,7 @@ class CudaDriver final : public Driver {
     *packed_bytes = 0;
     if (packed_bytes_without_escapes(content.bytes, plan.element_bytes) > room.bytes) return;
     const InContext in(at(index));
-    check("cuMemsetD8Async", api_.memset_async(room.address, 0, sizeof(PackedHeader), native(stream)));
+    calls_(api_.memset_async, room.address, 0, sizeof(PackedHeader), stream);
     PackPlan by_value = plan;
     auto [from, bytes] = content;
     auto [to, capacity] = room;
@@ -214,26 +488,24 @@ class CudaDriver final : public Driver {
   Event record(int index, Stream stream) override {
     CudaDevice& device = at(index);
     const InContext in(device);
-    EventHandle event = device.idle_event();
-    if (event == nullptr) check("cuEventCreate", api_.event_create(&event, kEventDisableTiming));
-    const Result recorded = api_.event_record(event, native(stream));
+    Event event = device.idle_event();
+    if (event == Event{}) calls_(api_.event_create, &event, kEventDisableTiming);
+    const Result recorded = api_.event_record(event, stream);
     if (recorded != kSuccess) device.recycle(event);
-    check("cuEventRecord", recorded);
-    return Event{reinterpret_cast<std::uint64_t>(event)};
+    calls_.check("cuEventRecord", recorded);
+    return event;
   }
   bool done(int index, Event event) override {
     const InContext in(at(index));
-    const Result result = api_.event_query(native(event));
+    const Result result = api_.event_query(event);
     if (result == kNotReady) return false;
-    check("cuEventQuery", result);
+    calls_.check("cuEventQuery", result);
     return true;
   }
-  void wait(int index, Event event) override {
-    call(index, "cuEventSynchronize", api_.event_synchronize, native(event));
-  }
-  void recycle(int index, Event event) noexcept override { known(index).recycle(native(event)); }
+  void wait(int index, Event event) override { call(index, api_.event_synchronize, event); }
+  void recycle(int index, Event event) noexcept override { known(index).recycle(event); }
   void stream_wait(int index, Stream stream, Event event) override {
-    call(index, "cuStreamWaitEvent", api_.stream_wait_event, native(stream), native(event), 0);
+    call(index, api_.stream_wait_event, stream, event, 0);
   }
 
   void register_host(void* address, std::size_t bytes) override {
@@ -244,28 +516,26 @@ class CudaDriver final : public Driver {
                                "host memory cannot be pinned")
           .with_bytes(bytes);
     }
-    check("cuMemHostRegister", result);
+    calls_.check("cuMemHostRegister", result);
   }
   void unregister_host(void* address) override {
     const InContext in(first_used());
-    check("cuMemHostUnregister", api_.host_unregister(address));
+    calls_(api_.host_unregister, address);
   }
 
  private:
-  void check(const char* symbol, Result result) const { calls_.check(symbol, result); }
-
-  // Calls `function` of the driver in the context of a device.
-  template <typename Function, typename... Arguments>
-  void call(int index, const char* symbol, Function function, Arguments... arguments) {
+  // Calls a function of the driver in the context of a device.
+  template <typename... Parameters, typename... Arguments>
+  void call(int index, const EntryPoint<Result(Parameters...)>& function, Arguments... arguments) {
     const InContext in(at(index));
-    check(symbol, function(arguments...));
+    calls_(function, arguments...);
   }
 
   // The address of registered host memory for kernels.
   template <typename Value>
   DevicePointer in_device(const Value* host) {
     DevicePointer address = 0;
-    check("cuMemHostGetDevicePointer", api_.host_get_device_pointer(&address, const_cast<Value*>(host), 0));
+    calls_(api_.host_get_device_pointer, &address, const_cast<Value*>(host), 0);
     return address;
   }
   // Thread blocks that pack or unpack so much content.
@@ -275,17 +545,17 @@ class CudaDriver final : public Driver {
   }
   void launch(int index, const KernelSource& source, const char* kernel, std::size_t blocks, unsigned threads,
               void** arguments, Stream stream) {
-    check("cuLaunchKernel", api_.launch_kernel(at(index).kernel(source, kernel), static_cast<unsigned>(blocks), 1, 1,
-                                               threads, 1, 1, 0, native(stream), arguments, nullptr));
+    calls_(api_.launch_kernel, at(index).kernel(source, kernel), static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0,
+           stream, arguments, nullptr);
   }
 
   Handle create(int index, std::size_t bytes, int handle_types) {
     const InContext in(at(index));
     auto properties = at(index).properties();
     properties.requested_handle_types = handle_types;
-    MemHandle handle = 0;
-    check("cuMemCreate", api_.mem_create(&handle, bytes, &properties, 0));
-    return Handle{handle};
+    Handle handle{};
+    calls_(api_.mem_create, &handle, bytes, &properties, 0);
+    return handle;
   }
 
   CudaDevice& at(int index) {
@@ -305,11 +575,6 @@ class CudaDriver final : public Driver {
     }
     return at(0);
   }
-
-  static StreamHandle native(Stream stream) {
-    return reinterpret_cast<StreamHandle>(static_cast<std::uint64_t>(stream));
-  }
-  static EventHandle native(Event event) { return reinterpret_cast<EventHandle>(static_cast<std::uint64_t>(event)); }
 
   const Api& api_;
   const Calls calls_;

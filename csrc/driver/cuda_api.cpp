@@ -29,9 +29,9 @@ void load(Api& api) {
                                             : 1;
     return result == kSuccess ? function : nullptr;
   };
-#define MEMSAVER_LOAD(name, symbol, version, arguments)                   \
-  api.name = reinterpret_cast<decltype(api.name)>(find(symbol, version)); \
-  if (api.name == nullptr)                                                \
+#define MEMSAVER_LOAD(name, symbol, version, arguments)                                     \
+  api.name.function = reinterpret_cast<decltype(api.name.function)>(find(symbol, version)); \
+  if (api.name.function == nullptr)                                                         \
     throw missing("the NVIDIA driver has no " symbol ": it is too old, CUDA 11.4 or later is needed");
   MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_LOAD)
 #undef MEMSAVER_LOAD

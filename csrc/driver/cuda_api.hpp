@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "driver/driver.hpp"
+
 // The part of CUDA's driver API in use, declared here so that the build needs no CUDA toolkit. Types and values are
 // those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
 namespace memsaver::cuda {
@@ -11,17 +13,12 @@ namespace memsaver::cuda {
 using Result = int;
 using Device = int;
 using DevicePointer = std::uint64_t;
-using MemHandle = std::uint64_t;
-struct ContextObject;
-struct StreamObject;
-struct EventObject;
-struct ModuleObject;
-struct FunctionObject;
-using Context = ContextObject*;
-using StreamHandle = StreamObject*;
-using EventHandle = EventObject*;
-using Module = ModuleObject*;
-using Function = FunctionObject*;
+using MemHandle = Handle;  // this and the next two: numbers or pointers of 64 bits
+using StreamHandle = Stream;
+using EventHandle = Event;
+using Context = struct ContextObject*;
+using Module = struct ModuleObject*;
+using Function = struct FunctionObject*;
 
 struct Uuid {
   char bytes[16];
@@ -75,6 +72,16 @@ inline constexpr int kAttributeComputeMinor = 76;
 inline constexpr int kAttributeVirtualMemory = 102;
 inline constexpr int kAttributeRdmaWithVirtualMemory = 110;
 inline constexpr int kAttributeHostNumaId = 134;
+
+// A function and its name.
+template <typename Signature>
+struct EntryPoint;
+template <typename... Parameters>
+struct EntryPoint<Result(Parameters...)> {
+  const char* symbol;
+  Result (*function)(Parameters...) = nullptr;
+  Result operator()(Parameters... arguments) const { return function(arguments...); }
+};
 
 // name, symbol, CUDA version of the variant in use, arguments
 #define MEMSAVER_CUDA_FUNCTIONS(X)                                                                                 \
@@ -134,7 +141,7 @@ inline constexpr int kAttributeHostNumaId = 134;
 
 // Functions of libcuda.so.1, opened at run time.
 struct Api {
-#define MEMSAVER_DECLARE(name, symbol, version, arguments) Result(*name) arguments = nullptr;
+#define MEMSAVER_DECLARE(name, symbol, version, arguments) EntryPoint<Result arguments> name{symbol};
   MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_DECLARE)
 #undef MEMSAVER_DECLARE
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/digest.hpp"
@@ -28,12 +29,6 @@ struct DeviceInfo {
 struct MemoryInfo {
   std::size_t free_bytes;
   std::size_t total_bytes;
-};
-
-// A process's slot in a HostAccount, for a helper that checkpoints it from outside.
-struct DeviceAccount {
-  int file;
-  int slot;
 };
 
 // The interface to devices and their virtual memory.
@@ -142,9 +137,9 @@ class Driver {
   // The message of the first failure that lost the context; empty if it is not lost.
   [[nodiscard]] virtual std::string loss() const { return {}; }
 
-  // One per device, if a checkpoint of this process needs them besides its process id. The driver keeps the
-  // descriptors.
-  [[nodiscard]] virtual std::vector<DeviceAccount> accounts() { return {}; }
+  // For a helper that checkpoints this process from outside, if its process id is not enough: by device, the descriptor
+  // of a HostAccount, which remains the driver's, and the process's slot in it.
+  [[nodiscard]] virtual std::vector<std::pair<int, int>> accounts() { return {}; }
 };
 
 }  // namespace memsaver

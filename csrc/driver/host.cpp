@@ -47,30 +47,19 @@ class HostDevice {
   }
   ~HostDevice() { close(file_); }
 
-  Handle create(std::size_t bytes) {
+  Handle create(std::size_t bytes, bool exportable) {
     check_room(bytes);
     account->take(bytes);
-    const off_t offset = next_.fetch_add(static_cast<off_t>(bytes));
-    if (!change(file_, 0, offset, bytes)) {
+    const int file = exportable ? memfd_create("memsaver-shared", MFD_CLOEXEC) : file_;
+    const off_t offset = exportable ? 0 : next_.fetch_add(static_cast<off_t>(bytes));
+    if (file < 0 || !change(file, 0, offset, bytes)) {
       const int code = errno;
-      static_cast<void>(change(file_, kPunch, offset, bytes));
-      account->give(bytes);
-      throw system_failure("fallocate", code, bytes);
-    }
-    return Handle{static_cast<std::uint64_t>(offset) + 1};
-  }
-
-  Handle create_exportable(std::size_t bytes) {
-    check_room(bytes);
-    account->take(bytes);
-    const int file = memfd_create("memsaver-shared", MFD_CLOEXEC);
-    if (file < 0 || !change(file, 0, 0, bytes)) {
-      const int code = errno;
-      if (file >= 0) close(file);
+      if (!exportable) static_cast<void>(change(file, kPunch, offset, bytes));
+      if (exportable && file >= 0) close(file);
       account->give(bytes);
       throw system_failure(file < 0 ? "memfd_create" : "fallocate", code, bytes);
     }
-    return Handle{kFile | static_cast<std::uint64_t>(file)};
+    return Handle{exportable ? kFile | static_cast<std::uint64_t>(file) : static_cast<std::uint64_t>(offset) + 1};
   }
 
   static int export_handle(Handle handle) { return duplicate(file_of(handle)); }
@@ -96,11 +85,9 @@ class HostDevice {
   }
 
   void map(Address address, std::size_t bytes, Handle handle) const {
-    if (is_file(handle)) {
-      map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_of(handle));
-    } else {
-      map_pages(address, bytes, MAP_SHARED | MAP_FIXED, file_, offset_of(handle));
-    }
+    const bool own_file = is_file(handle);
+    map_pages(address, bytes, MAP_SHARED | MAP_FIXED, own_file ? file_of(handle) : file_,
+              own_file ? 0 : offset_of(handle));
   }
 
   std::shared_ptr<HostAccount> account;
@@ -188,9 +175,9 @@ class HostDriver final : public Driver {
     if (munmap(pointer(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
   }
 
-  Handle create(int device, std::size_t bytes) override { return at(device).create(bytes); }
+  Handle create(int device, std::size_t bytes) override { return at(device).create(bytes, false); }
   void release(int device, Handle handle, std::size_t bytes) override { at(device).release(handle, bytes); }
-  Handle create_exportable(int device, std::size_t bytes) override { return at(device).create_exportable(bytes); }
+  Handle create_exportable(int device, std::size_t bytes) override { return at(device).create(bytes, true); }
   int export_handle(int, Handle handle) override { return HostDevice::export_handle(handle); }
   Handle import_handle(int device, int file, std::size_t bytes) override {
     at(device);
@@ -253,8 +240,8 @@ class HostDriver final : public Driver {
   void register_host(void*, std::size_t) override {}
   void unregister_host(void*) override {}
 
-  std::vector<DeviceAccount> accounts() override {
-    std::vector<DeviceAccount> accounts;
+  std::vector<std::pair<int, int>> accounts() override {
+    std::vector<std::pair<int, int>> accounts;
     for (const auto& device : devices_) accounts.push_back({device->account->file(), device->account->slot()});
     return accounts;
   }

@@ -1,20 +1,68 @@
 #include "driver/host_account.hpp"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
+#include <climits>
 #include <cstdlib>
+#include <cstring>
 #include <map>
-#include <utility>
 
 #include "support/error.hpp"
-#include "support/scope_exit.hpp"
 
 namespace memsaver {
 
-static constexpr int kSlots = HostLedger::kSlots;
+namespace {
+
+constexpr int kSlots = 256;
+
+// The Error for a failed system call on the file; reads errno.
+Error failure(const std::string& path, const char* what) {
+  return {ErrorKind::configuration, "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")"};
+}
+
+// POSIX record locks, which the kernel drops with the process: byte 0 is locked by the process that uses the content,
+// byte 1 + i by the process that holds slot i for as long as it lives.
+struct flock record_lock(off_t byte, short type) {
+  struct flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = byte;
+  lock.l_len = 1;
+  return lock;
+}
+
+// Without FUTEX_PRIVATE_FLAG: the word is shared between processes.
+void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+// The content of the file. Zeros are its initial state.
+struct HostAccount::Ledger {
+  std::uint64_t capacity_bytes;
+  struct Slot {
+    std::uint64_t used_bytes;
+  } slots[kSlots];
+  struct Hibernation {
+    std::atomic<std::uint32_t> state;  // a State, and a futex for processes that wait for a change
+    std::uint32_t reserved;
+    std::uint64_t kept_bytes;  // held by the process while it is checkpointed; not in used_bytes
+  } hibernations[kSlots];
+
+  void clear(int slot) {
+    slots[slot].used_bytes = 0;
+    hibernations[slot].kept_bytes = 0;
+    hibernations[slot].state = 0;
+  }
+};
 
 const char* name_of(HostAccount::State state) {
   constexpr const char* names[] = {"running", "locked", "checkpointed"};
@@ -24,14 +72,20 @@ const char* name_of(HostAccount::State state) {
 // Excludes other threads and other processes.
 class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
  public:
-  explicit Guard(HostAccount& account) ACQUIRE(account.mutex_) : threads_(account.mutex_), ledger_(account.ledger_) {
-    ledger_.lock();
+  explicit Guard(HostAccount& account) ACQUIRE(account.mutex_) : threads_(account.mutex_), file_(account.file_) {
+    auto lock = record_lock(0, F_WRLCK);
+    while (fcntl(file_, F_SETLKW, &lock) != 0) {
+      if (errno != EINTR) throw failure(account.path_, "cannot be locked");
+    }
   }
-  ~Guard() RELEASE() { ledger_.unlock(); }
+  ~Guard() RELEASE() {
+    auto lock = record_lock(0, F_UNLCK);
+    fcntl(file_, F_SETLK, &lock);
+  }
 
  private:
   const Lock threads_;
-  HostLedgerFile& ledger_;
+  const int file_;
 };
 
 // The named accounts of this process: closing any descriptor of a file would drop all record locks on it.
@@ -65,51 +119,68 @@ struct HostAccount::Registry {
 std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::size_t capacity_bytes) {
   if (name.empty()) {
     const int file = memfd_create("memsaver-account", MFD_CLOEXEC);
-    if (file < 0) throw HostLedgerFile::failure("(private)", "cannot be created");
+    if (file < 0) throw failure("(private)", "cannot be created");
     std::shared_ptr<HostAccount> account(new HostAccount("", file));
     account->join(capacity_bytes);
     return account;
   }
+  constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+  if (name.find_first_not_of(plain) != std::string::npos) {
+    throw Error(ErrorKind::configuration,
+                "MEMSAVER_HOST_DEVICE: the name '" + name + "' may hold letters, digits, '-', '_' and '.' only");
+  }
+  const std::string path = "/dev/shm/memsaver-" + std::to_string(getuid()) + "-" + name;
   Registry& registry = Registry::instance();
   const Lock lock(registry.mutex);
   auto& known = registry.accounts[Registry::key_of(name)];
   if (auto account = known.lock()) return account;
-  const std::string path = HostLedgerFile::path_of(name);
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (file < 0) throw HostLedgerFile::failure(path, "cannot be opened");
+    if (file < 0) throw failure(path, "cannot be opened");
     std::shared_ptr<HostAccount> account(new HostAccount(path, file));
     account->join(capacity_bytes);
-    if (account->ledger_.has_name()) {
+    struct stat status{};
+    if (fstat(file, &status) == 0 && status.st_nlink > 0) {
       known = account;
       return account;
     }
     // Between our open and our lock the last process left and deleted the file: open the next one.
-    account->ledger_.forget_path();
+    account->path_.clear();
   }
 }
 
 std::shared_ptr<HostAccount> HostAccount::of_another(int file, int slot) {
   struct stat status{};
-  if (slot < 0 || slot >= kSlots || fstat(file, &status) != 0 ||
-      status.st_size < static_cast<off_t>(sizeof(HostLedger))) {
+  if (slot < 0 || slot >= kSlots || fstat(file, &status) != 0 || status.st_size < static_cast<off_t>(sizeof(Ledger))) {
     throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " is no host device account");
   }
   std::shared_ptr<HostAccount> account(new HostAccount("", file));
-  account->ledger_.map();
+  account->map();
   account->slot_ = slot;
   account->own_ = false;
   return account;
 }
 
+HostAccount::~HostAccount() {
+  leave();
+  if (ledger_ != nullptr) munmap(ledger_, sizeof(Ledger));
+  close(file_);
+}
+
+void HostAccount::map() {
+  void* const memory = mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  if (memory == MAP_FAILED) throw failure(path_, "cannot be mapped");
+  ledger_ = static_cast<Ledger*>(memory);
+}
+
 // Takes a free slot. When it throws, the account may only be destroyed.
 void HostAccount::join(std::size_t capacity_bytes) {
   const Guard guard(*this);
-  ledger_.resize();
-  ledger_.map();
+  if (ftruncate(file_, sizeof(Ledger)) != 0) throw failure(path_, "cannot be sized");
+  map();
   int free_slot = -1;
   bool alone = true;
-  const int slots = ledger_.path().empty() ? 1 : kSlots;  // a private account has one process
+  const int slots = path_.empty() ? 1 : kSlots;  // a private account has one process
   for (int slot = 0; slot < slots; ++slot) {
     if (slot_lives(slot)) {
       alone = false;
@@ -118,37 +189,41 @@ void HostAccount::join(std::size_t capacity_bytes) {
     }
   }
   if (free_slot < 0) {
-    throw Error(ErrorKind::configuration, "host device account " + ledger_.path() + ": all slots are taken");
+    throw Error(ErrorKind::configuration, "host device account " + path_ + ": all slots are taken");
   }
   if (!alone && ledger_->capacity_bytes != capacity_bytes) {
-    throw Error(ErrorKind::configuration, "MEMSAVER_HOST_CAPACITY is " + std::to_string(capacity_bytes) +
-                                              " bytes, but a process that shares " + ledger_.path() + " uses " +
-                                              std::to_string(ledger_->capacity_bytes) +
-                                              ": give all of them the same value");
+    throw Error(ErrorKind::configuration,
+                "MEMSAVER_HOST_CAPACITY is " + std::to_string(capacity_bytes) + " bytes, but a process that shares " +
+                    path_ + " uses " + std::to_string(ledger_->capacity_bytes) + ": give all of them the same value");
   }
   ledger_->capacity_bytes = capacity_bytes;
   ledger_->clear(free_slot);
-  ledger_.take_slot(free_slot);
+  auto lock = record_lock(1 + free_slot, F_WRLCK);
+  if (fcntl(file_, F_SETLK, &lock) != 0) throw failure(path_, "cannot lock a slot");
   slot_ = free_slot;
 }
 
 // What the process holds stops counting, and the file is deleted if no other process uses it. Does nothing when
 // repeated.
 void HostAccount::leave() noexcept {
-  if (ledger_.path().empty() || !own_ || slot_ < 0) return;
+  if (path_.empty() || !own_ || slot_ < 0) return;
   try {
     const Guard guard(*this);
     ledger_->clear(slot_);
     left_ = true;
     bool alone = true;
     for (int slot = 0; slot < kSlots; ++slot) alone = alone && (slot == slot_ || !slot_lives(slot));
-    alone ? ledger_.remove() : ledger_.forget_path();
+    if (alone) unlink(path_.c_str());
+    path_.clear();
   } catch (const Error&) {
     // The kernel drops the slot with the descriptor; the file stays and is reused.
   }
 }
 
-bool HostAccount::slot_lives(int slot) const { return (own_ && slot == slot_) || ledger_.slot_is_taken(slot); }
+bool HostAccount::slot_lives(int slot) const {
+  auto lock = record_lock(1 + slot, F_WRLCK);
+  return (own_ && slot == slot_) || (fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK);
+}
 
 std::size_t HostAccount::sum_of_the_living() {
   std::size_t sum = 0;
@@ -183,7 +258,7 @@ void HostAccount::take(std::size_t bytes) {
         return;
       }
     }
-    for (std::uint32_t now = state; now != running; now = state) futex_wait(state, now);
+    for (std::uint32_t now = state; now != running; now = state) futex(state, FUTEX_WAIT, now);
   }
 }
 
@@ -206,7 +281,7 @@ void HostAccount::step(const char* call, State from, State to) {
     throw Error::from_driver(ErrorKind::driver, call, "ILLEGAL_STATE", std::string("the process is ") + name_of(now));
   }
   word = static_cast<std::uint32_t>(to);
-  futex_wake_all(word);
+  futex(word, FUTEX_WAKE, INT_MAX);
 }
 
 void HostAccount::lock() {
@@ -236,6 +311,8 @@ void HostAccount::unlock() {
   const Guard guard(*this);
   step("unlock", State::locked, State::running);
 }
+
+std::size_t HostAccount::capacity_bytes() const noexcept { return ledger_->capacity_bytes; }
 
 std::size_t HostAccount::used_bytes() {
   const Guard guard(*this);

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
-#include "driver/host_ledger.hpp"
 #include "support/mutex.hpp"
 
 namespace memsaver {
@@ -32,7 +32,7 @@ class HostAccount {
   // Throws ErrorKind::configuration: the descriptor is not of an account, or it has no such slot.
   static std::shared_ptr<HostAccount> of_another(int file, int slot);
 
-  ~HostAccount() { leave(); }
+  ~HostAccount();
 
   // Waits while the process is not running. Throws ErrorKind::out_of_device_memory, with nothing taken, if `bytes` are
   // not free.
@@ -40,10 +40,10 @@ class HostAccount {
   // Never waits: what is returned while checkpointed is not taken again by restore().
   void give(std::size_t bytes);
   [[nodiscard]] std::size_t used_bytes();
-  [[nodiscard]] std::size_t capacity_bytes() const noexcept { return ledger_->capacity_bytes; }
+  [[nodiscard]] std::size_t capacity_bytes() const noexcept;
 
   // The arguments for of_another().
-  [[nodiscard]] int file() const noexcept { return ledger_.descriptor(); }
+  [[nodiscard]] int file() const noexcept { return file_; }
   [[nodiscard]] int slot() const noexcept { return slot_; }
 
   // The process's state, and the steps between states. A step from another state throws ErrorKind::driver and changes
@@ -56,9 +56,12 @@ class HostAccount {
   void unlock();  // locked -> running
 
  private:
+  struct Ledger;
   struct Registry;
   class Guard;
-  HostAccount(std::string path, int file) : ledger_(std::move(path), file) {}
+  // Owns the descriptor `file`. `path` is empty for a private file.
+  HostAccount(std::string path, int file) : path_(std::move(path)), file_(file) {}
+  void map();
   void join(std::size_t capacity_bytes);
   void leave() noexcept;
   void step(const char* call, State from, State to) REQUIRES(mutex_);
@@ -66,7 +69,9 @@ class HostAccount {
   [[nodiscard]] std::size_t sum_of_the_living() REQUIRES(mutex_);
   [[nodiscard]] bool slot_lives(int slot) const;
 
-  HostLedgerFile ledger_;  // its content: only within a Guard, but for capacity_bytes and states
+  std::string path_;
+  const int file_;
+  Ledger* ledger_ = nullptr;  // its content: only within a Guard, but for capacity_bytes and states
   int slot_ = -1;
   bool own_ = true;  // the slot is this process's
   Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other

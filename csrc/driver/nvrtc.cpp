@@ -28,15 +28,21 @@ std::string& torch_path() REQUIRES(path_mutex) {
 Mutex compiling;
 bool ended GUARDED_BY(compiling) = false;
 
+// name, symbol, arguments
+#define MEMSAVER_NVRTC_FUNCTIONS(X)                                                                                \
+  X(version, "nvrtcVersion", (int*, int*))                                                                         \
+  X(create, "nvrtcCreateProgram", (void**, const char*, const char*, int, const char* const*, const char* const*)) \
+  X(compile, "nvrtcCompileProgram", (void*, int, const char* const*))                                              \
+  X(cubin_size, "nvrtcGetCUBINSize", (void*, std::size_t*))                                                        \
+  X(cubin, "nvrtcGetCUBIN", (void*, char*))                                                                        \
+  X(log_size, "nvrtcGetProgramLogSize", (void*, std::size_t*))                                                     \
+  X(log, "nvrtcGetProgramLog", (void*, char*))                                                                     \
+  X(destroy, "nvrtcDestroyProgram", (void**))
+
 struct Nvrtc {
-  int (*version)(int*, int*);
-  int (*create)(void**, const char*, const char*, int, const char* const*, const char* const*);
-  int (*compile)(void*, int, const char* const*);
-  int (*cubin_size)(void*, std::size_t*);
-  int (*cubin)(void*, char*);
-  int (*log_size)(void*, std::size_t*);
-  int (*log)(void*, char*);
-  int (*destroy)(void**);
+#define MEMSAVER_DECLARE(name, symbol, arguments) int(*name) arguments;
+  MEMSAVER_NVRTC_FUNCTIONS(MEMSAVER_DECLARE)
+#undef MEMSAVER_DECLARE
 };
 
 Nvrtc open_nvrtc() {
@@ -51,18 +57,11 @@ Nvrtc open_nvrtc() {
     if (library == nullptr) continue;
     Nvrtc nvrtc{};
     bool complete = true;
-    const auto load = [&](auto& function, const char* symbol) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, symbol));
-      complete = complete && function != nullptr;
-    };
-    load(nvrtc.version, "nvrtcVersion");
-    load(nvrtc.create, "nvrtcCreateProgram");
-    load(nvrtc.compile, "nvrtcCompileProgram");
-    load(nvrtc.cubin_size, "nvrtcGetCUBINSize");
-    load(nvrtc.cubin, "nvrtcGetCUBIN");
-    load(nvrtc.log_size, "nvrtcGetProgramLogSize");
-    load(nvrtc.log, "nvrtcGetProgramLog");
-    load(nvrtc.destroy, "nvrtcDestroyProgram");
+#define MEMSAVER_LOAD(name, symbol, arguments)                                 \
+  nvrtc.name = reinterpret_cast<decltype(nvrtc.name)>(dlsym(library, symbol)); \
+  complete = complete && nvrtc.name != nullptr;
+    MEMSAVER_NVRTC_FUNCTIONS(MEMSAVER_LOAD)
+#undef MEMSAVER_LOAD
     if (complete) return nvrtc;
   }
   throw Error(ErrorKind::configuration, "NVRTC (libnvrtc.so) cannot be opened; it comes with torch's CUDA packages");

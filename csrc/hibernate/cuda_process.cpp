@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "hibernate/nvml.hpp"
 #include "hibernate/process.hpp"
 
 namespace memsaver::hibernate {
@@ -28,7 +29,7 @@ struct OtherArguments {
 
 class CudaProcess final : public Process {
  public:
-  CudaProcess(int pid, Nvml& nvml) : pid_(pid), nvml_(nvml) {
+  explicit CudaProcess(int pid) : pid_(pid) {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) throw StepError("libcuda", "CUDA_ERROR_NOT_SUPPORTED");
     const auto find = [&](auto& function, const char* name) {
@@ -63,14 +64,14 @@ class CudaProcess final : public Process {
   ByDevice checkpoint(const ByDevice& devices) override {
     ByDevice before;  // what the process holds of each device that NVML lists it on
     for (const auto& [uuid, unused] : devices) {
-      const auto memory = nvml_.memory_of(uuid, {pid_});
+      const auto memory = memory_of(uuid, {pid_});
       if (memory && memory->process_bytes != 0) before[uuid] = memory->process_bytes;
     }
     OtherArguments arguments;
     check("cuCheckpointProcessCheckpoint", checkpoint_(pid_, &arguments));
     ByDevice held;
     for (const auto& [uuid, used] : before) {
-      const auto now = nvml_.memory_of(uuid, {pid_});
+      const auto now = memory_of(uuid, {pid_});
       if (now && used > now->process_bytes) held[uuid] = used - now->process_bytes;
     }
     return held;
@@ -78,7 +79,7 @@ class CudaProcess final : public Process {
 
   void restore(const ByDevice& held) override {
     for (const auto& [uuid, bytes] : held) {
-      const auto now = nvml_.memory_of(uuid, {pid_});
+      const auto now = memory_of(uuid, {pid_});
       if (now && now->free_bytes < bytes + kSpareBytes) {
         StepError error("cuCheckpointProcessRestore", "CUDA_ERROR_OUT_OF_MEMORY");
         error.device = uuid;
@@ -105,7 +106,6 @@ class CudaProcess final : public Process {
   }
 
   const int pid_;
-  Nvml& nvml_;
   Result (*get_error_name_)(Result, const char**) = nullptr;
   Result (*get_state_)(int, int*) = nullptr;
   Result (*lock_)(int, LockArguments*) = nullptr;
@@ -116,6 +116,6 @@ class CudaProcess final : public Process {
 
 }  // namespace
 
-std::unique_ptr<Process> open_cuda_process(int pid, Nvml& nvml) { return std::make_unique<CudaProcess>(pid, nvml); }
+std::unique_ptr<Process> open_cuda_process(int pid) { return std::make_unique<CudaProcess>(pid); }
 
 }  // namespace memsaver::hibernate

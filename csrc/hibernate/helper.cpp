@@ -6,9 +6,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <sstream>
 #include <utility>
+
+#include "hibernate/nvml.hpp"
 
 namespace memsaver::hibernate {
 namespace {
@@ -17,7 +18,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Helper {
  public:
-  Helper(std::unique_ptr<Process> process, Nvml& nvml) : process_(std::move(process)), nvml_(nvml) {}
+  explicit Helper(std::unique_ptr<Process> process) : process_(std::move(process)) {}
 
   // Answers one request; never throws.
   std::string answer(const std::string& line) {
@@ -25,13 +26,15 @@ class Helper {
     std::string request;
     words >> request;
     try {
-      const double start = now();
-      if (request == "lock") return lock(words, start);
-      if (request == "checkpoint") return checkpoint(words, start);
-      if (request == "restore") return restore(words, start);
-      if (request == "unlock") return unlock(start);
       if (request == "state") return std::string("ok ") + process_->state();
       if (request == "memory") return memory(words);
+      if (request == "lock" || request == "checkpoint" || request == "restore" || request == "unlock") {
+        const double start = now();
+        const std::string more = take(request, words);
+        char text[32];
+        std::snprintf(text, sizeof text, "ok %.6f", now() - start);
+        return text + more;
+      }
     } catch (const StepError& error) {
       std::string text = "error " + error.call + " " + error.code + " " + process_->state();
       if (error.needed_bytes != 0) {
@@ -45,57 +48,42 @@ class Helper {
   }
 
  private:
-  std::string lock(std::istringstream& words, double start) {
-    unsigned timeout_ms = 0;
-    words >> timeout_ms;
-    if (!is("locked") && !is("checkpointed")) process_->lock(timeout_ms);
-    return since(start);
-  }
-
-  std::string checkpoint(std::istringstream& words, double start) {
-    ByDevice devices;
-    for (std::string device; words >> device;) devices[device] = 0;
-    ByDevice held;
-    if (!is("checkpointed")) held = process_->checkpoint(devices);
-    std::string text = since(start);
-    for (const auto& [device, bytes] : held) text += " " + device + " " + std::to_string(bytes);
+  // Takes a step unless the process is past it. Returns what the answer adds to the time.
+  std::string take(const std::string& step, std::istringstream& words) {
+    const std::string state = process_->state();
+    std::string text;
+    if (step == "lock") {
+      unsigned timeout_ms = 0;
+      words >> timeout_ms;
+      if (state != "locked" && state != "checkpointed") process_->lock(timeout_ms);
+    } else if (step == "checkpoint" && state != "checkpointed") {
+      ByDevice devices;
+      for (std::string device; words >> device;) devices[device] = 0;
+      for (const auto& [device, bytes] : process_->checkpoint(devices))
+        text += " " + device + " " + std::to_string(bytes);
+    } else if (step == "restore" && state != "locked" && state != "running") {
+      ByDevice held;
+      std::string device;
+      for (std::size_t bytes = 0; words >> device >> bytes;) held[device] = bytes;
+      process_->restore(held);
+    } else if (step == "unlock" && state != "running") {
+      process_->unlock();
+    }
     return text;
   }
 
-  std::string restore(std::istringstream& words, double start) {
-    ByDevice held;
-    std::string device;
-    for (std::size_t bytes = 0; words >> device >> bytes;) held[device] = bytes;
-    if (!is("locked") && !is("running")) process_->restore(held);
-    return since(start);
-  }
-
-  std::string unlock(double start) {
-    if (!is("running")) process_->unlock();
-    return since(start);
-  }
-
-  bool is(const char* state) { return std::strcmp(process_->state(), state) == 0; }
-
-  std::string memory(std::istringstream& words) {
+  static std::string memory(std::istringstream& words) {
     std::string uuid;
     words >> uuid;
     std::vector<int> processes;
     for (int process = 0; words >> process;) processes.push_back(process);
-    const auto memory = nvml_.memory_of(uuid, processes);
+    const auto memory = memory_of(uuid, processes);
     if (!memory) throw StepError("nvmlDeviceGetMemoryInfo_v2", "NVML_ERROR");
     return "ok " + std::to_string(memory->total_bytes) + " " + std::to_string(memory->used_bytes) + " " +
            std::to_string(memory->process_bytes);
   }
 
-  static std::string since(double start) {
-    char text[32];
-    std::snprintf(text, sizeof text, "ok %.6f", now() - start);
-    return text;
-  }
-
   std::unique_ptr<Process> process_;
-  Nvml& nvml_;
 };
 
 // Answers until the socket is closed or the parent is gone. Without a helper every answer is `problem`.
@@ -125,14 +113,13 @@ int serve(int parent, Helper* helper, const std::string& problem) {
 int run_helper(const std::vector<std::string>& arguments, const ProcessAdaptor& adapt) {
   if (arguments.size() < 2) return 2;
   const int pid = std::atoi(arguments[0].c_str());
-  Nvml nvml;
   std::unique_ptr<Helper> helper;
   std::string problem;
   try {
-    auto process = arguments[1] == "host" ? open_host_process({arguments.begin() + 2, arguments.end()})
-                                          : open_cuda_process(pid, nvml);
+    auto process =
+        arguments[1] == "host" ? open_host_process({arguments.begin() + 2, arguments.end()}) : open_cuda_process(pid);
     if (adapt) process = adapt(std::move(process));
-    helper = std::make_unique<Helper>(std::move(process), nvml);
+    helper = std::make_unique<Helper>(std::move(process));
   } catch (const StepError& error) {
     problem = "error " + error.call + " " + error.code + " unknown";
   } catch (const std::exception& error) {

@@ -3,39 +3,61 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace memsaver::hibernate {
 
-std::optional<Nvml::Memory> Nvml::memory_of(const std::string& uuid, const std::vector<int>& processes) {
-  void* device = nullptr;
-  if (!load() || handle_by_uuid_(uuid.c_str(), &device) != 0) return std::nullopt;
-  DeviceMemory memory{sizeof(DeviceMemory) | 2u << 24, 0, 0, 0, 0};
-  if (memory_(device, &memory) != 0) return std::nullopt;
-  unsigned count = kProcesses;
-  std::size_t own = 0;
-  if (processes_(device, &count, list_) == 0) {
-    for (unsigned i = 0; i < count; ++i) {
-      const bool asked = std::count(processes.begin(), processes.end(), static_cast<int>(list_[i].pid)) != 0;
-      if (asked && list_[i].used != ~0ull) own += list_[i].used;
-    }
-  }
-  return Memory{memory.total, memory.free, memory.used, own};
-}
+namespace {
 
-bool Nvml::load() {
-  if (processes_ != nullptr) return true;
+// Layouts of the versioned functions below, which NVML keeps stable.
+struct Memory {
+  unsigned version;
+  unsigned long long total, reserved, free, used;
+};
+struct RunningProcess {
+  unsigned pid;
+  unsigned long long used;
+  unsigned gpu_instance, compute_instance;
+};
+constexpr unsigned kProcesses = 256;
+
+int (*handle_by_uuid)(const char*, void**) = nullptr;
+int (*memory_info)(void*, Memory*) = nullptr;
+int (*running_processes)(void*, unsigned*, RunningProcess*) = nullptr;
+
+bool load() {
+  static bool loaded = false;
+  if (loaded) return true;
   void* const library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return false;
-  const auto init = reinterpret_cast<int (*)()>(dlsym(library, "nvmlInit_v2"));
-  handle_by_uuid_ = reinterpret_cast<int (*)(const char*, void**)>(dlsym(library, "nvmlDeviceGetHandleByUUID"));
-  memory_ = reinterpret_cast<int (*)(void*, DeviceMemory*)>(dlsym(library, "nvmlDeviceGetMemoryInfo_v2"));
-  const auto processes = reinterpret_cast<int (*)(void*, unsigned*, RunningProcess*)>(
-      dlsym(library, "nvmlDeviceGetComputeRunningProcesses_v3"));
-  if (init == nullptr || handle_by_uuid_ == nullptr || memory_ == nullptr || processes == nullptr || init() != 0) {
-    return false;
+  int (*init)() = nullptr;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    return function != nullptr;
+  };
+  loaded = find(init, "nvmlInit_v2") && find(handle_by_uuid, "nvmlDeviceGetHandleByUUID") &&
+           find(memory_info, "nvmlDeviceGetMemoryInfo_v2") &&
+           find(running_processes, "nvmlDeviceGetComputeRunningProcesses_v3") && init() == 0;
+  return loaded;
+}
+
+}  // namespace
+
+std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector<int>& processes) {
+  void* device = nullptr;
+  if (!load() || handle_by_uuid(uuid.c_str(), &device) != 0) return std::nullopt;
+  Memory memory{sizeof(Memory) | 2u << 24, 0, 0, 0, 0};
+  if (memory_info(device, &memory) != 0) return std::nullopt;
+  static RunningProcess list[kProcesses];
+  unsigned count = kProcesses;
+  std::size_t own = 0;
+  if (running_processes(device, &count, list) == 0) {
+    for (unsigned i = 0; i < count; ++i) {
+      const bool asked = std::count(processes.begin(), processes.end(), static_cast<int>(list[i].pid)) != 0;
+      if (asked && list[i].used != ~0ull) own += list[i].used;
+    }
   }
-  processes_ = processes;
-  return true;
+  return DeviceMemory{memory.total, memory.free, memory.used, own};
 }
 
 }  // namespace memsaver::hibernate

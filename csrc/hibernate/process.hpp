@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "hibernate/nvml.hpp"
-
 namespace memsaver::hibernate {
 
 // Bytes by device name.
@@ -46,7 +44,7 @@ class Process {
 };
 
 // A process on the CUDA driver. Throws StepError if this driver cannot checkpoint.
-[[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid, Nvml& nvml);
+[[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid);
 
 // A process on the host driver. Each of `accounts` is "DESCRIPTOR:SLOT": a HostAccount inherited from the process, and
 // its slot in it. Throws memsaver::Error if one is invalid.

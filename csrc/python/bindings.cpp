@@ -1,18 +1,236 @@
 #include "python/bindings.hpp"
 
 #include <array>
+#include <map>
 #include <tuple>
 
+#include "backup/digest_queue.hpp"
 #include "driver/cuda.hpp"
+#include "driver/host.hpp"
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
 #include "support/digest.hpp"
 #include "support/host_memory.hpp"
+#include "vmm/shared_buffer.hpp"
 
 namespace memsaver::python {
 
 namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Words = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
+
+// A field by its own name.
+#define FIELD(name) py::arg(#name) = value.name
+
+py::dict to_dict(const PipelineSeconds& seconds) {
+  return py::dict("host_memory_seconds"_a = seconds.host_memory, "digest_seconds"_a = seconds.digest,
+                  "copy_seconds"_a = seconds.copy, "driver_seconds"_a = seconds.driver);
+}
+
+py::dict to_dict(const SharedStoreStatus& value) {
+  return py::dict(FIELD(name), FIELD(processes), FIELD(held_bytes), FIELD(share_bytes), FIELD(used_bytes),
+                  FIELD(total_bytes), FIELD(limit_bytes));
+}
+
+py::dict to_dict(const TagOutcome& value) {
+  return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(released_bytes), FIELD(resumed_bytes),
+                  FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(unchanged_bytes), FIELD(shared_bytes),
+                  FIELD(zero_bytes), FIELD(restored_bytes), FIELD(already));
+}
+
+py::dict to_dict(const TagSnapshot& value) {
+  return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes), FIELD(released_bytes),
+                  FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(expected_bytes),
+                  FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device), FIELD(bytes_by_device));
+}
+
+template <typename Tag>
+py::list to_list(const std::vector<Tag>& tags) {
+  py::list list;
+  for (const auto& tag : tags) list.append(to_dict(tag));
+  return list;
+}
+
+py::dict to_dict(const OperationResult& value) {
+  return py::dict("tags"_a = to_list(value.tags), FIELD(devices), FIELD(seconds), "work"_a = to_dict(value.work),
+                  FIELD(first_memory_seconds));
+}
+
+py::dict to_dict(const SaverStatus& value) {
+  return py::dict(FIELD(state), FIELD(failure), "tags"_a = to_list(value.tags), FIELD(reserved_by_device),
+                  FIELD(backup_bytes), FIELD(file_bytes), "pool_used_bytes"_a = value.pool.used_bytes,
+                  "pool_capacity_bytes"_a = value.pool.capacity_bytes, "pool_target_bytes"_a = value.pool.target_bytes,
+                  "pool_limit_bytes"_a = value.pool.limit_bytes, "shared_store"_a = to_dict(value.shared),
+                  FIELD(prepared), FIELD(operation), FIELD(done_bytes), FIELD(total_bytes), FIELD(copied_bytes),
+                  FIELD(operation_seconds));
+}
+
+py::dict to_dict(const BackupView& value) {
+  return py::dict(FIELD(tag), FIELD(released), "in_host_memory"_a = value.kept == Kept::host,
+                  "on_disk"_a = value.kept == Kept::file, "memory"_a = reinterpret_cast<Address>(value.memory));
+}
+
+py::dict to_dict(const DeviceInfo& value) {
+  return py::dict(FIELD(uuid), FIELD(name), FIELD(total_bytes), FIELD(granularity), FIELD(numa_node), FIELD(rdma));
+}
+
+#undef FIELD
+
+// Calls `function` without the GIL and converts its result with it.
+template <typename Function>
+py::dict dict_of(const Function& function) {
+  decltype(function()) result;
+  {
+    const py::gil_scoped_release no_gil;
+    result = function();
+  }
+  return to_dict(result);
+}
+
+// Sets the Python exception that corresponds to `error`.
+void set_python_error(const Error& error) {
+  const py::object errors = py::module_::import("memsaver_core.contract.errors");
+  const auto raise = [&](const char* name, auto&&... arguments) {
+    const py::object type = errors.attr(name);
+    const py::object value = type(error.what(), std::forward<decltype(arguments)>(arguments)...);
+    PyErr_SetObject(type.ptr(), value.ptr());
+  };
+  const std::size_t needed_bytes = error.needed_bytes != 0 ? error.needed_bytes : error.bytes;
+  switch (error.kind) {
+    case ErrorKind::out_of_device_memory:
+      return raise("OutOfDeviceMemoryError", needed_bytes, error.free_bytes, error.device);
+    case ErrorKind::out_of_host_memory:
+      return raise("OutOfHostMemoryError", needed_bytes, error.free_bytes);
+    case ErrorKind::driver:
+      return raise("DriverError", error.call, error.code, error.tag, error.bytes);
+    case ErrorKind::context_lost:
+      return raise("ContextLostError", error.call, error.code, error.tag, error.bytes);
+    case ErrorKind::backup:
+      return raise("BackupError", error.tag, error.address, error.bytes);
+    case ErrorKind::configuration:
+      return raise("ConfigurationError");
+    case ErrorKind::forked:
+      return raise("ForkedProcessError");
+  }
+}
+
+Restore parse_restore(const std::string& text) {
+  return parse<Restore>(
+      text, "restore policy",
+      {{"discard", Restore::discard}, {"zero", Restore::zero}, {"host", Restore::host}, {"file", Restore::file}});
+}
+
+void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
+  saver.def(py::init([adapt](const std::string& driver, const std::vector<std::string>& host_devices,
+                             std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
+                             const std::string& retention, const std::string& verify, bool pack,
+                             const std::string& shared_backups, bool peer_access) {
+              Settings settings{
+                  host_backup_limit,
+                  file_folder,
+                  parse<Retention>(retention, "retention policy",
+                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}}),
+                  parse<VerifyChoice>(verify, "verification",
+                                      {{"off", VerifyChoice::off},
+                                       {"sampled", VerifyChoice::sampled},
+                                       {"full", VerifyChoice::full},
+                                       {"auto", VerifyChoice::automatic}}),
+                  pack,
+                  shared_backups,
+                  peer_access};
+              auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
+              if (adapt) opened = adapt(std::move(opened));
+              return std::make_shared<Saver>(std::move(opened), std::move(settings));
+            }),
+            py::kw_only(), "driver"_a, "host_devices"_a = std::vector<std::string>{}, "host_capacity"_a = 0,
+            "host_backup_limit"_a = 0, "file_folder"_a = "/tmp", "retention"_a = "keep", "verify"_a = "auto",
+            "pack"_a = true, "shared_backups"_a = "", "peer_access"_a = false);
+}
+
+py::dict release(Saver& saver, const std::vector<std::string>& tags,
+                 const std::vector<std::pair<Address, std::size_t>>& dead,
+                 const std::map<std::string, std::string>& overrides) {
+  std::vector<RangeSet::Range> ranges;
+  ranges.reserve(dead.size());
+  for (const auto& [address, bytes] : dead) ranges.push_back({address, bytes});
+  std::map<std::string, Restore> policies;
+  for (const auto& [tag, restore] : overrides) policies.emplace(tag, parse_restore(restore));
+  return dict_of([&] { return saver.release(tags, ranges, policies); });
+}
+
+void bind_operations(SaverClass& saver) {
+  saver
+      .def(
+          "allocate",
+          [](Saver& self, int device, const std::string& tag, const std::string& restore, std::size_t bytes) {
+            return self.allocate({device, tag, parse_restore(restore)}, bytes);
+          },
+          "device"_a, "tag"_a, "restore"_a, "bytes"_a, NoGil())
+      .def("free", &Saver::free, "address"_a, NoGil())
+      .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
+      .def(
+          "resume",
+          [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
+          "tags"_a)
+      .def("reserve", &Saver::reserve, "tags"_a, NoGil())
+      .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
+      .def("status", [](Saver& self) { return dict_of([&] { return self.status(); }); })
+      .def("prepare_backup", &Saver::prepare_backup, NoGil())
+      .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())
+      .def(
+          "backup_of",
+          [](Saver& self, Address address, std::size_t bytes, Address to) {
+            return dict_of([&] { return self.backup_of(address, bytes, reinterpret_cast<void*>(to)); });
+          },
+          "address"_a, "bytes"_a, "to"_a)
+      .def("drop_backups", &Saver::drop_backups, "tags"_a, "keep_memory"_a = false, NoGil())
+      .def("trim_backup_memory", &Saver::trim_backup_memory, "at_once"_a = false, NoGil())
+      .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
+      .def("synchronize", &Saver::synchronize, NoGil())
+      .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)
+      .def("known_tags", &Saver::known_tags, NoGil())
+      .def("devices", &Saver::devices, NoGil())
+      .def("owns", &Saver::owns, "address"_a, NoGil())
+      .def("close", &Saver::close, NoGil());
+}
+
+Words digest(Saver& saver, int device, Address address, std::size_t bytes, const std::array<std::uint64_t, 4>& key) {
+  Driver& driver = saver.driver();
+  const Stream stream = driver.create_stream(device);
+  Digest digest;
+  {
+    DigestQueue queue(driver, device, {{key[0], key[1], key[2], key[3]}}, stream);
+    const std::vector<Extent> extents{{0, bytes}};
+    queue.submit({{address, &extents}});
+    digest = queue.collect().front();
+  }
+  driver.destroy_stream(device, stream);
+  return {digest.lane0, digest.lane1, digest.any};
+}
+
+void bind_driver(SaverClass& saver) {
+  saver.def("trim_graph_memory", &Saver::trim_graph_memory, NoGil())
+      .def(
+          "graph_memory", [](Saver& self, int device) { return self.driver().graph_memory(device); }, "device"_a,
+          NoGil())
+      .def("accounts", [](Saver& self) { return self.driver().accounts(); })
+      .def("driver_name", [](Saver& self) { return std::string(self.driver().name()); })
+      .def("device_count", [](Saver& self) { return self.driver().device_count(); })
+      .def(
+          "device_info",
+          [](Saver& self, int device) { return dict_of([&] { return self.driver().device_info(device); }); },
+          "device"_a)
+      .def(
+          "memory_info",
+          [](Saver& self, int device) {
+            const MemoryInfo info = self.driver().memory_info(device);
+            return std::make_pair(info.free_bytes, info.total_bytes);
+          },
+          "device"_a, NoGil(), "(free, total) bytes of a device, as the driver tells them now")
+      .def("digest", &digest, "device"_a, "address"_a, "bytes"_a, "key"_a, NoGil());
+}
 
 // torch frees memory until the very end of the process, after Python's objects are gone: an active saver is never
 // destroyed.
@@ -63,9 +281,37 @@ void bind_host_buffer(py::module_& module) {
       .def_buffer(&HostBuffer::view);
 }
 
-std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> digest_of(const py::buffer& data,
-                                                                  const std::array<std::uint64_t, 4>& key,
-                                                                  std::uint64_t first_word) {
+// Giving a buffer back waits for the device.
+struct DeleteWithoutGil {
+  template <typename Buffer>
+  void operator()(Buffer* buffer) const {
+    const py::gil_scoped_release no_gil;
+    delete buffer;
+  }
+};
+
+template <typename Buffer>
+using BufferClass = py::class_<Buffer, std::unique_ptr<Buffer, DeleteWithoutGil>>;
+
+void bind_shared_buffers(py::module_& module) {
+  BufferClass<SharedBuffer>(module, "SharedBuffer")
+      .def(py::init<Saver&, int, std::size_t>(), "saver"_a, "device"_a, "bytes"_a, py::keep_alive<1, 2>(), NoGil())
+      .def_property_readonly("address", &SharedBuffer::address)
+      .def_property_readonly("bytes", &SharedBuffer::bytes)
+      .def("export_fd", &SharedBuffer::export_fd, NoGil())
+      .def("release", &SharedBuffer::release, NoGil())
+      .def("restore", &SharedBuffer::restore, NoGil());
+  BufferClass<ImportedBuffer>(module, "ImportedBuffer")
+      .def(py::init<Saver&, int, std::size_t, int>(), "saver"_a, "file"_a, "bytes"_a, "device"_a,
+           py::keep_alive<1, 2>(), NoGil())
+      .def_property_readonly("address", &ImportedBuffer::address)
+      .def_property_readonly("bytes", &ImportedBuffer::bytes)
+      .def("mapped", &ImportedBuffer::mapped, NoGil())
+      .def("drop", &ImportedBuffer::drop, NoGil())
+      .def("map_again", &ImportedBuffer::map_again, "file"_a, NoGil());
+}
+
+Words digest_of(const py::buffer& data, const std::array<std::uint64_t, 4>& key, std::uint64_t first_word) {
   const py::buffer_info info = data.request();
   const auto bytes = static_cast<std::size_t>(info.size * info.itemsize);
   if (bytes % kDigestWord != 0) throw Error(ErrorKind::configuration, "digests are of multiples of 16 bytes");
@@ -118,7 +364,10 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
       set_python_error(error);
     }
   });
-  bind_saver(module, adapt);
+  SaverClass saver(module, "Saver");
+  bind_constructor(saver, adapt);
+  bind_operations(saver);
+  bind_driver(saver);
   bind_host_buffer(module);
   bind_shared_buffers(module);
   bind_hooks(module);

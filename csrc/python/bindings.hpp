@@ -23,13 +23,9 @@ using SaverClass = py::class_<Saver, std::shared_ptr<Saver>>;
 // Puts an adaptor around the driver of each saver; a test build injects faults this way.
 using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driver>)>;
 
-// Defines everything in memsaver_core/_native.pyi. Errors become exceptions of memsaver_core.errors; every call that
-// may wait releases the GIL.
+// Defines everything in memsaver_core/_native.pyi. Errors become exceptions of memsaver_core.contract.errors; every
+// call that may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
-
-// Parts of bind_all().
-void bind_saver(py::module_& module, const DriverAdaptor& adapt);
-void bind_shared_buffers(py::module_& module);
 
 // The value named `text`. Throws ErrorKind::configuration, listing the names, if there is none.
 template <typename Enum>
@@ -41,14 +37,5 @@ Enum parse(const std::string& text, const char* what, const std::vector<std::pai
   }
   throw Error(ErrorKind::configuration, std::string("unknown ") + what + " '" + text + "'; choose one of " + names);
 }
-[[nodiscard]] Restore parse_restore(const std::string& text);
-
-[[nodiscard]] py::dict to_dict(const OperationResult& result);
-[[nodiscard]] py::dict to_dict(const SaverStatus& status);
-[[nodiscard]] py::dict to_dict(const BackupView& view);
-[[nodiscard]] py::dict to_dict(const DeviceInfo& info);
-
-// Sets the Python exception that corresponds to `error`.
-void set_python_error(const Error& error);
 
 }  // namespace memsaver::python

@@ -37,7 +37,6 @@ struct Digest {
     return *this;
   }
   friend bool operator==(const Digest& a, const Digest& b) { return a.lane0 == b.lane0 && a.lane1 == b.lane1; }
-  friend bool operator!=(const Digest& a, const Digest& b) { return !(a == b); }
 };
 
 // Contiguous content: `bytes` (a multiple of 16) at `address`; its first word has index `first_word`.

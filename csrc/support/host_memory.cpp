@@ -11,7 +11,6 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "support/error.hpp"
 #include "support/system.hpp"
@@ -59,11 +58,11 @@ std::size_t number_in(const std::string& path) {
 
 // Page cache, which the kernel reclaims before it refuses memory (as in MemAvailable). Loading weights from files
 // leaves as much of it as the files are large.
-std::size_t reclaimable_in(const std::string& path, const std::vector<std::string>& keys) {
+std::size_t reclaimable_in(const std::string& path, const std::string& prefix) {
   std::size_t bytes = 0;
   each_line(path, [&](const std::string& line) {
-    for (const auto& key : keys) {
-      if (line.compare(0, key.size() + 1, key + " ") == 0) bytes += leading_number(line.substr(key.size() + 1));
+    for (const std::string key : {prefix + "inactive_file ", prefix + "active_file "}) {
+      if (line.compare(0, key.size(), key) == 0) bytes += leading_number(line.substr(key.size()));
     }
   });
   return bytes;
@@ -91,9 +90,15 @@ class Memory {
       if (!unified && line.find(":memory:") == std::string::npos) return;
       for (;;) {
         if (unified) {
-          memory.bound_by_version_2("/sys/fs/cgroup" + group);
+          // Beyond memory.high the kernel throttles the group almost to a stop.
+          const std::string folder = "/sys/fs/cgroup" + group;
+          memory.bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
+                          folder + "/memory.current", folder + "/memory.stat", "");
         } else {
-          memory.bound_by_version_1("/sys/fs/cgroup/memory" + group);
+          // The usage includes child groups; of the statistics only the totals do.
+          const std::string folder = "/sys/fs/cgroup/memory" + group;
+          memory.bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes",
+                          folder + "/memory.stat", "total_");
         }
         if (group.empty() || group == "/") break;
         group.erase(group.rfind('/'));
@@ -103,23 +108,13 @@ class Memory {
   }
 
  private:
-  void bound_by_version_2(const std::string& folder) {
-    // Beyond memory.high the kernel throttles the group almost to a stop.
-    bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
-             folder + "/memory.current", folder + "/memory.stat", {"inactive_file", "active_file"});
-  }
-  void bound_by_version_1(const std::string& folder) {
-    // The usage includes child groups; of the statistics only the totals do.
-    bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes", folder + "/memory.stat",
-             {"total_inactive_file", "total_active_file"});
-  }
   void bound_by(std::size_t bound, const std::string& usage_file, const std::string& stat_file,
-                const std::vector<std::string>& reclaimable) {
+                const std::string& prefix) {
     if (bound >= machine_) return;  // version 1 writes "unlimited" as a large number
     total = std::min(total, bound);
     std::size_t usage = number_in(usage_file);
     if (usage == kNoLimit) return;
-    usage -= std::min(usage, reclaimable_in(stat_file, reclaimable));
+    usage -= std::min(usage, reclaimable_in(stat_file, prefix));
     available = std::min(available, usage > bound ? 0 : bound - usage);
   }
 

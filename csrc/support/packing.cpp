@@ -14,25 +14,18 @@ constexpr std::size_t kWords = kPackedGroup / 32;  // of a plane, for each group
 
 // Where the parts of packed content lie.
 struct Layout {
-  Layout(std::size_t bytes, std::size_t element)
-      : element_bytes(element),
-        elements(bytes / element),
-        groups((elements + kPackedGroup - 1) / kPackedGroup),
-        lower(sizeof(PackedHeader) + groups * kPackedGroup),
-        planes(lower + groups * kPackedGroup * (element - 2)),
-        offsets(planes + groups * 3 * kWords * 4),
-        escapes(offsets + groups * 4) {}
+  std::size_t bytes;  // of the content
+  std::size_t element_bytes;
+  std::size_t elements = bytes / element_bytes;
+  std::size_t groups = (elements + kPackedGroup - 1) / kPackedGroup;
+  std::size_t lower = sizeof(PackedHeader) + groups * kPackedGroup;
+  std::size_t planes = lower + groups * kPackedGroup * (element_bytes - 2);
+  std::size_t offsets = planes + groups * 3 * kWords * 4;
+  std::size_t escapes = offsets + groups * 4;
+
   [[nodiscard]] std::size_t in_group(std::size_t group) const {
     return std::min(kPackedGroup, elements - group * kPackedGroup);
   }
-
-  std::size_t element_bytes;
-  std::size_t elements;
-  std::size_t groups;
-  std::size_t lower;
-  std::size_t planes;
-  std::size_t offsets;
-  std::size_t escapes;
 };
 
 template <typename Value>
@@ -168,7 +161,7 @@ void sample_on_host(const void* content, std::size_t bytes, ExponentSample& samp
 
 std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t bytes, void* packed,
                          std::size_t capacity) {
-  const Layout layout(bytes, plan.element_bytes);
+  const Layout layout{bytes, plan.element_bytes};
   if (layout.escapes > capacity) return 0;
   const auto* const from = static_cast<const unsigned char*>(content);
   auto* const to = static_cast<unsigned char*>(packed);
@@ -211,7 +204,7 @@ bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content,
   const auto header = load<PackedHeader>(from);
   if (header.magic != kPackedMagic || header.version != kPackedVersion || header.bytes != bytes) return false;
   if (header.element_bytes != 2 && header.element_bytes != 4) return false;
-  const Layout layout(bytes, header.element_bytes);
+  const Layout layout{bytes, header.element_bytes};
   if (layout.escapes > packed_bytes || header.escapes != packed_bytes - layout.escapes) return false;
   const std::size_t end = layout.groups * (part + 1) / parts;
   for (std::size_t group = layout.groups * part / parts; group < end; ++group) {

@@ -38,17 +38,13 @@ Taken lock_within(pthread_mutex_t& mutex, std::chrono::milliseconds patience) {
   return taken(pthread_mutex_timedlock(&mutex, &until));
 }
 
-void make_consistent(pthread_mutex_t& mutex) { pthread_mutex_consistent(&mutex); }
-
-void unlock(pthread_mutex_t& mutex) { pthread_mutex_unlock(&mutex); }
-
 }  // namespace robust
 
 bool RobustMutex::lock_within(std::chrono::milliseconds patience) {
   const robust::Taken taken = robust::lock_within(mutex_, patience);
   if (taken == robust::Taken::from_the_dead) {
     repair_();
-    robust::make_consistent(mutex_);
+    pthread_mutex_consistent(&mutex_);
   }
   return taken != robust::Taken::no;
 }

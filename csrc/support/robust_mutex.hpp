@@ -13,15 +13,12 @@ namespace memsaver {
 // told (pthread_mutexattr_setrobust(3)). It belongs to the thread that locked it, and is free when that thread ends.
 namespace robust {
 
-enum class Taken { no, yes, from_the_dead };
+enum class Taken { no, yes, from_the_dead };  // the last until pthread_mutex_consistent(3)
 
 // Of memory that is zero.
 void initialize(pthread_mutex_t& mutex);
 [[nodiscard]] Taken lock_within(pthread_mutex_t& mutex, std::chrono::milliseconds patience);
 [[nodiscard]] Taken try_lock(pthread_mutex_t& mutex);
-// Ends the state `from_the_dead`: what the mutex protects is consistent again.
-void make_consistent(pthread_mutex_t& mutex);
-void unlock(pthread_mutex_t& mutex);
 
 }  // namespace robust
 
@@ -32,7 +29,7 @@ class MEMSAVER_THREAD_ANNOTATION(capability("mutex")) RobustMutex {
 
   // False if the mutex was not free for that long: its owner is stopped.
   [[nodiscard]] bool lock_within(std::chrono::milliseconds patience) TRY_ACQUIRE(true);
-  void unlock() RELEASE() { robust::unlock(mutex_); }
+  void unlock() RELEASE() { pthread_mutex_unlock(&mutex_); }
 
  private:
   pthread_mutex_t& mutex_;

@@ -18,11 +18,9 @@ void Arena::add_span(Address address, std::size_t bytes) {
 }
 
 std::optional<Arena::Place> Arena::take(std::size_t bytes) {
-  if (!busy_) {
-    if (const auto address = mapped_.take(bytes)) return Place{*address, true};
-  }
-  if (const auto address = unmapped_.take(bytes)) return Place{*address, false};
-  return std::nullopt;
+  const auto mapped = busy_ ? std::nullopt : mapped_.take(bytes);
+  const auto address = mapped ? mapped : unmapped_.take(bytes);
+  return address ? std::optional(Place{*address, mapped.has_value()}) : std::nullopt;
 }
 
 void Arena::begin_operation() {
@@ -75,11 +73,7 @@ std::vector<Chunk> Arena::remove_allocation(Address address) {
 
   std::vector<Chunk> unneeded;
   Address at = address;  // accounted for up to here
-  auto chunk = chunks_.upper_bound(address);
-  if (chunk != chunks_.begin()) {
-    const auto before = std::prev(chunk);
-    if (before->first + before->second.bytes > address) chunk = before;
-  }
+  auto chunk = chunk_at(address);
   while (chunk != chunks_.end() && chunk->first < end) {
     const Chunk current = chunk->second;
     const Address first = std::max(at, current.address);
@@ -99,6 +93,13 @@ std::vector<Chunk> Arena::remove_allocation(Address address) {
   return unneeded;
 }
 
+std::map<Address, Chunk>::const_iterator Arena::chunk_at(Address address) const {
+  auto chunk = chunks_.upper_bound(address);
+  if (chunk == chunks_.begin()) return chunk;
+  const auto before = std::prev(chunk);
+  return before->first + before->second.bytes > address ? before : chunk;
+}
+
 void Arena::add_chunk(const Chunk& chunk) {
   chunks_.emplace(chunk.address, chunk);
   settle_debts(chunk.address, chunk.bytes);
@@ -115,9 +116,10 @@ bool Arena::owes(Restore restore, Address address, std::size_t bytes) const {
 
 std::set<Restore> Arena::owed() const {
   std::set<Restore> policies;
-  for (const auto& run : released_runs()) {
+  const RangeSet runs = released();
+  for (const auto& [begin, bytes] : runs.ranges()) {
     for (const auto& [restore, ranges] : owed_) {
-      if (ranges.overlaps(run.begin, run.bytes)) policies.insert(restore);
+      if (ranges.overlaps(begin, bytes)) policies.insert(restore);
     }
   }
   return policies;
@@ -139,26 +141,16 @@ void Arena::keep_chunk(const Chunk& chunk) {
   mapped_.add(chunk.address, chunk.bytes);
 }
 
-std::vector<RangeSet::Range> Arena::released_runs() const {
-  std::vector<RangeSet::Range> runs;
-  const auto add = [&runs](Address begin, Address end) {
-    if (begin >= end) return;
-    if (!runs.empty() && runs.back().begin + runs.back().bytes == begin) {
-      runs.back().bytes += end - begin;
-    } else {
-      runs.push_back({begin, end - begin});
-    }
-  };
-  auto chunk = chunks_.begin();
+RangeSet Arena::released() const {
+  RangeSet runs;
   for (const auto& [address, allocation] : allocations_) {
     const Address end = address + allocation.bytes;
     Address at = address;
-    while (chunk != chunks_.end() && chunk->first + chunk->second.bytes <= at) ++chunk;
-    for (auto over = chunk; over != chunks_.end() && over->first < end; ++over) {
-      add(at, std::max(at, over->first));
-      at = std::max(at, over->first + over->second.bytes);
+    for (auto chunk = chunk_at(address); chunk != chunks_.end() && chunk->first < end; ++chunk) {
+      if (at < chunk->first) runs.add(at, chunk->first - at);
+      at = chunk->first + chunk->second.bytes;
     }
-    add(at, end);
+    if (at < end) runs.add(at, end - at);
   }
   return runs;
 }
@@ -194,9 +186,7 @@ void Arena::make_blocks() {
     if (!allocation.blocks.empty()) continue;
     const Address end = address + allocation.bytes;
     std::vector<Address> boundaries;
-    auto chunk = chunks_.upper_bound(address);
-    if (chunk != chunks_.begin()) --chunk;
-    for (; chunk != chunks_.end() && chunk->first < end; ++chunk) {
+    for (auto chunk = chunk_at(address); chunk != chunks_.end() && chunk->first < end; ++chunk) {
       for (const Address at : {chunk->first, chunk->first + chunk->second.bytes}) {
         if (address < at && at < end) boundaries.push_back(at);
       }
@@ -216,10 +206,7 @@ void Arena::make_blocks() {
   }
 }
 
-void Arena::owe(Restore restore) {
-  owed_.clear();
-  for (const auto& run : released_runs()) owed_[restore].add(run.begin, run.bytes);
-}
+void Arena::owe(Restore restore) { owed_ = {{restore, released()}}; }
 
 bool Arena::damaged() const {
   return std::any_of(allocations_.begin(), allocations_.end(), [](const auto& each) {
@@ -230,9 +217,9 @@ bool Arena::damaged() const {
 
 bool Arena::is_mapped(Address address, std::size_t bytes) const {
   Address at = address;
-  auto chunk = chunks_.upper_bound(address);
-  if (chunk != chunks_.begin()) --chunk;
-  for (; chunk != chunks_.end() && chunk->first <= at; ++chunk) at = std::max(at, chunk->first + chunk->second.bytes);
+  for (auto chunk = chunk_at(at); chunk != chunks_.end() && chunk->first <= at; ++chunk) {
+    at = chunk->first + chunk->second.bytes;
+  }
   return at >= address + bytes;
 }
 

@@ -102,8 +102,8 @@ class Arena {
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
-  // The longest runs of live addresses without memory, in address order.
-  [[nodiscard]] std::vector<RangeSet::Range> released_runs() const;
+  // The live addresses without memory.
+  [[nodiscard]] RangeSet released() const;
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
   [[nodiscard]] std::size_t mapped_bytes() const;
@@ -127,6 +127,8 @@ class Arena {
   friend struct ArenaAudit;  // of the tests
   [[nodiscard]] bool needed(const Chunk& chunk) const;
   void settle_debts(Address address, std::size_t bytes);
+  // The first chunk that ends behind this address.
+  [[nodiscard]] std::map<Address, Chunk>::const_iterator chunk_at(Address address) const;
   [[nodiscard]] Address block_boundary(Address address) const;
 
   const Key key_;

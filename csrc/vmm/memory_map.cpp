@@ -1,7 +1,6 @@
 #include "vmm/memory_map.hpp"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 namespace memsaver {
@@ -44,8 +43,7 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   // A region whose memory is all freed does not count, unless the tag has no other.
   if (tag.bytes == 0) tag.restore = restore;
   if (arena.live_bytes() > 0 && tag.restore != restore) tag.restore = "mixed";
-  std::size_t released = 0;
-  for (const auto& run : arena.released_runs()) released += run.bytes;
+  const std::size_t released = arena.released().total_bytes();
   tag.bytes += arena.live_bytes();
   tag.released_bytes += released;
   tag.resident_bytes += arena.live_bytes() - released;
@@ -91,13 +89,6 @@ std::size_t MemoryMap::unprepared_bytes() const {
   return sum;
 }
 
-std::vector<std::string> MemoryMap::tags() const {
-  const Lock lock(mutex);
-  std::set<std::string> tags;
-  for (const auto& [key, arena] : arenas_) tags.insert(key.tag);
-  return {tags.begin(), tags.end()};
-}
-
 std::vector<int> MemoryMap::devices() const {
   const Lock lock(mutex);
   std::vector<int> devices;
@@ -105,9 +96,10 @@ std::vector<int> MemoryMap::devices() const {
   return devices;
 }
 
-bool MemoryMap::owns(Address address) const {
-  const Lock lock(mutex);
-  return arena_of(address) != nullptr;
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
 }
 
 }  // namespace memsaver

@@ -41,9 +41,7 @@ class MemoryMap {
   void describe(SaverStatus& status) const REQUIRES(mutex);
   // Sum of Arena::unprepared_bytes() of what is kept in host memory, without busy arenas.
   [[nodiscard]] std::size_t unprepared_bytes() const REQUIRES(mutex);
-  [[nodiscard]] std::vector<std::string> tags() const EXCLUDES(mutex);
   [[nodiscard]] std::vector<int> devices() const EXCLUDES(mutex);
-  [[nodiscard]] bool owns(Address address) const EXCLUDES(mutex);
 
  private:
   void describe(const Arena& arena, TagSnapshot& tag) const REQUIRES(mutex);
@@ -52,5 +50,8 @@ class MemoryMap {
   std::map<int, DeviceInfo> infos_ GUARDED_BY(mutex);
   Progress::Operation operation_ GUARDED_BY(mutex) = Progress::Operation::none;
 };
+
+// The names, separated by commas, for messages.
+[[nodiscard]] std::string joined(const std::vector<std::string>& names);
 
 }  // namespace memsaver

@@ -1,187 +1,601 @@
-#include "vmm/operation.hpp"
+// The operations of a Saver; saver.hpp has their contracts.
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
 #include <set>
-#include <thread>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/scope_exit.hpp"
+#include "support/sizes.hpp"
 #include "support/system.hpp"
+#include "support/transaction.hpp"
+#include "vmm/saver.hpp"
 
 namespace memsaver {
 
-void DeviceWork::sort() {
-  std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.chunk.address < b.chunk.address; });
-  std::sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.begin() < b.begin(); });
-}
+namespace {
 
-std::string DeviceWork::tags() const {
-  std::set<std::string> names;
-  for (const auto* list : {&kept, &others}) {
-    for (const auto& planned : *list) names.insert(planned.arena->key().tag);
+// A dead range smaller than this is copied along with its neighbours: copying 64 KiB takes about a microsecond, a
+// further copy several.
+constexpr std::size_t kSmallestGap = kSizeUnit / 16;
+constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
+
+// The part of a block that holds content: all but `dead`, which is in address order.
+std::vector<Extent> live_extents(const Allocation& allocation, const Block& block,
+                                 const std::vector<RangeSet::Range>& dead) {
+  std::vector<Extent> extents;
+  const Address begin = allocation.address + block.offset;
+  const Address end = begin + block.bytes;
+  const auto add = [&](Address from, Address to) {
+    if (from < to) extents.push_back({from - allocation.address, to - from});
+  };
+  auto range = std::partition_point(dead.begin(), dead.end(),
+                                    [&](const auto& each) { return each.begin + each.bytes <= begin; });
+  Address at = begin;
+  for (; range != dead.end() && range->begin < end; ++range) {
+    const Address from = std::max(begin, range->begin);
+    const Address to = std::min(end, range->begin + range->bytes);
+    if (to - from < kSmallestGap) continue;
+    add(at, from);
+    at = to;
   }
-  std::string text;
-  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
+  add(at, end);
+  return extents;
 }
 
-std::size_t DeviceWork::bytes() const {
-  std::size_t sum = 0;
-  for (const auto* list : {&kept, &others}) {
-    for (const auto& planned : *list) sum += planned.chunk.bytes;
+// The room that is needed beyond what is owned already.
+std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
+
+}  // namespace
+
+// A release, a resume or what is done between them: planned under the lock of the map, run without it.
+class Saver::Operation {
+ public:
+  Operation(Saver& saver, Progress::Operation kind) : saver_(saver), kind_(kind) {}
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+  virtual ~Operation() = default;
+
+  // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
+  // runs the plan. Afterwards, also when this throws, no arena is busy and deferred frees are done. An error that names
+  // no tags and bytes gets those of the plan.
+  OperationResult perform(const Tags& tags) {
+    saver_.check_process();
+    const Lock one_at_a_time(saver_.backups_.operation_mutex);
+    saver_.check_usable();
+    OperationResult result;
+    {
+      const ScopeExit at_end([this] { end(); });
+      try {
+        saver_.physical_.retry(true);
+        saver_.backups_.clean_up();
+        saver_.check_usable();
+        begin(tags);
+        saver_.backups_.settle();
+        run();
+        saver_.check_usable();  // a failure that was only logged may have been the loss of the context
+        result = this->result();
+      } catch (Error& error) {
+        Tags names = tags;
+        for (const auto& [index, device] : devices_) {
+          if (tags.empty()) names.push_back(device.tags());
+        }
+        error.with_tag(joined(names)).with_bytes(bytes());
+        throw;
+      }
+    }
+    result.seconds = seconds();
+    return result;
   }
-  return sum;
-}
 
-OperationResult Operation::perform(const MemoryMap::Tags& tags) {
-  core_.check_process();
-  const Lock one_at_a_time(core_.backups.operation_mutex);
-  core_.check_usable();
-  OperationResult result;
-  {
-    const ScopeExit at_end([this] { end(); });
+ protected:
+  struct PlannedChunk {
+    Arena* arena;
+    Chunk chunk;      // resume: without a handle until it is acquired
+    Restore restore;  // release: what its live ranges are owed afterwards; resume: what they are owed now
+  };
+
+  // What an operation does on one device.
+  struct Work {
+    int device = -1;
+    std::vector<ContentBlock> blocks;               // content to keep or restore
+    std::vector<PlannedChunk> kept;                 // chunks under content
+    std::vector<PlannedChunk> others;               // chunks whose content is not kept
+    std::map<std::string, std::size_t> done_bytes;  // released or mapped, by tag
+    std::size_t freed_bytes = 0;
+    double first_memory_seconds = 0;
+    std::vector<PlannedChunk> acquired;
+    Transaction transaction;
+    PipelineSeconds seconds;
+
+    // Sorts blocks, and the chunks under them, by address, as Pipeline expects them.
+    void sort() {
+      const auto by_address = [](const auto& a, const auto& b) { return a.chunk.address < b.chunk.address; };
+      std::sort(kept.begin(), kept.end(), by_address);
+      std::sort(blocks.begin(), blocks.end(), [](const auto& a, const auto& b) { return a.begin() < b.begin(); });
+    }
+    [[nodiscard]] std::vector<PlannedChunk> chunks() const {
+      auto all = kept;
+      all.insert(all.end(), others.begin(), others.end());
+      return all;
+    }
+    // Names all tags, for errors.
+    [[nodiscard]] std::string tags() const {
+      std::set<std::string> names;
+      for (const auto& planned : chunks()) names.insert(planned.arena->key().tag);
+      return joined({names.begin(), names.end()});
+    }
+    [[nodiscard]] std::size_t bytes() const {
+      std::size_t sum = 0;
+      for (const auto& planned : chunks()) sum += planned.chunk.bytes;
+      return sum;
+    }
+  };
+
+  // Adds the work of one arena to devices_, and what it needs to its own members.
+  virtual void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) = 0;
+  virtual void run() REQUIRES(saver_.backups_.operation_mutex) = 0;
+
+  // The work of a device, made if there is none yet.
+  [[nodiscard]] Work& on(int device) {
+    Work& work = devices_[device];
+    work.device = device;
+    return work;
+  }
+
+  // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
+  void on_each_device(const std::function<void(Work&)>& work) {
+    std::vector<Work*> devices;
+    for (auto& [index, device] : devices_) devices.push_back(&device);
+    if (devices.empty()) return;
+    std::vector<std::exception_ptr> failures(devices.size());
+    sys::run_in_threads(devices.size(), [&](std::size_t i) {
+      const Work& device = *devices[i];
+      try {
+        work(*devices[i]);
+      } catch (Error& error) {
+        error.with_tag(device.tags()).with_device(device.device).with_bytes(device.bytes());
+        failures[i] = std::current_exception();
+      } catch (...) {
+        failures[i] = std::current_exception();
+      }
+    });
+    for (const auto& failure : failures) {
+      if (failure) std::rethrow_exception(failure);
+    }
+  }
+
+  // Adds bringing back parts of an arena, which have no memory, to devices_.
+  void plan_return(Arena& arena, const RangeSet& wanted) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
+    if (wanted.ranges().empty()) return;
+    Work& work = on(arena.key().device);
+    bool kept = false;
+    for (auto& [address, allocation] : arena.allocations()) {
+      for (auto& block : allocation.blocks) {
+        if (block.kept == Kept::nothing || !wanted.contains(address + block.offset, block.bytes)) continue;
+        kept = true;
+        content_bytes_ += block.content_bytes();
+        work.blocks.push_back({arena.key().tag, address, &block, {}});
+      }
+    }
+    for (const auto& [begin, whole] : wanted.ranges()) {
+      for (const auto& [at, bytes] : arena.in_chunks({begin, whole})) {
+        const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+        (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
+      }
+    }
+  }
+
+  // Does what plan_return() planned, all or nothing: when this throws, all of it is released with its backups. With
+  // `map_first` everything is mapped before the first content moves.
+  void bring_back(bool map_first) REQUIRES(saver_.backups_.operation_mutex) {
+    for (auto& [index, device] : devices_) device.sort();
+    saver_.progress_.begin(kind_, content_bytes_);
+    // On failure, undo while the arenas are still busy: no other call may take the ranges meanwhile.
+    const ScopeExit undo([this] {
+      for (auto& [index, device] : devices_) device.transaction.rollback();
+    });
+    on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) { bring_back(device, map_first); });
+    const Lock lock(saver_.map_.mutex);
+    for (auto& [index, device] : devices_) {
+      for (const auto& planned : device.acquired) {
+        planned.arena->add_chunk(planned.chunk);
+        device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+      }
+    }
+    for (auto& [index, device] : devices_) device.transaction.commit();
+  }
+
+  [[nodiscard]] double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+  // Of the chunks of all devices.
+  [[nodiscard]] std::size_t bytes() const {
+    std::size_t sum = 0;
+    for (const auto& [index, device] : devices_) sum += device.bytes();
+    return sum;
+  }
+
+  Saver& saver_;
+  const Progress::Operation kind_;
+  std::vector<Arena*> arenas_;     // busy with this operation
+  std::map<int, Work> devices_;    // those with something to do
+  std::size_t content_bytes_ = 0;  // to keep or restore
+
+ private:
+  // Maps the chunks of one device and restores their content. When this throws, `device.transaction` undoes it.
+  void bring_back(Work& device, bool map_first) REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+    const auto chunks = device.chunks();
+    std::vector<ChunkRange> ranges;
+    for (const auto& [arena, chunk, owed] : chunks) {
+      ranges.push_back({arena->key().tag, chunk.address, chunk.bytes, owed == Restore::zero});
+    }
+    const auto acquire = [&](std::size_t i) {
+      const auto& [arena, chunk, owed] = chunks[i];
+      std::optional<Handle> reserved;
+      if (kind_ == Progress::Operation::resume) {
+        reserved = saver_.physical_.take_reserved(device.device, chunk.bytes);
+      }
+      const Chunk acquired =
+          saver_.physical_.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction, reserved);
+      device.acquired.push_back({arena, acquired, owed});
+    };
+    for (std::size_t i = 0; map_first && i < ranges.size(); ++i) acquire(i);
+    const auto acquire_next = [&](std::size_t i) {
+      if (!map_first) acquire(i);
+    };
+    Pipeline& pipeline = saver_.backups_.pipeline_of(device.device);
+    device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, saver_.backups_.verify());
+  }
+
+  void begin(const Tags& tags) REQUIRES(saver_.backups_.operation_mutex) {
+    const Lock lock(saver_.map_.mutex);
+    const std::vector<Arena*> selected = saver_.map_.select(tags);
+    for (const Arena* const arena : selected) saver_.physical_.check_none_mapped(saver_.map_, *arena);
+    saver_.map_.set_operation(kind_);
+    for (Arena* const arena : selected) {
+      arenas_.push_back(arena);
+      owed_before_.push_back(arena->owed());
+      arena->begin_operation();
+      plan(*arena);
+    }
+  }
+
+  void end() {
+    saver_.progress_.end();
+    std::vector<std::pair<Arena*, std::vector<Chunk>>> freed;
+    {
+      const Lock lock(saver_.map_.mutex);
+      for (Arena* const arena : arenas_) {
+        for (const Address address : arena->end_operation()) freed.emplace_back(arena, saver_.forget(*arena, address));
+      }
+    }
+    for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
+    saver_.backups_.settle();
+  }
+
+  [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {
+    const bool releasing = kind_ == Progress::Operation::release;
+    OperationResult result;
+    std::map<std::string, TagOutcome> tags;
+    const Lock lock(saver_.map_.mutex);
+    for (std::size_t i = 0; i < arenas_.size(); ++i) {
+      const Arena* const arena = arenas_[i];
+      TagOutcome& outcome = tags[arena->key().tag];
+      outcome.tag = arena->key().tag;
+      const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
+      const std::string restore =
+          owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
+      if (outcome.bytes == 0) outcome.restore = restore;
+      if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
+      outcome.bytes += arena->live_bytes();
+      if (arena->released().total_bytes() != 0) outcome.state = "released";
+    }
+    for (const auto& [index, device] : devices_) {
+      result.devices.push_back(index);
+      result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
+      result.work.raise_to(device.seconds);
+      for (const auto& [tag, bytes] : device.done_bytes) {
+        (releasing ? tags[tag].released_bytes : tags[tag].resumed_bytes) += bytes;
+        tags[tag].already = false;
+      }
+      for (const auto& content : device.blocks) {
+        TagOutcome& outcome = tags[content.tag];
+        const std::size_t bytes = content.block->content_bytes();
+        using Outcome = ContentBlock::Outcome;
+        if (content.outcome == Outcome::copied) (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
+        if (releasing && content.outcome == Outcome::copied) outcome.kept_bytes += content.block->kept_bytes();
+        if (content.outcome == Outcome::found) outcome.shared_bytes += bytes;
+        if (content.outcome == Outcome::unchanged) outcome.unchanged_bytes += bytes;
+        if (content.outcome == Outcome::zero) outcome.zero_bytes += bytes;
+      }
+    }
+    for (auto& [tag, outcome] : tags) {
+      if (outcome.state.empty()) outcome.state = "resident";
+      result.tags.push_back(std::move(outcome));
+    }
+    return result;
+  }
+
+  std::vector<std::set<Restore>> owed_before_;  // what each of arenas_ owed when the operation began
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+class Saver::Release final : public Operation {
+ public:
+  Release(Saver& saver, const std::vector<RangeSet::Range>& dead, const std::map<std::string, Restore>& overrides)
+      : Operation(saver, Progress::Operation::release), dead_(dead), overrides_(overrides) {}
+
+ private:
+  void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
+    if (arena.chunks().empty()) return;
+    const int device = arena.key().device;
+    const auto changed = overrides_.find(arena.key().tag);
+    const Restore restore = changed != overrides_.end() ? changed->second : arena.key().restore;
+    Work& work = on(device);
+    for (const auto& [address, chunk] : arena.chunks()) {
+      (keeps_content(restore) ? work.kept : work.others).push_back({&arena, chunk, restore});
+    }
+    if (keeps_content(restore)) arena.make_blocks();
+    for (auto& [address, allocation] : arena.allocations()) {
+      for (auto& block : allocation.blocks) {
+        if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
+        if (keeps_content(restore)) {
+          plan_backup(arena, restore, allocation, block, work);
+        } else {
+          saver_.backups_.give_back(block, device);  // a backup older than the resident content is stale
+        }
+      }
+    }
+  }
+
+  void plan_backup(const Arena& arena, Restore restore, const Allocation& allocation, Block& block, Work& work)
+      REQUIRES(saver_.map_.mutex) {
+    const auto extents = live_extents(allocation, block, dead_);
+    const std::size_t live = sum_of(extents);
+    const bool to_file = restore == Restore::file;
+    content_bytes_ += live;
+    if (to_file) {
+      file_bytes_ += beyond(block.expected_for(live), block.file.bytes);
+    } else if (saver_.backups_.shared() != nullptr) {
+      // What it takes shows only while it is saved: other processes may have this content.
+    } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
+      host_bytes_[&saver_.backups_.pool_of(work.device)] += bytes;
+    }
+    work.blocks.push_back({arena.key().tag, allocation.address, &block, extents, to_file});
+  }
+
+  void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    for (auto& [pool, bytes] : host_bytes_) pool->check(bytes);
+    if (file_bytes_ > 0) saver_.backups_.files().check(file_bytes_);
+    give_up_damaged();
+    std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
+    for (auto& [pool, bytes] : host_bytes_) {
+      urgent.push_back(std::make_unique<HostPool::Urgent>(*pool));
+      pool->start_growth(bytes);
+    }
+    saver_.progress_.begin(kind_, content_bytes_);
+    for (auto& [index, device] : devices_) {
+      saver_.driver_->synchronize(index);
+      device.sort();
+    }
     try {
-      core_.orphans.retry(core_.map);
-      core_.backups.clean_up();
-      core_.check_usable();
-      begin(tags);
-      core_.backups.settle();
-      run();
-      core_.check_usable();  // a failure that was only logged may have been the loss of the context
-      const Lock lock(core_.map.mutex);
-      result = this->result();
-    } catch (Error& error) {
-      name_work(error, tags);
+      drop_all();
+    } catch (const Error&) {
+      undo();
+      throw;
+    }
+    saver_.stacks_.give_back();
+    saver_.backups_.prepare_packing_later();
+    const Lock lock(saver_.map_.mutex);
+    if (saver_.map_.unprepared_bytes() == 0) saver_.backups_.trim_excess();
+  }
+
+  void drop_all() REQUIRES(saver_.backups_.operation_mutex) {
+    on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) {
+      if (device.kept.empty()) return;
+      std::vector<ChunkRange> ranges;
+      for (const auto& planned : device.kept) {
+        ranges.push_back({planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes});
+      }
+      const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
+      device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
+    });
+    // Last, on every device: until one of these is gone, undo() undoes everything.
+    on_each_device([&](Work& device) {
+      const Stopwatch watch(device.seconds.driver);
+      for (const auto& planned : device.others) drop(device, planned);
+    });
+  }
+
+  // When this throws, the chunk is as it was, or unmapped with its handle an orphan.
+  void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
+    saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
+    device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+    if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
+    device.freed_bytes += planned.chunk.bytes;
+  }
+
+  // Brings back what a failed release has dropped, so that the engine can go on: all of it, unless content that is not
+  // kept is gone already. What cannot be brought back stays released with its backups.
+  void undo() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+    if (!saver_.driver_->loss().empty() || lost_content()) return;
+    auto planned = std::exchange(devices_, {});
+    const ScopeExit at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the release
+    content_bytes_ = 0;
+    try {
+      {
+        const Lock lock(saver_.map_.mutex);
+        for (Arena* const arena : arenas_) {
+          const auto device = planned.find(arena->key().device);
+          if (device != planned.end()) plan_return(*arena, dropped(*arena, device->second.kept));
+        }
+      }
+      bring_back(false);
+    } catch (const std::exception& error) {
+      warn(std::string("a release failed, and what it had released stays so until it is resumed: ") + error.what());
+    }
+  }
+
+  // Whether some content that is not kept is gone.
+  [[nodiscard]] bool lost_content() const EXCLUDES(saver_.map_.mutex) {
+    const Lock lock(saver_.map_.mutex);
+    bool lost = false;
+    for (const auto& [index, device] : devices_) {
+      for (const auto& [arena, chunk, restore] : device.others) lost |= !arena->is_mapped(chunk.address, chunk.bytes);
+    }
+    return lost;
+  }
+
+  // What live allocations of an arena lost with those of `chunks` that were dropped.
+  [[nodiscard]] static RangeSet dropped(const Arena& arena, const std::vector<PlannedChunk>& chunks) {
+    RangeSet lost;
+    const RangeSet released = arena.released();
+    for (const auto& [owner, chunk, restore] : chunks) {
+      for (const auto& [begin, bytes] : released.ranges()) {
+        const Address from = std::max(begin, chunk.address);
+        const Address to = std::min(begin + bytes, chunk.address + chunk.bytes);
+        if (owner == &arena && from < to) lost.add(from, to - from);
+      }
+    }
+    return lost;
+  }
+
+  // Drops the backups of released content that a resume could not restore, if this release overrides its policy with
+  // discard or zero; otherwise the tag would stay released for ever. Intact backups stay, whatever the override.
+  void give_up_damaged() EXCLUDES(saver_.map_.mutex) {
+    const Lock lock(saver_.map_.mutex);
+    for (Arena* const arena : arenas_) {
+      const auto changed = overrides_.find(arena->key().tag);
+      if (changed == overrides_.end() || keeps_content(changed->second)) continue;
+      if (!arena->damaged()) continue;
+      for (auto& [address, allocation] : arena->allocations()) {
+        for (auto& block : allocation.blocks) {
+          if (arena->is_mapped(address + block.offset, block.bytes)) continue;
+          saver_.backups_.give_back(block, arena->key().device);
+        }
+      }
+      arena->owe(changed->second);
+    }
+  }
+
+  const std::vector<RangeSet::Range>& dead_;
+  const std::map<std::string, Restore>& overrides_;
+  // What the backups need beyond what their blocks own.
+  std::map<HostPool*, std::size_t> host_bytes_;
+  std::size_t file_bytes_ = 0;
+};
+
+class Saver::Resume : public Operation {
+ public:
+  explicit Resume(Saver& saver) : Operation(saver, Progress::Operation::resume) {}
+
+ protected:
+  void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
+    plan_return(arena, arena.released());
+  }
+
+  // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
+  void check_room() {
+    for (const auto& [index, device] : devices_) saver_.stacks_.take_back(index);
+    auto reserved = saver_.physical_.reserved_by_device();
+    for (auto& [index, device] : devices_) {
+      const std::size_t needed = device.bytes() - std::min(device.bytes(), reserved[index]);
+      const MemoryInfo memory = saver_.driver_->memory_info(index);
+      if (needed <= memory.free_bytes) continue;
+      throw Error(ErrorKind::out_of_device_memory, "the device has too little free memory to resume")
+          .with_device(index)
+          .with_memory(needed, memory.free_bytes)
+          .with_advice("everything stays released with its backup; let other processes free memory and repeat");
+    }
+  }
+
+  void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    const ScopeExit unused([this] { saver_.give_back_reserved(); });
+    check_room();
+    // Memory for transfers must not take what chunks need.
+    bring_back(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
+    if (!devices_.empty()) saver_.backups_.retain();
+  }
+};
+
+class Saver::Reserve final : public Resume {
+ public:
+  using Resume::Resume;
+
+ private:
+  void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    saver_.physical_.give_back_reserved();
+    try {
+      check_room();
+      for (const auto& [index, device] : devices_) {
+        for (const auto& [arena, chunk, owed] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
+      }
+    } catch (...) {
+      saver_.give_back_reserved();
       throw;
     }
   }
-  result.seconds = seconds();
-  return result;
-}
+};
 
-void Operation::begin(const MemoryMap::Tags& tags) {
-  const Lock lock(core_.map.mutex);
-  const std::vector<Arena*> selected = core_.map.select(tags);
-  for (const Arena* const arena : selected) core_.orphans.check_none_mapped(core_.map, *arena);
-  core_.map.set_operation(kind_);
-  for (Arena* const arena : selected) {
-    arenas_.push_back(arena);
-    owed_before_.push_back(arena->owed());
-    arena->begin_operation();
-    plan(*arena);
-  }
-}
+// Samples resident content of policy `host` that has no backup yet. Moves nothing.
+class Saver::Expectation final : public Operation {
+ public:
+  explicit Expectation(Saver& saver) : Operation(saver, Progress::Operation::none) {}
 
-void Operation::end() {
-  core_.progress.end();
-  std::vector<std::pair<Arena*, std::vector<Chunk>>> freed;
-  {
-    const Lock lock(core_.map.mutex);
-    for (Arena* const arena : arenas_) {
-      for (const Address address : arena->end_operation()) freed.emplace_back(arena, core_.forget(*arena, address));
-    }
-  }
-  for (const auto& [arena, chunks] : freed) core_.physical.give_back(*arena, chunks);
-  core_.backups.settle();
-}
-
-void Operation::name_work(Error& error, const MemoryMap::Tags& tags) const {
-  std::string names;
-  for (const auto& tag : tags) names += (names.empty() ? "" : ", ") + tag;
-  for (const auto& [index, device] : devices_) {
-    if (tags.empty()) names += (names.empty() ? "" : ", ") + device.tags();
-  }
-  error.with_tag(names).with_bytes(bytes());
-}
-
-std::size_t Operation::bytes() const {
-  std::size_t sum = 0;
-  for (const auto& [index, device] : devices_) sum += device.bytes();
-  return sum;
-}
-
-DeviceWork& Operation::on(int device) {
-  DeviceWork& work = devices_[device];
-  work.device = device;
-  return work;
-}
-
-void Operation::on_each_device(const std::function<void(DeviceWork&)>& work) {
-  std::vector<std::exception_ptr> failures(devices_.size());
-  std::vector<std::function<void()>> unstarted;
-  std::vector<std::thread> threads;
-  std::size_t index = 0;
-  for (auto& [device, each] : devices_) {
-    const auto task = [&work, &each = each, &failure = failures[index++]] {
-      try {
-        work(each);
-      } catch (Error& error) {
-        error.with_tag(each.tags()).with_device(each.device).with_bytes(each.bytes());
-        failure = std::current_exception();
-      } catch (...) {
-        failure = std::current_exception();
+ private:
+  void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
+    if (arena.key().restore != Restore::host || arena.chunks().empty()) return;
+    arena.make_blocks();
+    Work& work = on(arena.key().device);
+    for (const auto& [address, chunk] : arena.chunks()) work.kept.push_back({&arena, chunk, Restore::host});
+    for (auto& [address, allocation] : arena.allocations()) {
+      for (auto& block : allocation.blocks) {
+        if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
+        work.blocks.push_back({arena.key().tag, address, &block, {{block.offset, block.bytes}}});
       }
-    };
-    if (index == devices_.size()) {
-      task();  // on this thread; with one device there is no other
-    } else if (auto thread = sys::start_thread(task)) {
-      threads.push_back(std::move(*thread));
-    } else {
-      unstarted.emplace_back(task);
     }
   }
-  for (const auto& task : unstarted) task();
-  for (auto& thread : threads) thread.join();
-  for (const auto& failure : failures) {
-    if (failure) std::rethrow_exception(failure);
+
+  void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    for (auto& [index, device] : devices_) {
+      device.sort();
+      saver_.backups_.pipeline_of(index).expect(device.blocks);
+    }
   }
+};
+
+OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
+                               const std::map<std::string, Restore>& overrides) {
+  return Release(*this, dead, overrides).perform(tags);
 }
 
-double Operation::seconds() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+OperationResult Saver::resume(const Tags& tags) { return Resume(*this).perform(tags); }
+
+void Saver::reserve(const Tags& tags) { (void)Reserve(*this).perform(tags); }
+
+void Saver::give_back_reserved() noexcept {
+  if (ended()) return;
+  physical_.give_back_reserved();
+  stacks_.give_back();
 }
 
-OperationResult Operation::result() const {
-  const bool releasing = kind_ == Progress::Operation::release;
-  OperationResult result;
-  std::map<std::string, TagOutcome> tags;
-  for (std::size_t i = 0; i < arenas_.size(); ++i) {
-    const Arena* const arena = arenas_[i];
-    TagOutcome& outcome = tags[arena->key().tag];
-    outcome.tag = arena->key().tag;
-    const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
-    const std::string restore =
-        owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
-    if (outcome.bytes == 0) outcome.restore = restore;
-    if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
-    outcome.bytes += arena->live_bytes();
-    if (!arena->released_runs().empty()) outcome.state = "released";
+void Saver::expect_backups() {
+  try {
+    (void)Expectation(*this).perform({});
+  } catch (const Error& error) {
+    if (error.kind == ErrorKind::context_lost) throw;
+    warn(std::string("host memory is prepared for content as it is: ") + error.what());
   }
-  for (const auto& [index, device] : devices_) {
-    result.devices.push_back(index);
-    result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
-    result.work.raise_to(device.seconds);
-    for (const auto& [tag, bytes] : device.done_bytes) {
-      (releasing ? tags[tag].released_bytes : tags[tag].resumed_bytes) += bytes;
-      tags[tag].already = false;
-    }
-    for (const auto& content : device.blocks) {
-      TagOutcome& outcome = tags[content.tag];
-      const std::size_t bytes = content.block->content_bytes();
-      using Outcome = ContentBlock::Outcome;
-      if (content.outcome == Outcome::copied) (releasing ? outcome.backed_up_bytes : outcome.restored_bytes) += bytes;
-      if (releasing && content.outcome == Outcome::copied) outcome.kept_bytes += content.block->kept_bytes();
-      if (content.outcome == Outcome::found) outcome.shared_bytes += bytes;
-      if (content.outcome == Outcome::unchanged) outcome.unchanged_bytes += bytes;
-      if (content.outcome == Outcome::zero) outcome.zero_bytes += bytes;
-    }
-  }
-  for (auto& [tag, outcome] : tags) {
-    if (outcome.state.empty()) outcome.state = "resident";
-    result.tags.push_back(std::move(outcome));
-  }
-  return result;
 }
 
 }  // namespace memsaver

@@ -1,207 +1,213 @@
 #include "vmm/saver.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "backup/kept_content.hpp"
 #include "support/error.hpp"
+#include "support/host_memory.hpp"
 #include "support/sizes.hpp"
 #include "support/transaction.hpp"
-#include "vmm/operation.hpp"
 
 namespace memsaver {
 
 namespace {
 
-// Throws ErrorKind::out_of_device_memory if `bytes` more would leave less free than the memory margin.
-void check_margin(Core& core, int device, std::size_t bytes) {
-  const std::size_t margin = core.memory_margin;
-  if (margin == 0) return;
-  const MemoryInfo memory = core.driver->memory_info(device);
-  if (margin <= memory.free_bytes && bytes <= memory.free_bytes - margin) return;
-  throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
-      .with_memory(bytes + margin, memory.free_bytes);
-}
-
-struct Placement {
-  Arena* arena;
-  Address address;
-  std::vector<RangeSet::Range> chunks;  // to acquire; none if the range has memory, and then it is allocated already
-};
-
-// Finds a free range for an allocation, reserving more addresses if there is none, and takes it out of the arena.
-// Rounds `bytes` up to what the device maps at once.
-Placement place(Core& core, const Arena::Key& key, std::size_t& bytes) {
-  core.learn_device(key.device);
-  Lock lock(core.map.mutex);
-  Arena& arena = core.map.arena_for(key);
-  const DeviceInfo& info = core.map.info_of(key.device);
-  bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
-  for (;;) {
-    if (const auto found = arena.take(bytes)) {
-      const RangeSet::Range range{found->address, bytes};
-      if (!found->mapped) {
-        return {&arena, range.begin, keeps_content(key.restore) ? arena.in_chunks(range) : std::vector{range}};
-      }
-      arena.add_allocation(range.begin, bytes);
-      return {&arena, range.begin, {}};
-    }
-    lock.unlock();
-    core.physical.reserve(arena, bytes, info);
-    lock.lock();
-  }
-}
-
-// Acquires the chunks of a placement. Throws with nothing acquired and its range free again.
-std::vector<Chunk> acquire(Core& core, const Arena::Key& key, const Placement& placed, std::size_t bytes) {
-  std::vector<Chunk> chunks;
-  try {
-    check_margin(core, key.device, bytes);
-    Transaction transaction;
-    for (const auto& range : placed.chunks) {
-      chunks.push_back(core.physical.acquire(key, range.begin, range.bytes, transaction));
-    }
-    transaction.commit();
-  } catch (...) {
-    const Lock lock(core.map.mutex);
-    placed.arena->reclaim(placed.address, bytes);
-    core.orphans.withhold(core.map, *placed.arena, placed.address, bytes);
-    throw;
-  }
-  return chunks;
+BackupStore::Options backup_options(const Settings& settings) {
+  std::size_t limit = settings.host_backup_limit;
+  if (limit == 0) limit = available_memory_bytes() / 5 * 4;
+  return {limit, settings.file_folder, settings.retention, settings.verify, settings.pack, settings.shared_backups};
 }
 
 }  // namespace
 
 Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
-    : core_(std::make_unique<Core>(std::move(driver), std::move(settings))) {}
+    : driver_(std::move(driver)),
+      physical_(*driver_, map_, settings.peer_access),
+      stacks_(*driver_, map_, physical_),
+      backups_(*driver_, backup_options(settings), progress_,
+               [this]() REQUIRES(backups_.operation_mutex) { drop_resident({}); }) {}
 
-Saver::~Saver() = default;
+Saver::~Saver() {
+  if (getpid() != process_) (void)driver_.release();
+}
+
+void Saver::learn_device(int device) {
+  if (map_.knows(device)) return;
+  const DeviceInfo info = driver_->device_info(device);
+  std::set<int> nodes;
+  for (int each = 0; each < driver_->device_count(); ++each) {
+    nodes.insert(each == device ? info.numa_node : driver_->device_info(each).numa_node);
+  }
+  backups_.add_device(device, info.numa_node, nodes);
+  map_.add_device(device, info);
+}
 
 Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
-  Core& core = *core_;
-  core.check_usable();
+  check_usable();
   try {
-    core.orphans.retry_unless_busy(core.map);
-    const Placement placed = place(core, key, bytes);
-    if (placed.chunks.empty()) return placed.address;
-    const std::vector<Chunk> chunks = acquire(core, key, placed, bytes);
-    const Lock lock(core.map.mutex);
-    placed.arena->add_allocation(placed.address, bytes);
-    for (const auto& chunk : chunks) placed.arena->add_chunk(chunk);
-    return placed.address;
+    physical_.retry(false);
+    learn_device(key.device);
+    Lock lock(map_.mutex);
+    Arena& arena = map_.arena_for(key);
+    const DeviceInfo& info = map_.info_of(key.device);
+    bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
+    std::optional<Arena::Place> place;
+    while (!(place = arena.take(bytes))) {
+      lock.unlock();
+      physical_.add_addresses(arena, bytes, info);
+      lock.lock();
+    }
+    std::vector<Chunk> chunks;
+    if (!place->mapped) {
+      const RangeSet::Range range{place->address, bytes};
+      const auto ranges = keeps_content(key.restore) ? arena.in_chunks(range) : std::vector{range};
+      lock.unlock();
+      chunks = acquire(arena, ranges);
+      lock.lock();
+    }
+    arena.add_allocation(place->address, bytes);
+    for (const auto& chunk : chunks) arena.add_chunk(chunk);
+    return place->address;
   } catch (Error& error) {
     throw error.with_tag(key.tag).with_device(key.device).with_bytes(bytes);
   }
 }
 
+std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges) {
+  const int device = arena.key().device;
+  const std::size_t bytes = sum_of(ranges);
+  std::vector<Chunk> chunks;
+  try {
+    if (const std::size_t margin = memory_margin_) {
+      const MemoryInfo memory = driver_->memory_info(device);
+      if (margin > memory.free_bytes || bytes > memory.free_bytes - margin) {
+        throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
+            .with_memory(bytes + margin, memory.free_bytes);
+      }
+    }
+    Transaction transaction;
+    for (const auto& range : ranges) {
+      chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, transaction));
+    }
+    transaction.commit();
+  } catch (...) {
+    const Lock lock(map_.mutex);
+    arena.reclaim(ranges.front().begin, bytes);
+    physical_.withhold(map_, arena, ranges.front().begin, bytes);
+    throw;
+  }
+  return chunks;
+}
+
 void Saver::free(Address address) {
-  Core& core = *core_;
-  if (core.closed) return;
-  core.check_process();
+  if (closed_) return;
+  check_process();
   Arena* arena = nullptr;
   std::vector<Chunk> chunks;
   bool had_backup = false;
   {
-    const Lock lock(core.map.mutex);
-    arena = core.map.arena_of(address);
+    const Lock lock(map_.mutex);
+    arena = map_.arena_of(address);
     if (arena == nullptr || !arena->alive(address)) {
       throw Error(ErrorKind::configuration, "free of an address that is not a live allocation").with_address(address);
     }
     if (arena->defer_free(address)) return;
     const auto& blocks = arena->allocations().at(address).blocks;
     had_backup = std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.has_memory(); });
-    chunks = core.forget(*arena, address);
+    chunks = forget(*arena, address);
   }
-  core.physical.give_back(*arena, chunks);
-  if (had_backup) core.backups.settle();
+  physical_.give_back(*arena, chunks);
+  if (had_backup) backups_.settle();
 }
 
-OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
-                               const std::map<std::string, Restore>& overrides) {
-  return memsaver::release(*core_, tags, dead, overrides);
+std::vector<Chunk> Saver::forget(Arena& arena, Address address) {
+  Allocation& allocation = arena.allocations().at(address);
+  const std::size_t bytes = allocation.bytes;
+  for (auto& block : allocation.blocks) backups_.give_back(block, arena.key().device);
+  std::vector<Chunk> chunks = arena.remove_allocation(address);
+  physical_.withhold(map_, arena, address, bytes);
+  return chunks;
 }
 
-OperationResult Saver::resume(const Tags& tags) { return memsaver::resume(*core_, tags); }
-
-void Saver::reserve(const Tags& tags) { memsaver::reserve(*core_, tags); }
-
-void Saver::give_back_reserved() noexcept {
-  if (!ended()) memsaver::give_back_reserved(*core_);
+void Saver::drop_resident(const Tags& tags) {
+  const Lock lock(map_.mutex);
+  for (Arena* const arena : map_.select(tags)) {
+    for (auto& [address, allocation] : arena->allocations()) {
+      if (!arena->is_mapped(address, allocation.bytes)) continue;
+      for (auto& block : allocation.blocks) backups_.give_back(block, arena->key().device);
+    }
+  }
 }
 
 void Saver::prepare_backup() {
-  Core& core = *core_;
-  core.check_usable();
+  check_usable();
+  SharedStore* const shared = backups_.shared();
   std::set<int> digesting;
   {
-    const Lock lock(core.map.mutex);
-    for (const Arena* const arena : core.map.select({})) {
+    const Lock lock(map_.mutex);
+    for (const Arena* const arena : map_.select({})) {
       if (keeps_content(arena->key().restore)) digesting.insert(arena->key().device);
     }
   }
   for (const int device : digesting) {
-    core.driver->prepare_digest(device);
-    if (core.backups.packs() || core.backups.shared() != nullptr) core.driver->prepare_packing(device);
+    driver_->prepare_digest(device);
+    if (backups_.packs() || shared != nullptr) driver_->prepare_packing(device);
   }
-  if (core.backups.packs()) expect_backups(core);
+  if (backups_.packs()) expect_backups();
   std::map<HostPool*, std::size_t> wanted;
+  std::size_t sum = 0;
   {
-    const Lock lock(core.map.mutex);
-    for (const Arena* const arena : core.map.select({})) {
+    const Lock lock(map_.mutex);
+    sum = map_.unprepared_bytes();
+    for (const Arena* const arena : map_.select({})) {
       const auto& key = arena->key();
-      if (key.restore == Restore::host && !arena->busy()) {
-        wanted[&core.backups.pool_of(key.device)] += arena->unprepared_bytes();
-      }
+      if (shared != nullptr || key.restore != Restore::host || arena->busy()) continue;
+      wanted[&backups_.pool_of(key.device)] += arena->unprepared_bytes();
     }
   }
-  std::size_t shared = 0;
-  for (const auto& [pool, bytes] : wanted) {
-    if (core.backups.shared() == nullptr) pool->start_growth(bytes);
-    shared += bytes;
-  }
-  if (core.backups.shared() != nullptr) core.backups.shared()->prepare_beyond(shared);
+  for (const auto& [pool, bytes] : wanted) pool->start_growth(bytes);
+  if (shared != nullptr) shared->prepare_beyond(sum);
 }
 
 void Saver::wait_until_prepared() {
-  Core& core = *core_;
-  core.check_usable();
-  std::string tags;
+  check_usable();
+  Tags tags;
   {
-    const Lock lock(core.map.mutex);
-    for (const Arena* const arena : core.map.select({})) {
-      if (arena->key().restore == Restore::host) tags += (tags.empty() ? "" : ", ") + arena->key().tag;
+    const Lock lock(map_.mutex);
+    for (const Arena* const arena : map_.select({})) {
+      if (arena->key().restore == Restore::host) tags.push_back(arena->key().tag);
     }
   }
   try {
-    for (HostPool* const pool : core.backups.pools()) pool->wait_for_growth();
-    if (core.backups.shared() != nullptr) core.backups.shared()->wait_until_prepared();
+    for (HostPool* const pool : backups_.pools()) pool->wait_for_growth();
+    if (backups_.shared() != nullptr) backups_.shared()->wait_until_prepared();
   } catch (const Error& error) {
     Error named = error;  // other threads may wait for the same one
-    throw named.with_tag(tags);
+    throw named.with_tag(joined(tags));
   }
 }
 
 void Saver::synchronize() {
-  core_->check_usable();
-  for (const int device : devices()) core_->driver->synchronize(device);
+  check_usable();
+  for (const int device : devices()) driver_->synchronize(device);
 }
 
 void Saver::trim_graph_memory() {
-  core_->check_usable();
-  for (const int device : devices()) core_->driver->trim_graph_memory(device);
+  check_usable();
+  for (const int device : devices()) driver_->trim_graph_memory(device);
 }
 
 BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
-  Core& core = *core_;
-  core.check_process();
-  const Lock operation(core.backups.operation_mutex);
+  check_process();
+  const Lock operation(backups_.operation_mutex);
   BackupView view;
   KeptContent content;
   {
-    const Lock lock(core.map.mutex);
-    const Arena* const arena = core.map.arena_of(address);
+    const Lock lock(map_.mutex);
+    const Arena* const arena = map_.arena_of(address);
     const Allocation* const allocation = arena == nullptr ? nullptr : arena->allocation_around(address, bytes);
     if (allocation == nullptr) {
       throw Error(ErrorKind::configuration, "this is not memory of a region").with_address(address).with_bytes(bytes);
@@ -229,92 +235,100 @@ BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
 }
 
 void Saver::drop_backups(const Tags& tags, bool keep_memory) {
-  core_->check_process();
-  const Lock operation(core_->backups.operation_mutex);
-  core_->drop_backups(tags);
-  core_->backups.settle();
-  if (!keep_memory) core_->backups.trim_later();
+  check_process();
+  const Lock operation(backups_.operation_mutex);
+  drop_resident(tags);
+  backups_.settle();
+  if (!keep_memory) backups_.trim_later();
 }
 
 void Saver::trim_backup_memory(bool at_once) {
-  core_->check_process();
+  check_process();
   if (at_once) {
-    for (HostPool* const pool : core_->backups.pools()) pool->trim();
+    for (HostPool* const pool : backups_.pools()) pool->trim();
   } else {
-    const Lock operation(core_->backups.operation_mutex);
-    core_->backups.trim_later();
+    const Lock operation(backups_.operation_mutex);
+    backups_.trim_later();
   }
 }
 
 void Saver::set_file_folder(const std::string& folder) {
-  core_->check_process();
-  const Lock operation(core_->backups.operation_mutex);
-  FileStore& files = core_->backups.files();
+  check_process();
+  const Lock operation(backups_.operation_mutex);
+  FileStore& files = backups_.files();
   if (files.move_to(folder)) return;
-  core_->drop_backups({});
+  drop_resident({});
   if (files.move_to(folder)) return;
   throw Error(ErrorKind::configuration, "the folder for backup files cannot change while backups lie in the old one")
       .with_bytes(files.used_bytes())
       .with_advice("resume what is released first");
 }
 
-void Saver::set_memory_margin(std::size_t bytes) noexcept { core_->memory_margin = bytes; }
-
 SaverStatus Saver::status() const {
-  const Core& core = *core_;
-  core.check_process();
+  check_process();
   SaverStatus status;
   {
-    const Lock lock(core.map.mutex);
-    core.map.describe(status);
-    status.pool = core.backups.pool_status();
-    if (core.backups.shared() != nullptr) status.shared = core.backups.shared()->status();
+    const Lock lock(map_.mutex);
+    map_.describe(status);
+    status.pool = backups_.pool_status();
+    if (backups_.shared() != nullptr) status.shared = backups_.shared()->status();
     const std::size_t ready =
-        core.backups.shared() == nullptr
+        backups_.shared() == nullptr
             ? status.pool.capacity_bytes - status.pool.used_bytes
             : status.shared.pinned_bytes - std::min(status.shared.pinned_bytes, status.shared.held_bytes);
-    status.prepared = ready >= core.map.unprepared_bytes();
+    status.prepared = ready >= map_.unprepared_bytes();
   }
-  status.reserved_by_device = core.reservation.bytes_by_device();
-  status.file_bytes = core.backups.files().used_bytes();
-  status.failure = core.driver->loss();
+  status.reserved_by_device = physical_.reserved_by_device();
+  status.file_bytes = backups_.files().used_bytes();
+  status.failure = driver_->loss();
   if (!status.failure.empty()) status.state = "failed";
-  const auto operation = core.progress.operation.load();
+  const auto operation = progress_.operation.load();
   if (operation == Progress::Operation::release) status.operation = "release";
   if (operation == Progress::Operation::resume) status.operation = "resume";
-  status.done_bytes = core.progress.done_bytes;
-  status.total_bytes = core.progress.total_bytes;
-  status.copied_bytes = core.progress.copied_bytes;
-  status.operation_seconds = core.progress.seconds();
+  status.done_bytes = progress_.done_bytes;
+  status.total_bytes = progress_.total_bytes;
+  status.copied_bytes = progress_.copied_bytes;
+  status.operation_seconds = progress_.seconds();
   return status;
 }
 
 std::vector<std::string> Saver::known_tags() const {
-  core_->check_process();
-  return core_->map.tags();
+  check_process();
+  const Lock lock(map_.mutex);
+  std::set<std::string> tags;
+  for (const Arena* const arena : map_.select({})) tags.insert(arena->key().tag);
+  return {tags.begin(), tags.end()};
 }
 
 std::vector<int> Saver::devices() const {
-  core_->check_process();
-  return core_->map.devices();
+  check_process();
+  return map_.devices();
 }
 
 bool Saver::owns(Address address) const {
-  core_->check_process();
-  return core_->map.owns(address);
+  check_process();
+  const Lock lock(map_.mutex);
+  return map_.arena_of(address) != nullptr;
 }
 
-Driver& Saver::driver() { return *core_->driver; }
+void Saver::check_process() const {
+  if (getpid() == process_) return;
+  throw Error(ErrorKind::forked, "memsaver was set up in process " + std::to_string(process_) +
+                                     " and cannot be used in its forked child " + std::to_string(getpid()) +
+                                     "; start workers with the 'spawn' method");
+}
 
-void Saver::check_usable() const { core_->check_usable(); }
+void Saver::check_usable() const {
+  check_process();
+  const std::string why = driver_->loss();
+  if (!why.empty()) throw Error(ErrorKind::context_lost, why).with_advice("restart the process");
+}
 
 void Saver::close() noexcept {
-  core_->closed = true;
-  if (getpid() != core_->process) return;  // a lock may be held by a thread of the parent
-  core_->backups.end();
-  core_->driver->end();
+  closed_ = true;
+  if (getpid() != process_) return;  // a lock may be held by a thread of the parent
+  backups_.end();
+  driver_->end();
 }
-
-bool Saver::ended() const noexcept { return core_->closed || getpid() != core_->process; }
 
 }  // namespace memsaver

@@ -1,16 +1,23 @@
 #pragma once
 
+#include <unistd.h>
+
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
+#include "support/progress.hpp"
 #include "support/range_set.hpp"
-#include "vmm/arena.hpp"
+#include "vmm/memory_map.hpp"
+#include "vmm/physical_memory.hpp"
 #include "vmm/reports.hpp"
 #include "vmm/settings.hpp"
+#include "vmm/thread_stacks.hpp"
 
 namespace memsaver {
 
@@ -23,9 +30,10 @@ namespace memsaver {
 // made the saver, ErrorKind::context_lost once the device context is lost, otherwise as stated.
 class Saver {
  public:
-  using Tags = std::vector<std::string>;  // empty: all tags; unknown ones are ignored
+  using Tags = MemoryMap::Tags;  // empty: all tags; unknown ones are ignored
 
   Saver(std::unique_ptr<Driver> driver, Settings settings);
+  // In a forked child, which shares the device memory of its parent, ends nothing.
   ~Saver();
 
   // Memory with undefined content, whatever state its tag is in. Throws ErrorKind::out_of_device_memory or a driver
@@ -70,25 +78,58 @@ class Saver {
   // released memory in the old folder this is ErrorKind::configuration.
   void set_file_folder(const std::string& folder);
   // From now on an allocation that would leave less than this free on its device fails as out of device memory.
-  void set_memory_margin(std::size_t bytes) noexcept;
+  void set_memory_margin(std::size_t bytes) noexcept { memory_margin_ = bytes; }
 
   // These never wait for an operation and call no driver.
   [[nodiscard]] SaverStatus status() const;
   [[nodiscard]] std::vector<std::string> known_tags() const;
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
-  [[nodiscard]] Driver& driver();
+  [[nodiscard]] Driver& driver() { return *driver_; }
   // Throws as every function.
   void check_usable() const;
   // The process is ending: from now on free() does nothing, no host memory is unpinned, and no kernel is compiled.
   // Waits for one that is.
   void close() noexcept;
   // After close(), and in a forked child: nothing is to be given back.
-  [[nodiscard]] bool ended() const noexcept;
+  [[nodiscard]] bool ended() const noexcept { return closed_ || getpid() != process_; }
 
  private:
   friend struct SaverAudit;  // of the tests
-  const std::unique_ptr<struct Core> core_;
+  class Operation;
+  class Release;
+  class Resume;
+  class Reserve;
+  class Expectation;
+
+  // Throws ErrorKind::forked in a child of the process that made the saver. Called before any lock is taken: the parent
+  // may have held it when it forked.
+  void check_process() const;
+  // Asks the driver what later calls need to know of a device and its neighbours, once.
+  void learn_device(int device) EXCLUDES(map_.mutex);
+  // Acquires chunks for `ranges`, one after the other, of an allocation. When this throws, they are free again.
+  [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
+      EXCLUDES(map_.mutex);
+  // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
+  // without the lock.
+  [[nodiscard]] std::vector<Chunk> forget(Arena& arena, Address address) REQUIRES(map_.mutex);
+  // Drops the backups of resident memory under `tags`.
+  void drop_resident(const Tags& tags) REQUIRES(backups_.operation_mutex) EXCLUDES(map_.mutex);
+  // Notes what backups of resident content are expected to take. Throws ErrorKind::context_lost; other failures only
+  // cost host memory.
+  void expect_backups();
+
+  // Each part is made before and destroyed after those that use it. Lock order: backups_.operation_mutex, the retries
+  // of orphans, map_.mutex, then the mutex of any other part.
+  const pid_t process_ = getpid();
+  std::unique_ptr<Driver> driver_;
+  Progress progress_;
+  MemoryMap map_;
+  PhysicalMemory physical_;
+  ThreadStacks stacks_;
+  BackupStore backups_;
+  std::atomic<bool> closed_{false};
+  std::atomic<std::size_t> memory_margin_{0};
 };
 
 }  // namespace memsaver

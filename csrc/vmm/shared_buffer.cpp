@@ -34,12 +34,12 @@ FixedRange::~FixedRange() {
   }
 }
 
-void FixedRange::map(const std::function<Handle(Driver&)>& take) {
+void FixedRange::map(const std::function<Handle()>& take) {
   give_back();
   Transaction undo;
   undo.on_rollback([this] { give_back(); });
   try {
-    handle_ = take(driver_);
+    handle_ = take();
     driver_.map(device_, address_, bytes_, *handle_);
     mapped_ = true;
     driver_.allow_access(device_, address_, bytes_, {});
@@ -63,11 +63,11 @@ void FixedRange::give_back() {
   handle_.reset();
 }
 
-void FixedRange::run(const std::function<void(Driver&, Stream)>& work) {
+void FixedRange::run(const std::function<void(Stream)>& work) {
   const Stream stream = driver_.create_stream(device_);
   Transaction cleanup;
   cleanup.on_rollback([&] { driver_.destroy_stream(device_, stream); });
-  work(driver_, stream);
+  work(stream);
   driver_.synchronize(device_);
 }
 
@@ -82,84 +82,80 @@ void FixedRange::named(const std::function<void()>& function) const {
 
 void SharedBuffer::Unmapping::operator()(void* memory) const { munmap(memory, bytes); }
 
-SharedBuffer::SharedBuffer(Saver& saver, int device, std::size_t bytes) : range_(saver, device, bytes) {
-  range_.named([&] {
+SharedBuffer::SharedBuffer(Saver& saver, int device, std::size_t bytes) : FixedRange(saver, device, bytes) {
+  named([&] {
     create();
-    range_.run([&](Driver& driver, Stream stream) {
-      driver.fill_zero(range_.device(), range_.address(), range_.bytes(), stream);
-    });
+    run([&](Stream stream) { driver_.fill_zero(device_, address_, bytes_, stream); });
   });
 }
 
 void SharedBuffer::create() {
-  range_.map([&](Driver& driver) { return driver.create_exportable(range_.device(), range_.bytes()); });
+  map([&] { return driver_.create_exportable(device_, bytes_); });
 }
 
 int SharedBuffer::export_fd() {
   const Lock lock(mutex_);
   int file = -1;
-  range_.named([&]() REQUIRES(mutex_) {
+  named([&]() REQUIRES(mutex_) {
     if (content_) throw Error(ErrorKind::configuration, "the shared buffer is released; restore it first");
-    file = range_.driver().export_handle(range_.device(), range_.handle());
+    file = driver_.export_handle(device_, handle_.value());
   });
   return file;
 }
 
 void SharedBuffer::release() {
   const Lock lock(mutex_);
-  range_.named([&]() REQUIRES(mutex_) {
-    if (content_) return range_.unmap();  // what an earlier failure left
-    range_.driver().synchronize(range_.device());
-    HostCopy content(sys::map_memory(range_.bytes(), 0), {range_.bytes()});
-    range_.run([&](Driver& driver, Stream stream) {
-      driver.copy_to_host(range_.device(), content.get(), range_.address(), range_.bytes(), stream);
-    });
+  named([&]() REQUIRES(mutex_) {
+    if (content_) return unmap();  // what an earlier failure left
+    driver_.synchronize(device_);
+    HostCopy content(sys::map_memory(bytes_, 0), {bytes_});
+    run([&](Stream stream) { driver_.copy_to_host(device_, content.get(), address_, bytes_, stream); });
     const ScopeExit at_end([&]() REQUIRES(mutex_) {
-      if (!range_.mapped()) content_ = std::move(content);
+      if (!accessible_) content_ = std::move(content);
     });
-    range_.unmap();
+    unmap();
   });
 }
 
 void SharedBuffer::restore() {
   const Lock lock(mutex_);
-  range_.named([&]() REQUIRES(mutex_) {
+  named([&]() REQUIRES(mutex_) {
     if (!content_) return;
-    if (!range_.mapped()) create();  // else the undo of an earlier failure failed
+    if (!accessible_) create();  // else the undo of an earlier failure failed
     Transaction undo;
-    undo.on_rollback([&] { range_.unmap(); });
-    range_.run([&](Driver& driver, Stream stream) REQUIRES(mutex_) {
-      driver.copy_to_device(range_.device(), range_.address(), content_.get(), range_.bytes(), stream);
-    });
+    undo.on_rollback([&] { unmap(); });
+    run([&](Stream stream)
+            REQUIRES(mutex_) { driver_.copy_to_device(device_, address_, content_.get(), bytes_, stream); });
     undo.commit();
     content_.reset();
   });
 }
 
-ImportedBuffer::ImportedBuffer(Saver& saver, int file, std::size_t bytes, int device) : range_(saver, device, bytes) {
-  range_.named([&] { map(file); });
+ImportedBuffer::ImportedBuffer(Saver& saver, int file, std::size_t bytes, int device)
+    : FixedRange(saver, device, bytes) {
+  named([&] { take(file); });
 }
 
 bool ImportedBuffer::mapped() {
   const Lock lock(mutex_);
-  return range_.mapped();
+  return accessible_;
 }
 
 void ImportedBuffer::drop() {
   const Lock lock(mutex_);
-  range_.named([&] { range_.unmap(); });
+  named([&] { unmap(); });
 }
 
 void ImportedBuffer::map_again(int file) {
   const Lock lock(mutex_);
-  range_.named([&] {
-    if (range_.mapped()) throw Error(ErrorKind::configuration, "the imported buffer is mapped; drop it first");
-    map(file);
+  named([&] {
+    if (accessible_) throw Error(ErrorKind::configuration, "the imported buffer is mapped; drop it first");
+    take(file);
   });
 }
 
-void ImportedBuffer::map(int file) {
-  range_.map([&](Driver& driver) { return driver.import_handle(range_.device(), file, range_.bytes()); });
+void ImportedBuffer::take(int file) {
+  map([&] { return driver_.import_handle(device_, file, bytes_); });
 }
 
 }  // namespace memsaver

@@ -11,7 +11,7 @@
 
 namespace memsaver {
 
-// Addresses of a device that stay reserved while the memory behind them comes and goes. One thread at a time.
+// Addresses of a device that stay reserved while the memory behind them comes and goes.
 class FixedRange {
  public:
   // Reserves `bytes`, rounded up to what the device maps at once. Throws as reserve() of the driver.
@@ -22,49 +22,43 @@ class FixedRange {
   // the process is ending.
   ~FixedRange();
 
-  [[nodiscard]] Driver& driver() const noexcept { return driver_; }
-  [[nodiscard]] int device() const noexcept { return device_; }
   [[nodiscard]] Address address() const noexcept { return address_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
-  // Whether there is memory that can be used.
-  [[nodiscard]] bool mapped() const noexcept { return accessible_; }
-  // Of the memory behind the range. Only while mapped.
-  [[nodiscard]] Handle handle() const { return handle_.value(); }
 
+ protected:
   // Maps the memory that `take` returns, after giving back what a failed unmap() left. Only while not mapped. When this
   // throws there is none.
-  void map(const std::function<Handle(Driver&)>& take);
+  void map(const std::function<Handle()>& take);
   // Waits for the device, then unmaps and releases the memory. When this throws, the memory is as it was or unmapped,
   // and a repeat does the rest.
   void unmap();
   // Queues work and waits for it.
-  void run(const std::function<void(Driver&, Stream)>& work);
+  void run(const std::function<void(Stream)>& work);
   // Calls `function`, and adds to its errors what they concern.
   void named(const std::function<void()>& function) const;
 
- private:
-  void give_back();
-
+  Mutex mutex_;  // for all but address and bytes, which never change
   Saver& saver_;
   Driver& driver_;
   const int device_;
   std::size_t bytes_;
   Address address_ = 0;
   std::optional<Handle> handle_;
+  bool accessible_ = false;  // there is memory that can be used
+
+ private:
+  void give_back();
+
   bool mapped_ = false;
-  bool accessible_ = false;
 };
 
 // A buffer of this process that other processes can map, each at an address of its own. Its memory can be given back
 // meanwhile; its address and content stay. For buffers of some MiB: content is copied synchronously. Any thread may
 // call every function; an error is one of the driver, ErrorKind::forked or ErrorKind::context_lost.
-class SharedBuffer {
+class SharedBuffer : public FixedRange {
  public:
   // `bytes` are rounded up to what the device maps at once. The content is zeros. The saver must outlive it.
   SharedBuffer(Saver& saver, int device, std::size_t bytes);
-
-  [[nodiscard]] Address address() const noexcept { return range_.address(); }
-  [[nodiscard]] std::size_t bytes() const noexcept { return range_.bytes(); }
 
   // A descriptor of the memory for ImportedBuffer in another process; the caller closes it. One of before a release()
   // is of memory that is not used any more. Throws ErrorKind::configuration while released.
@@ -84,19 +78,15 @@ class SharedBuffer {
   using HostCopy = std::unique_ptr<void, Unmapping>;
   void create();
 
-  Mutex mutex_;
-  FixedRange range_;                     // address and bytes never change; all else with the mutex
   HostCopy content_ GUARDED_BY(mutex_);  // while released, until it is back
 };
 
 // A SharedBuffer of another process, mapped in this one for a device of this one.
-class ImportedBuffer {
+class ImportedBuffer : public FixedRange {
  public:
   // `bytes` are those of the SharedBuffer. The descriptor remains the caller's.
   ImportedBuffer(Saver& saver, int file, std::size_t bytes, int device);
 
-  [[nodiscard]] Address address() const noexcept { return range_.address(); }
-  [[nodiscard]] std::size_t bytes() const noexcept { return range_.bytes(); }
   [[nodiscard]] bool mapped() EXCLUDES(mutex_);
 
   // Unmaps and lets go of the memory, keeps the addresses; nothing if dropped. When this throws, it is mapped as
@@ -106,10 +96,7 @@ class ImportedBuffer {
   void map_again(int file) EXCLUDES(mutex_);
 
  private:
-  void map(int file);
-
-  Mutex mutex_;
-  FixedRange range_;
+  void take(int file);
 };
 
 }  // namespace memsaver

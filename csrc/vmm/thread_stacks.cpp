@@ -9,16 +9,20 @@
 
 namespace memsaver {
 
-namespace {
-
-constexpr std::size_t kSmallestStack = 16;  // CUDA does not say that it takes 0
-
-}  // namespace
+static constexpr std::size_t kSmallestStack = 16;  // CUDA does not say that it takes 0
 
 void ThreadStacks::give_back() noexcept {
   try {
+    const auto reserved = physical_.reserved_by_device();
     for (const int device : map_.devices()) {
-      if (!idle(device)) continue;
+      bool idle = reserved.count(device) == 0;
+      {
+        const Lock lock(map_.mutex);
+        for (const Arena* const arena : map_.select({})) {
+          idle = idle && (arena->key().device != device || arena->chunks().empty());
+        }
+      }
+      if (!idle) continue;
       const Lock lock(mutex_);
       const std::size_t limit = driver_.stack_limit(device);
       if (limit <= kSmallestStack) continue;
@@ -41,14 +45,6 @@ void ThreadStacks::take_back(int device) {
         "everything stays released with its backup; let other processes free memory and repeat");
   }
   limits_.erase(found);
-}
-
-bool ThreadStacks::idle(int device) const {
-  if (reservation_.bytes_by_device().count(device) != 0) return false;
-  const Lock lock(map_.mutex);
-  const auto arenas = map_.select({});
-  return std::all_of(arenas.begin(), arenas.end(),
-                     [&](const Arena* arena) { return arena->key().device != device || arena->chunks().empty(); });
 }
 
 }  // namespace memsaver

@@ -6,7 +6,7 @@
 #include "driver/driver.hpp"
 #include "support/mutex.hpp"
 #include "vmm/memory_map.hpp"
-#include "vmm/reservation.hpp"
+#include "vmm/physical_memory.hpp"
 
 namespace memsaver {
 
@@ -15,8 +15,8 @@ namespace memsaver {
 // more. A CUDA graph that was captured before runs after a change, too: a launch raises the limit if it has to.
 class ThreadStacks {
  public:
-  ThreadStacks(Driver& driver, const MemoryMap& map, const Reservation& reservation)
-      : driver_(driver), map_(map), reservation_(reservation) {}
+  ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)
+      : driver_(driver), map_(map), physical_(physical) {}
   ThreadStacks(const ThreadStacks&) = delete;
   ThreadStacks& operator=(const ThreadStacks&) = delete;
 
@@ -28,11 +28,9 @@ class ThreadStacks {
   void take_back(int device) EXCLUDES(mutex_);
 
  private:
-  [[nodiscard]] bool idle(int device) const EXCLUDES(map_.mutex);
-
   Driver& driver_;
   const MemoryMap& map_;
-  const Reservation& reservation_;
+  const PhysicalMemory& physical_;
   Mutex mutex_;
   std::map<int, std::size_t> limits_ GUARDED_BY(mutex_);  // before they were lowered, by device
 };

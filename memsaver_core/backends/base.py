@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from memsaver_core import _native
-from memsaver_core.reports import DeviceMemory, TorchMemory
+from memsaver_core.contract.status import DeviceMemory, TorchMemory
 
 
 class Stack(threading.local):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -12,19 +15,31 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, nvml
-from memsaver_core.backends.cuda_pools import PooledBackend
-from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions
-from memsaver_core.reports import DeviceMemory, TorchMemory
+from memsaver_core.backends.base import Backend
+from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions, Pool
+from memsaver_core.contract.status import DeviceMemory, TorchMemory
+
+_DEFAULT_POOL_ID = (0, 0)
 
 #: With more blocks than this in torch's allocator, listing them would stop the whole process for too long.
 LISTED_BLOCKS = 2048
 
 
-class CudaBackend(PooledBackend):
-    """NVIDIA GPUs through the CUDA driver."""
+class CudaBackend(Backend):
+    """NVIDIA GPUs through the CUDA driver. Keeps the pools of this process, by device, tag and policy."""
 
     name = "cuda"
+    has_memory_pools = True
     has_context = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
+        #: By device, tag, policy and whether the tag is released, with the number of releases before it was made.
+        self._pools: dict[tuple[int, str, str, bool], tuple[int, Pool]] = {}
+        self._region_pool_ids: set[tuple[int, ...]] = set()
+        self._releases: Counter[str] = Counter()
 
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cuda", index)
@@ -37,6 +52,58 @@ class CudaBackend(PooledBackend):
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
         return OutsideRegions(self._stack, own_pool)
+
+    def note_release(self, tags: Sequence[str]) -> None:
+        with self._lock:
+            self._releases.update(tags)
+
+    def new_graph_pool(self, tag: str, restore: str) -> Pool:
+        # Not among the pools of regions: all of its segments are content, as replays use blocks that torch holds free.
+        with self._lock:
+            return self._new_pool(torch.cuda.current_device(), tag, restore)
+
+    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str) -> Pool:
+        """Return the pool that a region allocates from now."""
+        released = any(each["tag"] == tag and each["released_bytes"] > 0 for each in saver.status()["tags"])
+        key = (device, tag, restore, released)
+        with self._lock:
+            # torch may hold free blocks in segments that are released now, and would hand them out without asking us.
+            # So allocations made while the tag is released come from a pool that has none.
+            epoch = self._releases[tag] if released else 0
+            if not released:
+                # Its free segments go back to the driver with it; those in use stay until their tensors end.
+                self._pools.pop((device, tag, restore, True), None)
+            present = self._pools.get(key)
+            if present is None or present[0] != epoch:
+                present = self._pools[key] = (epoch, self._new_pool(device, tag, restore))
+                self._region_pool_ids.add(present[1].id)
+            return present[1]
+
+    def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
+        with self._lock:
+            keys = [key for key in self._pools if tag in (None, key[1]) and restore in (None, key[2])]
+            for key in keys:
+                del self._pools[key]
+        return bool(keys)
+
+    def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
+        """Return free blocks of the pools of regions, and of torch's default pool, which a preload library may fill.
+
+        Any other pool may belong to graphs, which use its free blocks at every replay.
+        """
+        if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
+            return []
+        dead = []
+        for segment in torch.cuda.memory_snapshot():
+            pool = tuple(segment["segment_pool_id"])
+            if not saver.owns(segment["address"]) or (pool != _DEFAULT_POOL_ID and pool not in self._region_pool_ids):
+                continue
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    dead.append((address, block["size"]))
+                address += block["size"]
+        return sorted(dead)
 
     def make_room(self) -> bool:
         torch.cuda.empty_cache()
@@ -53,7 +120,8 @@ class CudaBackend(PooledBackend):
         if memory is None:
             free, total = saver.memory_info(index)
             memory = (total, total - free, None)
-        return DeviceMemory(index, uuid, name, *memory)
+        total, used, own = memory
+        return DeviceMemory(index=index, uuid=uuid, name=name, total_bytes=total, used_bytes=used, process_bytes=own)
 
     def graph_memory(self, saver: _native.Saver, index: int) -> int:
         return saver.graph_memory(index)
@@ -89,6 +157,16 @@ class CudaBackend(PooledBackend):
             for one in used
             if one != other and _native.reaches(one, address)
         )
+
+    def _new_pool(self, device: int, tag: str, restore: str) -> Pool:
+        number = _native.allocator_for(tag, restore)
+        allocator = self._allocators.get(number)
+        if allocator is None:
+            allocator = torch.cuda.memory.CUDAPluggableAllocator(
+                _native.__file__, f"memsaver_torch_malloc_{number}", "memsaver_torch_free"
+            )
+            self._allocators[number] = allocator  # torch calls into it for as long as any segment lives
+        return Pool(device, allocator.allocator())
 
 
 @lru_cache

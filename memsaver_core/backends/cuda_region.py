@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,7 +11,21 @@ from typing import Any
 import torch
 
 from memsaver_core.backends.base import Stack
-from memsaver_core.backends.cuda_pools import Pool
+
+
+class Pool:
+    """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches.
+
+    torch's own object is never destroyed: if that happens while any thread uses a pool or captures a graph, torch ends
+    the process.
+    """
+
+    def __init__(self, device: int, allocator: Any = None) -> None:
+        with torch.cuda.device(device):
+            self.torch_pool = torch.cuda.MemPool(allocator)
+        self.id: tuple[int, int] = self.torch_pool.id
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.torch_pool))
+        weakref.finalize(self, torch._C._cuda_releasePool, device, self.id).atexit = False
 
 
 class _Routing:

@@ -12,7 +12,7 @@ from typing import Any
 from memsaver_core import _native
 from memsaver_core.backends.base import Backend
 from memsaver_core.backends.host_region import HostRegion
-from memsaver_core.reports import DeviceMemory
+from memsaver_core.contract.status import DeviceMemory
 
 
 class HostBackend(Backend):
@@ -41,9 +41,9 @@ class HostBackend(Backend):
         ``process_bytes`` is this process's resident memory, or None if it may open no more files: a resume must work
         without.
         """
-        info = saver.device_info(index)
         free, total = saver.memory_info(index)
-        return DeviceMemory(index, info["uuid"], info["name"], total, total - free, _resident_bytes())
+        now = {"total_bytes": total, "used_bytes": total - free, "process_bytes": _resident_bytes()}
+        return DeviceMemory(index=index, **{**saver.device_info(index), **now})
 
 
 def _resident_bytes() -> int | None:

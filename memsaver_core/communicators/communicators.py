@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from memsaver_core import process
 from memsaver_core.communicators import discovery, fabric, sharing
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
-from memsaver_core.errors import ConfigurationError, MemsaverError, UnsupportedError
+from memsaver_core.contract.errors import ConfigurationError, MemsaverError, UnsupportedError
+from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
+from memsaver_core.contract.status import CommunicatorStatus, TagStatus
 from memsaver_core.peer_buffers import PeerBuffers
-from memsaver_core.policies import COMMUNICATORS, RestorePolicy
-from memsaver_core.reports import CommunicatorStatus, TagStatus
 
 #: Deadline of a suspend or a resume, seconds. One of 480 MiB takes half a second.
 TIMEOUT_S = 30.0
@@ -70,9 +72,8 @@ class Communicators:
             return Held(suspendable=buffers.nbytes, persistent=0, suspended=buffers.suspended)
 
         calls = (held, buffers.suspend, buffers.resume)
-        self._registered[name] = Communicator(
-            name, buffers.ranks, buffers.rank, buffers.device_index, None, *calls, is_nccl=False
-        )
+        ranks, rank = buffers.sockets.ranks, buffers.sockets.rank
+        self._registered[name] = Communicator(name, ranks, rank, buffers.device_index, None, *calls, is_nccl=False)
 
     def unregister(self, name: str) -> None:
         """Forget a communicator that was registered; call it before ncclCommDestroy."""
@@ -111,10 +112,10 @@ class Communicators:
         """Return what was counted last as a tag; None if there are no communicators. Calls no driver."""
         if not (counted := self._counted):
             return None
-        mapped: dict[int, int] = {}
+        mapped: Counter[int] = Counter()
         for each, status in counted:
             if each.device is not None:
-                mapped[each.device] = mapped.get(each.device, 0) + status.suspendable_bytes
+                mapped[each.device] += status.suspendable_bytes
         resident = sum(status.suspendable_bytes for _, status in counted)
         released = sum(status.suspended_bytes for _, status in counted)
         return TagStatus(
@@ -155,18 +156,7 @@ class Communicators:
             UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
             MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
         """
-        with self._lock:
-            deadline = time.monotonic() + timeout_s
-            self._await_late(deadline)
-            chosen = [each for each, status in self._chosen(names) if not status.suspended]
-            freed = {}
-            try:
-                for each in chosen:
-                    freed[each.name] = each.held().suspendable
-                    self._call("suspend", each, each.suspend, deadline)
-            finally:
-                self._count()
-            return freed
+        return self._move("suspend", names, timeout_s)
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """Bring communicators back, with the same addresses. Every rank of each must call this.
@@ -179,15 +169,24 @@ class Communicators:
             UnsupportedError: one of ``names`` does not exist; nothing was done.
             MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
         """
+        self._move("resume", names, timeout_s)
+
+    def _move(
+        self, what: Literal["suspend", "resume"], names: Sequence[str] | None, timeout_s: float
+    ) -> dict[str, int]:
         with self._lock:
             deadline = time.monotonic() + timeout_s
             self._await_late(deadline)
-            chosen = [each for each, status in self._chosen(names, resuming=True) if status.suspended]
+            resuming = what == "resume"
+            chosen = [(each, status) for each, status in self._chosen(names, resuming) if status.suspended is resuming]
+            moved = {}
             try:
-                for each in chosen:
-                    self._call("resume", each, each.resume, deadline)
+                for each, status in chosen:
+                    moved[each.name] = status.suspendable_bytes
+                    self._call(what, each, each.resume if resuming else each.suspend, deadline)
             finally:
                 self._count()
+            return moved
 
     def _check_free(self, name: str) -> None:
         if name in self._registered:
@@ -217,20 +216,19 @@ class Communicators:
         return chosen
 
     def _status(self, each: Communicator) -> CommunicatorStatus:
-        status = CommunicatorStatus(each.name, each.ranks, each.rank)
+        about = {"name": each.name, "ranks": each.ranks, "rank": each.rank}
         if self._late is not None and self._late.name == each.name and not self._late.outcome.done():
-            return replace(
-                status, obstacle=f"its {self._late.what} has not returned, because another rank did not come"
-            )
+            why = f"its {self._late.what} has not returned, because another rank did not come"
+            return CommunicatorStatus(**about, obstacle=why)
         if reason := _unable(each):
-            return replace(status, obstacle=reason)
+            return CommunicatorStatus(**about, obstacle=reason)
         try:
             held = each.held()
         except (MemsaverError, RuntimeError) as error:
-            return replace(status, obstacle=f"{error}; unset NCCL_DISABLE_MEM_MANAGER if it is set")
+            return CommunicatorStatus(**about, obstacle=f"{error}; unset NCCL_DISABLE_MEM_MANAGER if it is set")
         off = process.settings().communicators == "off"
-        return replace(
-            status,
+        return CommunicatorStatus(
+            **about,
             suspendable_bytes=0 if held.suspended else held.suspendable,
             suspended_bytes=held.suspendable if held.suspended else 0,
             persistent_bytes=held.persistent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from memsaver_core.communicators import engines
 from memsaver_core.communicators.nccl import Held, Nccl, loaded
 
-#: torch's own calls are compiled in from this version of NCCL on.
+#: torch can suspend its communicators by itself if it was built with this version of NCCL or a later one.
 _TORCH_SUSPENDS = (2, 29, 7)
 
 
@@ -76,13 +76,9 @@ def _of_torch() -> Iterator[Communicator]:
             if not comm:
                 continue
             made = Communicator.of(name, comm, ranks=group.size(), rank=group.rank(), device=device, nccl=library)
-            yield _by_torch(backend, made) if _suspends(backend) else made
+            suspends = hasattr(backend, "memory_stats") and tuple(backend.get_build_nccl_version()) >= _TORCH_SUSPENDS
+            yield _by_torch(backend, made) if suspends else made
             break
-
-
-def _suspends(backend: Any) -> bool:
-    """Return whether torch can suspend this backend by itself."""
-    return hasattr(backend, "memory_stats") and tuple(backend.get_build_nccl_version()) >= _TORCH_SUSPENDS
 
 
 def _by_torch(backend: Any, found: Communicator) -> Communicator:
@@ -92,9 +88,7 @@ def _by_torch(backend: Any, found: Communicator) -> Communicator:
         told = backend.memory_stats()
         return Held(int(told["suspend"]), int(told["persist"]), bool(told["suspended"]))
 
-    return Communicator(
-        found.name, found.ranks, found.rank, found.device, found.nccl, held, backend.suspend, backend.resume
-    )
+    return replace(found, held=held, suspend=backend.suspend, resume=backend.resume)
 
 
 def _of_engines() -> Iterator[Communicator]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 
 #: The first version with ncclCommSuspend, ncclCommResume and ncclCommMemStats, as ncclGetVersion encodes it (nccl.h).
 SUSPENDS = 22907

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 
 __all__ = ["PATH", "install"]
 
@@ -18,6 +18,7 @@ __all__ = ["PATH", "install"]
 PATH = Path(__file__).with_name("path")
 _NAME = "torch_memory_saver"
 _OURS = f"{__name__}.{_NAME}"
+#: A dot in a name: our module has the content of both.
 _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
 
 
@@ -41,7 +42,7 @@ def install(*, subprocesses: bool = False) -> None:
         )
     sys.modules[_NAME] = ours
     for name in _SUBMODULES.split():
-        sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name}")
+        sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"{_OURS}.{name.partition('.')[0]}")
     if subprocesses:
         folder = str(PATH)
         others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != folder]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from memsaver_core import _native
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 
 #: Timeout of a request that copies no memory, seconds; the first one waits for the driver to start.
 ANSWER_S = 60.0
@@ -48,21 +48,19 @@ class Helper:
             MemsaverError: the process cannot be started.
         """
         try:
-            ours, theirs = socket.socketpair()
+            self._socket, theirs = socket.socketpair()
         except OSError as error:
             raise _not_started(error) from error
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
         try:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                arguments, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[file for file, _ in accounts]
-            )
+            with theirs:
+                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                    arguments, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[file for file, _ in accounts]
+                )
         except OSError as error:
-            ours.close()
+            self._socket.close()
             raise _not_started(error) from error
-        finally:
-            theirs.close()
-        self._socket = ours
-        self._replies = ours.makefile("r")
+        self._replies = self._socket.makefile("r")
         self._given_up = False
 
     @property

@@ -12,7 +12,13 @@ from enum import Enum
 from functools import lru_cache
 
 from memsaver_core import process
-from memsaver_core.errors import ContextLostError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnsupportedError
+from memsaver_core.contract.errors import (
+    ContextLostError,
+    DriverError,
+    MemsaverError,
+    OutOfDeviceMemoryError,
+    UnsupportedError,
+)
 from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.helper import Helper, StepFailedError
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memsaver_core import _native, communicators, process, shared_buffers
+from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper
-from memsaver_core.reports import CommunicatorStatus
 
 #: The first driver that can checkpoint (CUDA 12.8).
 OLDEST_DRIVER = "570"
@@ -96,31 +96,20 @@ def observe() -> Facts:
     """Look at this process. Creates no device context; must not be called while hibernated, as CUDA calls block."""
     if not process.enabled():
         return Facts(enabled=False)
-    has_helper = os.access(helper.PATH, os.X_OK)
     backend = process.backend()
-    anywhere = Facts(
+    return Facts(
         has_context=backend.has_context,
-        helper=has_helper,
-        communicators=communicators.found(),
-        imported_bytes=shared_buffers.imported_bytes(),
-        sharing=communicators.shared(),
-        others=registered_checks(),
-    )
-    if not backend.has_context:
-        return anywhere
-    return replace(
-        anywhere,
-        can_checkpoint=_native.can_checkpoint(),
+        helper=os.access(helper.PATH, os.X_OK),
+        can_checkpoint=backend.has_context and _native.can_checkpoint(),
         mps=mps_pipe(),
+        communicators=communicators.found(),
         ipc_tensors=ipc_tensors(),
         peers=backend.peers(process.existing_saver(), process.settings().peer_access),
         managed_bytes=managed_bytes(),
+        imported_bytes=shared_buffers.imported_bytes(),
+        sharing=communicators.shared(),
+        others=tuple(told for check in _checks for told in check()),
     )
-
-
-def registered_checks() -> tuple[str, ...]:
-    """Return what the checks of ``register_check`` tell."""
-    return tuple(told for check in _checks for told in check())
 
 
 def mps_pipe() -> str:

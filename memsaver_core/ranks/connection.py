@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.ranks.protocol import Plain
 
 _T = TypeVar("_T")
@@ -57,7 +57,11 @@ class Listener:
                 try:
                     connection, _ = self._socket.accept()
                     connection.settimeout(max(0.001, deadline - time.monotonic()))
-                    connections[int(_read_line(connection))] = connection
+                    with connection.makefile("r") as said:
+                        number = said.readline()
+                    if not number.endswith("\n"):
+                        raise MemsaverError("a rank closed its connection before it said its number; see its log")
+                    connections[int(number)] = connection
                 except TimeoutError:
                     for connection in connections.values():
                         connection.close()
@@ -155,13 +159,3 @@ def _open(rank: int) -> Iterator[None]:
         yield
     except (OSError, json.JSONDecodeError) as error:
         raise ConnectionError(f"rank {rank} has closed its connection") from error
-
-
-def _read_line(connection: socket.socket) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            raise MemsaverError("a rank closed its connection before it said its number; see its log")
-        line += byte
-    return line.decode()

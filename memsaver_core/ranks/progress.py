@@ -14,27 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import memsaver_core as ms
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.status import Progress
 from memsaver_core.ranks.protocol import ProgressLocation
-from memsaver_core.reports import Progress
 
-#: The phases of a rank, in the order in which they run.
-PHASES = (
-    "synchronize",
-    "pause",
-    "trim_workspaces",
-    "empty_cache",
-    "trim_graphs",
-    "trim_pinned",
-    "ipc_collect",
-    "settle",
-    "suspend_communicators",
-    "lock",
-    "hibernate",
-    "wake",
-    "unlock",
-    "resume_communicators",
-    "restore",
-)
+#: The numbers of phases in a record, from 1, in the order in which they run.
+_PHASES = [phase.value for phase in Phase]
 #: How often a rank updates its record, seconds.
 REFRESH_S = 0.1
 
@@ -90,7 +75,7 @@ class ProgressRecord:
             self._words[_PHASE] = 0
 
     def _update(self, phase: str, progress: Progress) -> None:
-        self._words[_PHASE] = PHASES.index(phase) + 1 if phase in PHASES else 0
+        self._words[_PHASE] = _PHASES.index(phase) + 1 if phase else 0
         if progress.operation:  # else the last figures stay
             self._words[_DONE] = progress.done_bytes
             self._words[_TOTAL] = progress.total_bytes
@@ -139,13 +124,19 @@ class GroupProgress:
     def phase(self) -> str:
         """The phase of the slowest rank; an empty string if no rank tells one."""
         phases = [words[_PHASE] for words in self._begun() if words[_PHASE]]
-        return PHASES[min(phases) - 1] if phases else ""
+        return _PHASES[min(phases) - 1] if phases else ""
 
     def progress(self, operation: str, seconds: float) -> Progress:
         """Sum up the ranks' progress with ``operation``, which has taken ``seconds`` so far."""
         begun = self._begun()
         done, total, copied = (sum(words[at] for words in begun) for at in (_DONE, _TOTAL, _COPIED))
-        return Progress(operation if begun else "", done, total, copied, seconds)
+        return Progress(
+            operation=operation if begun else "",
+            done_bytes=done,
+            total_bytes=total,
+            copied_bytes=copied,
+            seconds=seconds,
+        )
 
     def _begun(self) -> list[memoryview]:
         return [words for rank, words in self._records.items() if words[_OPERATIONS] != self._before.get(rank)]

@@ -7,18 +7,19 @@ The engine's own channel (``collective_rpc`` of vLLM, a broadcast of SGLang) car
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from memsaver_core import errors
-from memsaver_core.errors import ConfigurationError, MemsaverError
-from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.reports import CommunicatorStatus, DeviceMemory, OperationReport, Status
+from memsaver_core.contract import errors
+from memsaver_core.contract.errors import ConfigurationError, MemsaverError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import MemoryRequest, Verb
+from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 3
+VERSION = 4
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -32,63 +33,45 @@ class Introduce:
 
 
 @dataclass(frozen=True)
-class PrepareRelease:
-    """Check whether a release is possible, and what it would do: ask for a ``Plan``. Changes nothing.
+class Prepare:
+    """Check whether an operation is possible, and what it would do: ask for a ``Plan``. Changes nothing.
 
     Attributes:
         exact: leave out what torch holds free, even if there is room for it. This takes time.
     """
 
-    options: ReleaseOptions
+    operation: Verb
+    memory: MemoryRequest
     exact: bool = False
 
 
 @dataclass(frozen=True)
-class PrepareResume:
-    """Check whether a resume is possible, and what it would do: ask for a ``Plan``. Changes nothing."""
+class Move:
+    """Release or resume now, with what the engine does at a wake-up. The rank is not hibernated, and does not
+    hibernate, whatever ``memory`` says."""
 
-    options: ResumeOptions
-
-
-@dataclass(frozen=True)
-class Release:
-    """Release now; never hibernates, whatever the options say."""
-
-    options: ReleaseOptions
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Resume now, and do what the engine does at a wake-up. The rank is not hibernated."""
-
-    options: ResumeOptions
+    operation: Verb
+    memory: MemoryRequest
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """Take the device memory that a resume needs, which the next ``Resume`` uses. The rank is not hibernated."""
+    """Take the device memory that a resume needs, which it uses. The rank is not hibernated."""
 
-    options: ResumeOptions
+    memory: MemoryRequest
 
 
 @dataclass(frozen=True)
 class GiveBackReserved:
-    """Give back the memory that ``Reserve`` took and no ``Resume`` has used."""
+    """Give back the memory that ``Reserve`` took and no resume has used."""
 
 
 @dataclass(frozen=True)
-class SuspendCommunicators:
-    """Suspend the communicators ``names``, together with all other ranks, each of which has said in its plan that it
-    will. Reported as the tag ``communicators``."""
+class MoveCommunicators:
+    """Suspend (in a release) or resume the communicators ``names``, together with all other ranks, each of which has
+    said in its plan that it will. Reported as the tag ``communicators``."""
 
-    names: tuple[str, ...]
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class ResumeCommunicators:
-    """Resume the communicators ``names``, together with all other ranks. Reported as the tag ``communicators``."""
-
+    operation: Verb
     names: tuple[str, ...]
     timeout_s: float
 
@@ -106,9 +89,9 @@ class HibernationStep:
 
 @dataclass(frozen=True)
 class ExpectRelease:
-    """Release ``options`` when the engine next puts this rank to sleep, in place of what the engine asks for."""
+    """Release ``memory`` when the engine next puts this rank to sleep, in place of what the engine asks for."""
 
-    options: ReleaseOptions
+    memory: MemoryRequest
 
 
 @dataclass(frozen=True)
@@ -118,22 +101,19 @@ class TakeOutcome:
 
 @dataclass(frozen=True)
 class SleepNow:
-    """Put this rank to sleep at ``level`` and release ``options``, for an engine that believes it is asleep."""
+    """Put this rank to sleep at ``level`` and release ``memory``, for an engine that believes it is asleep."""
 
-    options: ReleaseOptions
+    memory: MemoryRequest
     level: int
 
 
 Request = (
     Introduce
-    | PrepareRelease
-    | PrepareResume
-    | Release
-    | Resume
+    | Prepare
+    | Move
     | Reserve
     | GiveBackReserved
-    | SuspendCommunicators
-    | ResumeCommunicators
+    | MoveCommunicators
     | HibernationStep
     | ExpectRelease
     | TakeOutcome
@@ -191,7 +171,7 @@ class Failure:
     """An error of a rank.
 
     Attributes:
-        error: the name of its class in ``memsaver_core.errors``.
+        error: the name of its class in ``memsaver_core.contract.errors``.
         attributes: what its class documents.
         phase: the phase that failed, or an empty string outside an operation.
     """
@@ -204,25 +184,19 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, phase: str = "") -> Failure:
         """Describe ``error``. One that is not memsaver's becomes a ``MemsaverError`` that names its class."""
-        known = isinstance(error, MemsaverError)
-        message = str(error) if known else f"{type(error).__name__}: {error}"
-        plain = {
-            name: value
-            for name, value in vars(error).items()
-            if not name.startswith("_") and isinstance(value, (str, int, float, list))
-        }
-        return cls(type(error).__name__ if known else "MemsaverError", message, plain, phase)
+        if not isinstance(error, MemsaverError):
+            return cls("MemsaverError", f"{type(error).__name__}: {error}", {}, phase)
+        attributes = {each.name: getattr(error, each.name) for each in fields(error)}
+        return cls(type(error).__name__, str(error), attributes, phase)
 
     def to_error(self, before: str = "", after: str = "") -> MemsaverError:
-        """Return the error again, of the same class, its message between ``before`` and ``after``."""
+        """Return the error again, of the same class if that is in the contract, its message between ``before`` and
+        ``after``."""
         kind = getattr(errors, self.error, MemsaverError)
-        if not (isinstance(kind, type) and issubclass(kind, MemsaverError)):
-            kind = MemsaverError
-        error: MemsaverError = kind.__new__(kind)
-        RuntimeError.__init__(error, before + self.message + after)
-        for name, value in self.attributes.items():
-            setattr(error, name, value)
-        return error
+        message = before + self.message + after
+        if isinstance(kind, type) and issubclass(kind, MemsaverError) and set(self.attributes) == _named(kind):
+            return kind(message, **self.attributes)
+        return MemsaverError(message)
 
 
 @dataclass(frozen=True)
@@ -232,7 +206,7 @@ class Answer:
     Attributes:
         status: what it holds now, or None if memsaver is not in use there.
         introduction: to ``Introduce``.
-        plan: to ``PrepareRelease`` and ``PrepareResume``.
+        plan: to ``Prepare``.
         report: of the operation or step that the request asked for.
         failure: the error that ended the request.
     """
@@ -274,3 +248,7 @@ class Codec(Generic[_Message]):
 
 REQUESTS: Codec[Request] = Codec(*get_args(Request))
 ANSWERS: Codec[Answer] = Codec(Answer)
+
+
+def _named(kind: type[MemsaverError]) -> set[str]:
+    return {each.name for each in fields(kind)}

@@ -5,28 +5,32 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import memsaver_core as ms
 from memsaver_core import communicators, hibernation, process
-from memsaver_core.errors import UnsupportedError
-from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, policy_for
+from memsaver_core.contract.errors import UnsupportedError
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.policies import COMMUNICATORS, WELL_KNOWN_TAGS, policy_for
+from memsaver_core.contract.reports import OperationReport, TagReport
+from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
+from memsaver_core.contract.status import CommunicatorStatus
+from memsaver_core.device_memory import read_devices
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
-from memsaver_core.reports import CommunicatorStatus, OperationReport, TagReport
+
+_NOTHING_RESUMED = OperationReport(operation="resume")
 
 #: The result of a request; None if there is nothing to report.
 Result = Introduction | Plan | OperationReport | Failure | None
 
 #: The operation and the phase that each step of a hibernation belongs to.
-_STEPS = {
-    "lock": ("release", "lock"),
-    "checkpoint": ("release", "hibernate"),
-    "restore": ("resume", "wake"),
-    "unlock": ("resume", "unlock"),
+_STEPS: dict[str, tuple[Verb, Phase]] = {
+    "lock": ("release", Phase.LOCK),
+    "checkpoint": ("release", Phase.HIBERNATE),
+    "restore": ("resume", Phase.WAKE),
+    "unlock": ("resume", Phase.UNLOCK),
 }
 
 
@@ -78,50 +82,48 @@ class Rank:
             case protocol.Introduce():
                 obstacles = tuple(hibernation.obstacles(suspending=True))
                 return Introduction(ms.read_devices(), obstacles, os.getpid(), self._progress.location)
-            case protocol.PrepareRelease(options, exact):
-                return plan_release(options, exact=exact)
-            case protocol.PrepareResume(options):
-                return plan_resume(options)
-            case protocol.Release(options):
-                return self.release_own(options)
-            case protocol.Resume(options):
-                tags = _here(options.tags)
-                return self.resume(ResumeOptions(tags)) if tags or not options.tags else _nothing("resume")
-            case protocol.Reserve(options):
-                tags = _here(options.tags)
-                if tags or not options.tags:
-                    ms.reserve_with(ResumeOptions(tags))
-                return _nothing("resume")
+            case protocol.Prepare("release", memory, exact):
+                return plan_release(memory, exact=exact)
+            case protocol.Prepare("resume", memory):
+                return plan_resume(memory)
+            case protocol.Move("release", memory):
+                return self.release_own(memory)
+            case protocol.Move("resume", memory):
+                tags = _here(memory.tags)
+                return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
+            case protocol.Reserve(memory):
+                tags = _here(memory.tags)
+                if tags or not memory.tags:
+                    ms.reserve_with(Tagged(tags=tags))
+                return _NOTHING_RESUMED
             case protocol.GiveBackReserved():
                 ms.give_back_reserved()
-                return _nothing("resume")
-            case protocol.SuspendCommunicators(names, timeout_s):
-                return self._communicate("release", names, timeout_s)
-            case protocol.ResumeCommunicators(names, timeout_s):
-                return self._communicate("resume", names, timeout_s)
+                return _NOTHING_RESUMED
+            case protocol.MoveCommunicators(operation, names, timeout_s):
+                return self._communicate(operation, names, timeout_s)
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
-    def release_own(self, options: ReleaseOptions) -> OperationReport:
+    def release_own(self, memory: MemoryRequest) -> OperationReport:
         """Release those of the tags that this rank has."""
-        tags = _here(options.tags)
-        if options.tags and not tags:
-            return _nothing("release")
-        restore = {tag: options.restore[tag] for tag in _here(options.restore)}
-        return self.release(replace(options, tags=tags, restore=restore))
+        tags = _here(memory.tags)
+        if memory.tags and not tags:
+            return OperationReport(operation="release")
+        restore = {tag: memory.restore[tag] for tag in _here(memory.restore)}
+        return self.release(memory.model_copy(update={"tags": tags, "restore": restore}))
 
-    def release(self, options: ReleaseOptions) -> OperationReport:
+    def release(self, memory: MemoryRequest) -> OperationReport:
         """Release; the engine is idle. Must touch no device if this process is hibernated."""
-        return self.followed(functools.partial(ms.release_with, options))
+        return self.followed(functools.partial(ms.release_with, memory))
 
-    def resume(self, options: ResumeOptions) -> Result:
+    def resume(self, tagged: Tagged) -> Result:
         """Resume, and do what the engine does at a wake-up."""
-        return self.followed(functools.partial(ms.resume_with, options))
+        return self.followed(functools.partial(ms.resume_with, tagged))
 
     def followed(self, operate: Callable[..., OperationReport]) -> OperationReport:
         """Run ``operate(log=...)``, followed by the progress record."""
-        log = ms.PhaseLog()
+        log = ms.PhaseLog(read_devices)
         try:
             with self._progress.following(log):
                 return operate(log=log)
@@ -133,7 +135,7 @@ class Rank:
     def _progress(self) -> ProgressRecord:
         return ProgressRecord()
 
-    def _communicate(self, operation: str, names: Sequence[str], timeout_s: float) -> OperationReport:
+    def _communicate(self, operation: Verb, names: Sequence[str], timeout_s: float) -> OperationReport:
         """Suspend or resume those of ``names`` that this process has."""
         resuming = operation == "resume"
         act = communicators.resume if resuming else communicators.suspend
@@ -142,7 +144,7 @@ class Rank:
             return {each.name: each.suspendable_bytes for each in counted if each.name in names}
 
         def operate(log: ms.PhaseLog) -> OperationReport:
-            with log.phase(f"{'resume' if resuming else 'suspend'}_communicators"):
+            with log.phase(Phase.RESUME_COMMUNICATORS if resuming else Phase.SUSPEND_COMMUNICATORS):
                 before = held(communicators.found())
                 act(tuple(before), timeout_s)
                 moved = abs(sum(held(communicators.statuses()).values()) - sum(before.values()))  # counted by the call
@@ -154,7 +156,7 @@ class Rank:
                 released_bytes=0 if resuming else moved,
                 resumed_bytes=moved if resuming else 0,
             )
-            return OperationReport(operation, True, log.seconds, (tag,), log.phases, log.devices())
+            return log.report(operation, (tag,))
 
         return self.followed(operate)
 
@@ -165,7 +167,7 @@ class Rank:
         def operate(log: ms.PhaseLog) -> OperationReport:
             with log.phase(phase) as details:
                 details.update(take())
-            return OperationReport(operation, True, log.seconds, (), log.phases, log.devices())
+            return log.report(operation, ())
 
         return self.followed(operate)
 
@@ -175,8 +177,3 @@ def _here(tags: Iterable[str]) -> tuple[str, ...]:
     saver = process.existing_saver()
     known = {*WELL_KNOWN_TAGS, *(saver.known_tags() if saver is not None else ())}
     return tuple(tag for tag in tags if tag in known)
-
-
-def _nothing(operation: str) -> OperationReport:
-    """Return the report of an operation that had nothing to do."""
-    return OperationReport(operation, True, 0.0, (), (), ())

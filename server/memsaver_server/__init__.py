@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memsaver_server.app import create_app
     from memsaver_server.attachment import Attachment, attach
     from memsaver_server.client import AsyncClient, Client
-    from memsaver_server.gate import Gate
+    from memsaver_server.engine.gate import Gate
     from memsaver_server.integrations.module.engine import ModuleEngine
     from memsaver_server.settings import Settings
 
@@ -22,7 +22,7 @@ _MODULES = {
     "AsyncClient": "client",
     "Attachment": "attachment",
     "Client": "client",
-    "Gate": "gate",
+    "Gate": "engine.gate",
     "ModuleEngine": "integrations.module.engine",
     "Settings": "settings",
     "attach": "attachment",

@@ -8,11 +8,11 @@ import logging
 import os
 import socket
 import ssl
-import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import uvicorn
@@ -20,13 +20,13 @@ from fastapi import FastAPI
 
 import memsaver_core as ms
 from memsaver_core import communicators
-from memsaver_core.errors import ConfigurationError, MemsaverError
+from memsaver_core.contract.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
+from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
-from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.port_holders import port_holders
 from memsaver_server.settings import Settings, warn_of_misspelt_variables
 from memsaver_server.threads import start_thread
@@ -75,7 +75,7 @@ class Attachment:
     @property
     def lifecycle(self) -> Lifecycle:
         """The state machine behind the routes, for the program that runs the engine."""
-        return self._server.config.app.state.memsaver.lifecycle  # type: ignore[no-any-return, union-attr]
+        return self._server.config.app.state.memsaver.controller.lifecycle  # type: ignore[no-any-return, union-attr]
 
     def __enter__(self) -> Attachment:
         return self
@@ -130,18 +130,14 @@ def serve_app(
     ssl_keyfile: _Path | None = None,
     ssl_certfile: _Path | None = None,
 ) -> Attachment:
-    """Serve the application of ``make_app``, whose ``state.memsaver`` has connections and ``close`` as a ``Service``.
+    """Serve the application of ``make_app``, whose ``state.memsaver`` is a ``Service``.
 
     The other arguments, and the errors, are those of ``attach``.
     """
     warn_of_misspelt_variables()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
-    if uds is None:
-        check_address(host, settings)
-        bound = _bind_tcp(host, port)
-    else:
-        bound = _bind_unix(os.fspath(uds))
+    bound = _bind(host, port, uds, settings)
     config = uvicorn.Config(
         make_app(),
         http=LimitedProtocol,
@@ -175,11 +171,8 @@ def check_place(host: str, port: int, uds: str | os.PathLike[str] | None, settin
     Raises:
         ConfigurationError: the address needs a key, or cannot be bound.
     """
-    if uds is None:
-        check_address(host, settings)
-        _bind_tcp(host, port).close()
-    else:
-        _bind_unix(os.fspath(uds)).close()
+    _bind(host, port, uds, settings).close()
+    if uds is not None:
         os.unlink(uds)
 
 
@@ -213,7 +206,7 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """Make the server end; first its streams, which would keep it running."""
         app = self.config.app
-        app.state.memsaver.close()  # type: ignore[union-attr]
+        app.state.memsaver.controller.close()  # type: ignore[union-attr]
         self.should_exit = True
 
 
@@ -231,7 +224,10 @@ def _check_certificate(certfile: _Path | None, keyfile: _Path | None) -> None:
         ) from None
 
 
-def _bind_tcp(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, uds: _Path | None, settings: Settings) -> socket.socket:
+    if uds is not None:
+        return _bind_unix(os.fspath(uds))
+    check_address(host, settings)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -246,7 +242,11 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    _remove_stale(path)
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(path) == errno.ECONNREFUSED:  # its server has ended
+                os.unlink(path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         bound.bind(path)
@@ -256,19 +256,6 @@ def _bind_unix(path: str) -> socket.socket:
         bound.close()
         raise ConfigurationError(f"cannot bind {path!r}: {error}; choose another path") from None
     return bound
-
-
-def _remove_stale(path: str) -> None:
-    """Remove ``path`` if it is the socket of a server that has ended."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        if probe.connect_ex(path) == errno.ECONNREFUSED:
-            os.unlink(path)
 
 
 def _url(scheme: str, host: str, port: int) -> str:

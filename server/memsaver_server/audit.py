@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server.log_output import LogOutput, write_all
-from memsaver_server.operation import Operation
+from memsaver_server.operation.operation import Operation
 
 logger = logging.getLogger("memsaver.audit")
 

@@ -1,51 +1,34 @@
-"""Prometheus metrics, in a registry of their own.
+"""What every server measures, and how Prometheus metrics are made without the client library's counters.
 
-The values are not kept in the client library's counters: with PROMETHEUS_MULTIPROC_DIR set, those would write into the
-engine's files.
+With PROMETHEUS_MULTIPROC_DIR set, those would write into the engine's files.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from memsaver_server.device_monitor import DeviceMonitor
-from memsaver_server.lifecycle import Lifecycle
 from memsaver_server.log_output import dropped
-from memsaver_server.operation import Operation
-
-#: Upper bounds of the phase histogram, seconds: from an empty tag to a terabyte over PCIe.
-PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
-STATES = ("resident", "releasing", "released", "resuming", "failed")
 
 
 @dataclass
-class ConnectionFigures:
-    """Connections of the service's own server: those open now, and how many it refused or ended so far, by reason."""
+class CallerFigures:
+    """What a server counts of its callers.
+
+    Attributes:
+        open: connections that are open now: those that wait for their caller, and those that are busy.
+        ended: connections that the server refused or ended so far, by reason.
+        refused: requests that were refused because of their caller, by reason.
+    """
 
     open: dict[str, int] = field(default_factory=lambda: {"waiting": 0, "busy": 0})
     ended: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class _Histogram:
-    counts: list[int] = field(default_factory=lambda: [0] * (len(PHASE_BUCKETS_S) + 1))
-    total: float = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[next((i for i, bound in enumerate(PHASE_BUCKETS_S) if value <= bound), len(PHASE_BUCKETS_S))] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        bounds = [str(bound) for bound in PHASE_BUCKETS_S] + ["+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+    refused: Counter[str] = field(default_factory=Counter)
 
 
 class Registry(CollectorRegistry):
@@ -56,141 +39,15 @@ class Registry(CollectorRegistry):
         self.collect = collect  # type: ignore[method-assign]
 
 
-class Metrics:
-    """Counts operations as they end; at a scrape adds the state of the core and the last device sample."""
-
-    def __init__(self, monitor: DeviceMonitor, lifecycle: Lifecycle, connections: ConnectionFigures) -> None:
-        self._monitor = monitor
-        self._lifecycle = lifecycle
-        self._connections = connections
-        #: Requests that were refused, by reason.
-        self.refused: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._operations: Counter[tuple[str, str]] = Counter()
-        self._phases: dict[tuple[str, str], _Histogram] = {}
-        self._copied: Counter[tuple[str, str]] = Counter()
-        self._moved: Counter[str] = Counter({"release": 0, "resume": 0})
-        self._counters = Registry(self._collect_counters)
-        self._gauges = Registry(self._collect_gauges)
-        self._callers = Registry(self._collect_callers)
-        # Cached until an operation changes them: rendering takes milliseconds, which would delay other requests.
-        self._counters_text: bytes | None = None
-
-    def count(self, operation: str, outcome: str) -> None:
-        """Count a call of ``operation`` that ended with ``outcome``."""
-        with self._lock:
-            self._counters_text = None
-            self._operations[operation, outcome] += 1
-
-    def record(self, operation: Operation, outcome: str) -> None:
-        """Count an operation that has ended, with its phases and bytes."""
-        name = operation.request.operation
-        with self._lock:
-            self._counters_text = None
-            self._operations[name, outcome] += 1
-            for phase in operation.phases:
-                self._phases.setdefault((name, phase.name), _Histogram()).observe(phase.seconds)
-            if operation.report is not None:
-                self._moved["release"] += operation.report.released_bytes
-                self._moved["resume"] += operation.report.resumed_bytes
-                for tag in operation.report.tags:
-                    self._copied["to_host", "false"] += tag.backed_up_bytes
-                    self._copied["to_host", "true"] += tag.unchanged_bytes + tag.shared_bytes
-                    self._copied["to_device", "false"] += tag.restored_bytes
-
-    def scrape(self) -> bytes:
-        """Return the exposition text. Waits for no operation and calls no driver."""
-        counters = self._counters_text
-        if counters is None:
-            with self._lock:
-                counters = self._counters_text = generate_latest(self._counters)
-        return counters + generate_latest(self._gauges) + generate_latest(self._callers)
-
-    def _collect_counters(self) -> Iterator[Metric]:
-        """The caller holds the lock."""
-        operations = CounterMetricFamily(
-            "memsaver_operations", "Calls of release and resume, by how they ended.", labels=["operation", "outcome"]
-        )
-        yield filled(operations, dict(sorted(self._operations.items())))
-        phases = HistogramMetricFamily(
-            "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
-        )
-        for labels, histogram in sorted(self._phases.items()):
-            phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
-        yield phases
-        help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
-        copies = CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"])
-        yield filled(copies, dict(sorted(self._copied.items())))
-        for name, text in (("release", "released to"), ("resume", "resumed from")):
-            help_text = f"Device memory {text} the driver so far."
-            yield CounterMetricFamily(f"memsaver_{name}d_bytes", help_text, value=self._moved[name])
-
-    def _collect_gauges(self) -> Iterator[Metric]:
-        now = self._lifecycle.snapshot()
-        backup = now.status.host_backup
-        devices = self._monitor.latest().devices
-        stall = now.running.stall() if now.running is not None else None
-        tags = {
-            (tag.tag, state): getattr(tag, f"{state}_bytes")
-            for tag in now.status.tags
-            for state in ("resident", "released", "retained")
-        }
-        yield gauges("memsaver_tag_bytes", "Memory under each tag, by its state.", ["tag", "state"], tags)
-        kept = {
-            (tag.tag, form): size
-            for tag in now.status.tags
-            for form, size in (("content", tag.backed_up_bytes), ("kept", tag.kept_bytes))
-        }
-        help_text = "Content with a backup under each tag, and what these backups take: less if they are packed."
-        yield gauges("memsaver_tag_backup_bytes", help_text, ["tag", "form"], kept)
-        lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
-        help_text = "1 while the content of a tag that a release discarded is not written again."
-        yield gauges("memsaver_content_lost", help_text, ["tag"], lost)
-        stays = {(f"{each.rank}", each.name): each.persistent_bytes for each in now.status.communicators}
-        help_text = "Device memory of an NCCL communicator that stays when it is suspended; the rest is its tag's."
-        yield gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
-        backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
-        backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
-        help_text = "What backups take in host memory and in files, pinned memory allocated for them, and its limit."
-        yield gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
-        if (store := backup.shared_store) is not None:
-            help_text = "The store of host memory that several processes use: blocks that this one holds, its share of "
-            help_text += "them, blocks in use by any, and the store's memory and its limit."
-            kinds = ("held", "share", "used", "total", "limit")
-            sizes = {(kind,): getattr(store, f"{kind}_bytes") for kind in kinds}
-            yield gauges("memsaver_shared_store_bytes", help_text, ["kind"], sizes)
-            help_text = "Processes that use the same store of host memory, this one included."
-            yield gauges("memsaver_shared_store_processes", help_text, ["store"], {(store.name,): store.processes})
-        for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
-            values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
-            yield gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
-        alive = {(str(rank.rank),): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
-        yield gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
-        states = {(name,): float(name == now.state) for name in STATES}
-        yield gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
-        help_text = "1 while the engine accepts requests."
-        yield GaugeMetricFamily("memsaver_admission_open", help_text, value=float(not now.closed_reason))
-        stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
-        lease = now.running.lease if now.running is not None and now.running.status == "prepared" else None
-        leases = {(now.running.request.operation,): lease.seconds_left()} if now.running and lease else {}
-        help_text = "How long an operation still waits for its commit; only while one is prepared."
-        yield gauges("memsaver_lease_seconds", help_text, ["operation"], leases)
-        help_text = "How long the operation in progress has made no progress; only while it is stalled."
-        yield gauges("memsaver_stalled_seconds", help_text, ["operation", "phase"], stalls)
-
-    def _collect_callers(self) -> Iterator[Metric]:
-        return caller_metrics(self.refused, self._connections)
-
-
-def caller_metrics(refused: Counter[str], connections: ConnectionFigures) -> Iterator[Metric]:
+def caller_metrics(callers: CallerFigures) -> Iterator[Metric]:
     """Yield what a server counts of its callers, and of the lines that it could not log."""
     help_text = "Requests that were refused because of their caller, by reason."
     family = CounterMetricFamily("memsaver_refused_requests", help_text, labels=["reason"])
-    yield filled(family, {(reason,): count for reason, count in sorted(refused.items())})
+    yield filled(family, {(reason,): count for reason, count in sorted(callers.refused.items())})
     help_text = "Connections that the service's own server ended, by reason."
     ended = CounterMetricFamily("memsaver_ended_connections", help_text, labels=["reason"])
-    yield filled(ended, {(reason,): count for reason, count in sorted(connections.ended.items())})
-    now = {(state,): count for state, count in connections.open.items()}
+    yield filled(ended, {(reason,): count for reason, count in sorted(callers.ended.items())})
+    now = {(state,): count for state, count in callers.open.items()}
     yield gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], now)
     help_text = "Lines of logs and audit that could not be written in time, by output."
     lost = CounterMetricFamily("memsaver_log_lines_dropped", help_text, labels=["output"])

@@ -1,4 +1,4 @@
-"""Starts threads where the system may refuse one for a moment: nothing is left half done, and a repeat succeeds."""
+"""Threads, which the system may refuse for a moment (then nothing is left half done), and futures of an event loop."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from memsaver_core import MemsaverError
+from memsaver_core.contract.errors import NoThreadError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class NoThreadError(MemsaverError):
-    """The system starts no thread. Nothing was done."""
-
-    kind = "no_thread"
-    status = 503
-    retry_after_s = 1
-
-    def __init__(self, reason: RuntimeError) -> None:
-        super().__init__(
-            f"nothing was done: {reason}. Repeat the call once this process may have more threads; ulimit -u and the "
-            "container's limit of processes bound them"
-        )
+def _no_thread(reason: RuntimeError) -> NoThreadError:
+    return NoThreadError(
+        f"nothing was done: {reason}. Repeat the call once this process may have more threads; ulimit -u and the "
+        "container's limit of processes bound them"
+    )
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -39,7 +33,7 @@ def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
-        raise NoThreadError(error) from error
+        raise _no_thread(error) from error
     return thread
 
 
@@ -69,5 +63,26 @@ async def in_thread(
         await asyncio.get_running_loop().run_in_executor(None, run)
     except RuntimeError as error:
         if done.cancel():
-            raise NoThreadError(error) from error
+            raise _no_thread(error) from error
     return await asyncio.wrap_future(done)
+
+
+def on_this_loop(done: Future[None]) -> asyncio.Future[None]:
+    """Return a future of the running event loop that is done once ``done`` is.
+
+    Unlike ``asyncio.wrap_future`` it leaves no reference cycle, which would keep what belongs to the future alive until
+    the next garbage collection.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def settle() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def notify(_: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle)
+
+    done.add_done_callback(notify)
+    return ended

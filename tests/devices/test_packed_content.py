@@ -11,7 +11,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.errors import BackupError
+from memsaver_core.contract.errors import BackupError
 
 MIB = 1 << 20
 #: Elements of 32 MiB of bfloat16.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memsaver_core import process, shared_buffers
-from memsaver_core.errors import ConfigurationError, DriverError
+from memsaver_core.contract.errors import ConfigurationError, DriverError
 from tests.devices.sharing_peer import Memory, Peer, hash_of
 from tests.programs import output_of
 

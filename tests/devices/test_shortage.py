@@ -178,7 +178,7 @@ def rivals(request: pytest.FixtureRequest) -> Iterator[Rivals]:
 
 @pytest.fixture
 def http(rivals: Rivals) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=rivals.url, timeout=120) as http:
+    with httpx.Client(base_url=rivals.url, timeout=600) as http:
         http.post("/resume_memory_occupation", json={"wait": True}).raise_for_status()  # after a failed test
         yield http
 
@@ -202,7 +202,7 @@ def resume_that_waits(http: httpx.Client) -> Iterator[Future[httpx.Response]]:
     """A resume that waits for memory while the block runs."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(http.post, "/resume_memory_occupation", json=AN_HOUR)
-        with httpx.Client(base_url=http.base_url, timeout=120) as other:
+        with httpx.Client(base_url=http.base_url, timeout=600) as other:
 
             def waits() -> bool:
                 assert not waiting.done(), waiting.result().text

@@ -1,8 +1,10 @@
-"""``memsaver serve`` as a child process, as an operator runs it, on the host driver."""
+"""``memsaver serve`` as a child process, as an operator runs it, on the host driver.
+
+It is a fork that has loaded what ``serve`` loads, unless a test starts it ``by_itself``.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import forks
 from tests.native import injection
 from tests.programs import Child
 
@@ -21,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
+#: What an install of memsaver puts on the PATH.
+CONSOLE_SCRIPT = (str(Path(sys.executable).with_name("memsaver")),)
 
 #: Small enough for every test machine; tests that need more override it.
 HOST_ENVIRONMENT = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", "PYTHONFAULTHANDLER": "1"}
@@ -43,10 +48,10 @@ class Server:
         """Send ``number``, wait for the exit and return its code; if there is none, fail with what each thread does."""
         self.process.send_signal(number)
         try:
-            return self.process.wait(60)
+            return self.process.wait(600)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)
-            self.process.wait(60)
+            self.process.wait(600)
             raise AssertionError(f"it did not end: {self.log}") from None
 
 
@@ -58,12 +63,15 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @contextmanager
 def serving(
-    *options: str, changes: Mapping[str, str] | None = None, program: tuple[str, ...] = MEMSAVER
+    *options: str,
+    changes: Mapping[str, str] | None = None,
+    program: tuple[str, ...] = MEMSAVER,
+    by_itself: bool = False,
 ) -> Iterator[Server]:
     """Run ``memsaver serve`` with ``options`` while the block runs; it is ready when the block begins."""
     where = () if {"--port", "--uds"} & set(options) else ("--port", "0")
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process = subprocess.Popen(
+        process = (subprocess if by_itself else forks).Popen(
             [*program, "serve", *where, *options],
             stdout=subprocess.PIPE,
             stderr=log,
@@ -75,21 +83,23 @@ def serving(
             line = process.stdout.readline()
             match = ADDRESS.search(line)
             server = Server(process, match.group() if match else "", log.name)
-            assert match, f"serve ended with {process.wait(60)}: {server.log}"
+            assert match, f"serve ended with {process.wait(600)}: {server.log}"
             yield server
         finally:
             if process.poll() is None:
                 process.kill()
-            process.wait(60)
+            process.wait(600)
             if process.stdout is not None:
                 process.stdout.close()
 
 
 def memsaver(*arguments: str, changes: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a ``memsaver`` command to its end."""
-    return subprocess.run(
-        [*MEMSAVER, *arguments], capture_output=True, text=True, env=environment(changes), timeout=300, check=False
+    """Run a ``memsaver`` command to its end: ``serve`` as a fork, as it loads torch; others load little."""
+    run = forks.run if arguments[0] == "serve" else subprocess.run
+    ran: subprocess.CompletedProcess[str] = run(
+        [*MEMSAVER, *arguments], capture_output=True, text=True, env=environment(changes), timeout=800, check=False
     )
+    return ran
 
 
 def python_blocks(page: str) -> list[str]:
@@ -101,8 +111,8 @@ def python_blocks(page: str) -> list[str]:
 class Example(Child):
     """A page's example as a running program, which the test operates as a reader at a terminal."""
 
-    def __init__(self, code: str) -> None:
-        super().__init__("-u", "-c", code, inherited=environment())
+    def __init__(self, code: str, *, by_itself: bool = False) -> None:
+        super().__init__("-u", "-c", code, inherited=environment(), by_itself=by_itself)
 
     def read_address(self) -> str:
         """The address of the server in the next line."""
@@ -111,37 +121,23 @@ class Example(Child):
         return address.group()
 
 
-class Forks(Child):
-    """Runs of ``memsaver serve`` that a test kills, one after another. A start takes one second instead of five."""
+class HeldServe(Child):
+    """A run of ``memsaver serve`` that a test kills, held in the second phase of that name, if any.
 
-    def __init__(self) -> None:
-        super().__init__(str(Path(__file__).with_name("forks.py")), inherited={**environment(), **injection.in_child()})
-        self.pid = 0
+    With ``call`` it is held at the first such driver call there; ``read_line`` then reports when it is.
+    """
 
-    def serve(self, *options: str, changes: Mapping[str, str], phase: str = "", call: str = "") -> str:
-        """Start a run after the last one has ended, and return its address.
-
-        With ``phase`` it is held in the second phase of that name, and with ``call`` at the first such driver call
-        there; ``read_line`` then tells when it is held.
-        """
-        request = {"arguments": ["serve", *options], "environment": dict(changes), "phase": phase, "call": call}
-        self.pid = int(self.ask(json.dumps(request)))
+    def __init__(self, *options: str, changes: Mapping[str, str], phase: str = "", call: str = "") -> None:
+        program = str(Path(__file__).with_name("held_serve.py"))
+        arguments = (program, phase, call, "serve", *options)
+        super().__init__(*arguments, inherited={**environment(changes), **injection.in_child()})
         line = self.read_line()
         address = ADDRESS.search(line)
-        if address is None:
-            self.pid = 0
-            raise AssertionError(f"it did not start: {line}")
-        return address.group()
+        assert address is not None, f"it did not start: {line}"
+        self.url = address.group()
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal to the running one, wait for its exit and return its code."""
-        os.kill(self.pid, number)
-        self.pid = 0
-        while not (line := self.read_line()).startswith("exit "):
-            assert line, "the program that starts them has ended"
-        return int(line.split()[1])
-
-    def __exit__(self, *exception: object) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-        super().__exit__(*exception)
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait for the exit and return its code."""
+        self.process.send_signal(number)
+        self.process.communicate(timeout=600)
+        return self.process.returncode

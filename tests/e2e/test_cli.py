@@ -16,9 +16,9 @@ import pytest
 import typer
 
 from memsaver_server import attach
-from memsaver_server.cli.progress import until_ended
+from memsaver_server.cli.live import until_ended
 from memsaver_server.client import AcceptedAnswer, Client
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
 from tests.waiting import wait_until
 
 from .serving import MEMSAVER, Server, environment, memsaver
@@ -144,7 +144,7 @@ def run_into(output: int, arguments: tuple[str, ...], server: Server) -> subproc
     """Run a command with the file ``output`` as its standard output."""
     address = environment({"MEMSAVER_URL": server.url})
     return subprocess.run(
-        [*MEMSAVER, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=address, timeout=300, check=False
+        [*MEMSAVER, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=address, timeout=800, check=False
     )
 
 
@@ -308,7 +308,7 @@ class Terminal:
         with suppress(OSError):  # reported by a terminal after its last program's exit
             while chunk := os.read(self._master, 65536):
                 self.shown += chunk.decode(errors="replace")
-        return self._child.wait(60)
+        return self._child.wait(600)
 
     def __enter__(self) -> Terminal:
         return self

@@ -136,6 +136,6 @@ def test_the_async_client_does_the_same(server: Server, proxy: FlakyProxy) -> No
 
 def test_both_clients_offer_the_same_methods() -> None:
     def public(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if not name.startswith("_")}
 
     assert public(Client) == public(AsyncClient)

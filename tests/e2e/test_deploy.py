@@ -281,4 +281,4 @@ def test_a_real_prometheus_scrapes_the_engine(server: Server, client: Client, tm
             assert asked["status"] == "success", expression
     finally:
         running.terminate()
-        running.wait(60)
+        running.wait(600)

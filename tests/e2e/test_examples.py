@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
+from tests.amount import amount
 
 from .serving import environment
 
@@ -15,19 +17,21 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEP = re.compile(r"step \d+: (?:engine )?released (\d+) MiB, train(?:ed with|er resumed) (\d+) MiB, reward")
 
 
-@pytest.mark.slow
+STEPS = amount(1, long=4)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["rl_loop.py", "trainer_in_turns.py"])
 def test_engine_and_trainer_take_turns_on_a_device_that_has_not_room_for_both(script: str) -> None:
     capacity_mib = 128
-    ran = subprocess.run(
-        [sys.executable, EXAMPLES / script, "--steps", "2"],
+    ran = forks.run(
+        [sys.executable, str(EXAMPLES / script), "--steps", str(STEPS)],
         capture_output=True,
         text=True,
         env=environment({"MEMSAVER_HOST_CAPACITY": f"{capacity_mib}MiB"}),
-        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     steps = STEP.findall(ran.stdout)
-    assert len(steps) == 2
+    assert len(steps) == STEPS
     for released, trained in steps:
         assert int(released) + int(trained) > capacity_mib

@@ -22,7 +22,7 @@ from memsaver_core import _native
 from memsaver_server.client import Client
 from tests.unit.saver_memory import MIB, content, fill
 
-from .serving import Forks
+from .serving import HeldServe
 
 CAPACITY = 128 * MIB
 SMALL = ("--kv-cache-bytes", "16MiB")
@@ -40,19 +40,6 @@ PLACES = [
 ]
 RELEASING = ("drain", "pause", "settle")
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Forks]:
-    with Forks() as program:
-        yield program
-
-
-@pytest.fixture
-def forks(program: Forks) -> Iterator[Forks]:
-    yield program
-    if program.pid:
-        program.end(signal.SIGKILL)
 
 
 @dataclass
@@ -140,7 +127,7 @@ def wait_for_phase(client: Client, operation_id: str, phase: str) -> None:
     assert phase in names, f"the operation ended without {phase}"
 
 
-def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
+def stand_still(engine: HeldServe, client: Client, phase: str, call: str) -> None:
     """Begin the operation that reaches the phase, with part of the backup on disk; return once the engine is there."""
     if phase in RELEASING:
         operation = client.start_release(restore={"weights": "file"})
@@ -149,7 +136,7 @@ def stand_still(forks: Forks, client: Client, phase: str, call: str) -> None:
         operation = client.start_resume(wait_for_memory_s=3600)
     wait_for_phase(client, operation.operation_id, phase)
     if call:
-        assert forks.read_line() == "standing still"
+        assert engine.read_line() == "standing still"
 
 
 @pytest.fixture
@@ -161,10 +148,9 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("over", ["tcp", "unix"])
 @pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
-def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: str, port: int) -> None:
+def test_killed_in_each_phase(host: Host, tmp_path: Path, over: str, port: int) -> None:
     """Its memory is free at once, no backup file remains, the co-tenant is unaffected, and the next engine takes
     over the address and device and completes a cycle."""
     path = tmp_path / "engine.sock"
@@ -172,8 +158,10 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
     tenant = Tenant(host)
     expected: list[list[int]] = []
     for phase, call in PLACES:
-        url = forks.serve(*SMALL, *where, changes=host.environment(), phase=phase, call=call)
-        with Client(url) as client:
+        with (
+            HeldServe(*SMALL, *where, changes=host.environment(), phase=phase, call=call) as engine,
+            Client(engine.url) as client,
+        ):
             expected.append(check_cycle(client))  # what the last one left does not interfere
             assert tenant.others_hold() > 0
             if phase == "wait_for_memory":
@@ -182,8 +170,8 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
             if phase == "released":
                 client.release()
             else:
-                stand_still(forks, client, phase, call)
-            assert forks.end(signal.SIGKILL) == -signal.SIGKILL
+                stand_still(engine, client, phase, call)
+            assert engine.stop(signal.SIGKILL) == -signal.SIGKILL
         if phase == "wait_for_memory":
             tenant.give_the_rest_back()
         assert tenant.others_hold() == 0, phase
@@ -191,34 +179,32 @@ def test_killed_in_each_phase(forks: Forks, host: Host, tmp_path: Path, over: st
         assert host.shared_memory() == [str(host.account)], phase  # which belongs to the co-tenant now
         assert path.exists() == (over == "unix")
         tenant.check()
-    forks.serve(*SMALL, *where, changes=host.environment())
-    with Client(url) as client:
+    with HeldServe(*SMALL, *where, changes=host.environment()) as engine, Client(engine.url) as client:
         expected.append(check_cycle(client))
-    assert forks.end() == 0
+        assert engine.stop() == 0
     assert all(each == expected[0] for each in expected)
     assert tenant.others_hold() == 0
     assert not path.exists()
 
 
 @pytest.mark.guards("a process was killed in the middle of an operation")
-def test_what_the_only_engine_leaves_behind_is_taken_over(forks: Forks, host: Host, tmp_path: Path) -> None:
+def test_what_the_only_engine_leaves_behind_is_taken_over(host: Host, tmp_path: Path) -> None:
     """Without a co-tenant, the device's account and the socket remain, and hold no memory. The next engine takes
     both over, even with another device size, and removes both at its end."""
     path = tmp_path / "engine.sock"
-    url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment())
-    with Client(url) as client:
+    over = (*SMALL, "--uds", str(path))
+    with HeldServe(*over, changes=host.environment()) as engine, Client(engine.url) as client:
         client.release(["kv_cache"])
         assert client.occupation().devices[0].used_bytes > 0
-    assert forks.end(signal.SIGKILL) == -signal.SIGKILL
+        assert engine.stop(signal.SIGKILL) == -signal.SIGKILL
     assert path.exists()
     assert host.shared_memory() == [str(host.account)]
     left = host.account.stat().st_ino
-    assert forks.serve(*SMALL, "--uds", str(path), changes=host.environment(capacity=CAPACITY + MIB)) == url
-    assert host.account.stat().st_ino == left
-    with Client(url) as client:
+    with HeldServe(*over, changes=host.environment(capacity=CAPACITY + MIB)) as engine, Client(engine.url) as client:
+        assert host.account.stat().st_ino == left
         assert client.occupation().devices[0].total_bytes == CAPACITY + MIB
         check_cycle(client)
-    assert forks.end() == 0
+        assert engine.stop() == 0
     assert not path.exists()
     assert host.shared_memory() == []
 
@@ -232,10 +218,9 @@ def hold_all(host: Host, pipe: Connection) -> None:
 
 
 @pytest.mark.guards("a process was killed in the middle of an operation")
-def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, host: Host) -> None:
+def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(host: Host) -> None:
     """A resume that waits for memory continues once the co-tenant that holds it is killed."""
-    url = forks.serve(*SMALL, "--port", "0", changes=host.environment())
-    with Client(url) as client:
+    with HeldServe(*SMALL, "--port", "0", changes=host.environment()) as engine, Client(engine.url) as client:
         before = tokens(client)
         released = client.release().released_bytes
         ours, theirs = FORK.Pipe()
@@ -251,24 +236,27 @@ def test_a_resume_that_waits_gets_what_a_killed_co_tenant_held(forks: Forks, hos
         assert done["success"]
         assert done["resumed_bytes"] == released
         assert tokens(client) == before
-    assert forks.end() == 0
+        assert engine.stop() == 0
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["at-rest", "in-flight"])
 @pytest.mark.guards("a process was killed in the middle of an operation", "the process aborted at exit")
-def test_terminated_with_a_part_released(forks: Forks, host: Host, tmp_path: Path, in_flight: bool) -> None:
+def test_terminated_with_a_part_released(host: Host, tmp_path: Path, in_flight: bool) -> None:
     """SIGTERM with memory partly released, or with a release in flight: exit code 0, all memory is free, and
     account, socket and backups are gone."""
     path = tmp_path / "engine.sock"
-    url = forks.serve(*SMALL, "--uds", str(path), changes=host.environment(), phase="pause", call="copy_to_host")
-    with open(host.account, "rb", buffering=0) as account, Client(url) as client:
+    with (
+        HeldServe(*SMALL, "--uds", str(path), changes=host.environment(), phase="pause", call="copy_to_host") as engine,
+        open(host.account, "rb", buffering=0) as account,
+        Client(engine.url) as client,
+    ):
         whole = held(account)
         released = client.release(["kv_cache"], restore={"kv_cache": "discard"}).released_bytes
         assert 0 < held(account) == whole - released < whole
         if in_flight:
-            stand_still(forks, client, "pause", "copy_to_host")
+            stand_still(engine, client, "pause", "copy_to_host")
             assert client.occupation().state == "releasing"
-        assert forks.end() == 0
+        assert engine.stop() == 0
         assert held(account) == 0
     assert not path.exists()
     assert host.shared_memory() == []

@@ -14,11 +14,13 @@ import pytest
 
 from memsaver_server import Attachment, Settings, attach
 from memsaver_server.fleet import Fleet, Member, StaticMembership
+from tests.clock import CLOCK
 from tests.waiting import wait_until
 
 from .light_engine import LightEngine
 from .wire import Loop, Wire
 
+CLOCK.install()
 NAMES = ("a", "b", "c")
 #: Short, so that what waits for them does not make the tests slow.
 SILENCE_S, LEASE_S = 1.5, 3.0
@@ -32,7 +34,7 @@ class Site:
         self.attachment: Attachment = attach(self.engine, settings=Settings(phase_timeout_s=1))
         self.wire = Wire(self.attachment.url, loop.loop)
         self.member = Member(name, self.wire.url)
-        self.http = httpx.Client(base_url=self.attachment.url, timeout=30)
+        self.http = httpx.Client(base_url=self.attachment.url, timeout=600, verify=False)
 
     @property
     def is_open(self) -> bool:
@@ -65,6 +67,12 @@ class Site:
 
 
 Sites = dict[str, Site]
+
+
+@pytest.fixture(autouse=True)
+def _limits_of_time() -> Iterator[None]:
+    with CLOCK.held():
+        yield
 
 
 @pytest.fixture(scope="package")

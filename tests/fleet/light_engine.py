@@ -11,18 +11,18 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
-from memsaver_core.options import ReleaseOptions, ResumeOptions
-from memsaver_core.reports import OperationReport, Status
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.contract.status import Status
 from memsaver_server import attach
 from memsaver_server.engine import LOCAL_MEMORY
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
 
 MIB = 1 << 20
 TAGS = ("kv_cache", "weights")
@@ -53,7 +53,7 @@ class LightEngine(Gate):
         """End faults, and bring everything back."""
         self.memory.heal()
         self.memory.give_back_reserved()
-        self.memory.resume(ResumeOptions())
+        self.memory.resume(Tagged())
 
 
 class LightMemory:
@@ -95,31 +95,31 @@ class LightMemory:
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
         return [self._short(tag) for tag in LOCAL_MEMORY.check_tags(self._long(tags or ()))]
 
-    def check_release(self, options: ReleaseOptions) -> None:
+    def check_release(self, options: MemoryRequest) -> None:
         self._reach("check_release")
         LOCAL_MEMORY.check_release(self._own(options))
 
-    def release(self, options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    def release(self, options: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         self._reach("release")
         return self._named(LOCAL_MEMORY.release(self._own(options), log=log))
 
-    def reserve(self, options: ResumeOptions) -> Any:
+    def reserve(self, options: Tagged) -> Any:
         self._reach("reserve")
         return LOCAL_MEMORY.reserve(self._own(options))
 
     def give_back_reserved(self, *arguments: Any) -> None:
         LOCAL_MEMORY.give_back_reserved(*arguments)
 
-    def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    def resume(self, options: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
         self._reach("resume")
         return self._named(LOCAL_MEMORY.resume(self._own(options), log=log))
 
     def status(self) -> Status:
         status = LOCAL_MEMORY.status()
-        tags = tuple(replace(tag, tag=self._short(tag.tag)) for tag in status.tags if tag.tag.startswith(self._prefix))
+        tags = tuple(self._renamed(tag) for tag in status.tags if tag.tag.startswith(self._prefix))
         released = any(tag.released_bytes for tag in tags)
         state: Any = "failed" if self._ended else "released" if released else "resident"
-        return replace(status, tags=tags, state=state, failure=self._ended)
+        return status.model_copy(update={"tags": tags, "state": state, "failure": self._ended})
 
     def _reach(self, call: str) -> None:
         self.reached[call] = self.reached.get(call, 0) + 1
@@ -132,13 +132,16 @@ class LightMemory:
 
     def _own(self, options: Any) -> Any:
         tags = self._long(options.tags or self.names)
-        if isinstance(options, ReleaseOptions):
+        if isinstance(options, MemoryRequest):
             restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
-            return replace(options, tags=tags, restore=restore)
-        return replace(options, tags=tags)
+            return options.model_copy(update={"tags": tags, "restore": restore})
+        return options.model_copy(update={"tags": tags})
+
+    def _renamed(self, tag: Any) -> Any:
+        return tag.model_copy(update={"tag": self._short(tag.tag)})
 
     def _named(self, report: OperationReport) -> OperationReport:
-        return replace(report, tags=tuple(replace(tag, tag=self._short(tag.tag)) for tag in report.tags))
+        return report.model_copy(update={"tags": tuple(map(self._renamed, report.tags))})
 
     def _long(self, tags: Iterable[str]) -> tuple[str, ...]:
         return tuple(f"{self._prefix}{tag}" for tag in tags)

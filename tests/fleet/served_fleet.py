@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from memsaver_server import Settings
+from memsaver_server.app import create_fleet_app
 from memsaver_server.attachment import serve_app
 from memsaver_server.fleet import AsyncFleet, Member, Record, StaticMembership
-from memsaver_server.fleet.serve.app import create_fleet_app
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 
 Serve = Callable[..., httpx.Client]
@@ -33,5 +33,8 @@ def served(
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}
-    with serve_app(app, ours) as attachment, httpx.Client(base_url=attachment.url, timeout=60, headers=headers) as http:
+    with (
+        serve_app(app, ours) as attachment,
+        httpx.Client(base_url=attachment.url, timeout=600, verify=False, headers=headers) as http,
+    ):
         yield http

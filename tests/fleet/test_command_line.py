@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from memsaver_core import MemsaverError
+from memsaver_core import MemsaverError, OutOfDeviceMemoryError, OutOfHostMemoryError, UnsupportedError
 from memsaver_server.cli.commands import app
+from tests import forks
 from tests.waiting import wait_until
 
-from .conftest import Sites
+from .conftest import Site, Sites
 
 
 @pytest.fixture
@@ -68,6 +67,41 @@ def test_failures(members: str, sites: Sites, tmp_path: Path) -> None:
         assert memsaver("release", *arguments)[0] == 2
 
 
+def test_options_reach_every_engine(members: str, sites: Sites) -> None:
+    options = ["--restore", "weights=discard", "--no-trim", "--mode", "abort", "--timeout", "7"]
+    assert memsaver("release", "--members", members, "kv_cache", *options)[0] == 0
+    for site in sites.values():
+        (body,) = (json.loads(text[text.index("{") :]) for text in asked(site, "release"))
+        assert (body["tags"], body["restore"], body["trim"]) == (["kv_cache"], {"weights": "discard"}, False)
+        assert (body["mode"], body["timeout_s"]) == ("abort", 7.0)
+    assert memsaver("resume", "--members", members, "--wait-for-memory", "3", "--timeout", "9")[0] == 0
+    assert all('"wait_for_memory_s":3.0' in text for site in sites.values() for text in asked(site, "resume"))
+
+
+def asked(site: Site, verb: str) -> list[str]:
+    """The requests that an engine got to prepare an operation."""
+    return [text for text in site.wire.seen if text.startswith(f"POST /{verb}_memory") and '"prepare":true' in text]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OutOfDeviceMemoryError("short"), 6),
+        (OutOfHostMemoryError("short"), 6),
+        (UnsupportedError("no"), 5),
+        (MemsaverError("no"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_has_the_exit_code_that_it_has_from_one_engine(
+    members: str, sites: Sites, error: MemsaverError, code: int
+) -> None:
+    sites["b"].engine.memory.fail("release", error)
+    assert memsaver("release", "--members", members)[0] == code
+    sites["b"].engine.memory.fail("release", error)
+    assert CliRunner().invoke(app, ["release", "--url", sites["b"].wire.url]).exit_code == code
+
+
 def test_what_is_wanted_is_kept(members: str, tmp_path: Path) -> None:
     record = str(tmp_path / "record.json")
     assert memsaver("release", "--members", members, "--record", record, "kv_cache")[0] == 0
@@ -79,10 +113,10 @@ def test_what_is_wanted_is_kept(members: str, tmp_path: Path) -> None:
 def test_ctrl_c_gives_up_before_memory_is_moved(members: str, sites: Sites) -> None:
     with sites["b"].engine.request():
         command = [sys.executable, "-c", "from memsaver_server.cli import main; main()", "fleet", "release"]
-        running = subprocess.Popen([*command, "--members", members], stdout=subprocess.PIPE, text=True, env=os.environ)
+        running = forks.Popen([*command, "--members", members], stdout=forks.PIPE, text=True)
         wait_until(lambda: not sites["a"].is_open)
         running.send_signal(signal.SIGINT)
-        output, _ = running.communicate(timeout=60)
+        output, _ = running.communicate(timeout=600)
     assert "nothing was released: it was cancelled. All engines are as before" in output
     assert running.returncode == 1
     assert all(site.is_serving for site in sites.values())
@@ -90,9 +124,7 @@ def test_ctrl_c_gives_up_before_memory_is_moved(members: str, sites: Sites) -> N
 
 def test_watch(members: str, sites: Sites) -> None:
     command = [sys.executable, "-c", "from memsaver_server.cli import main; main()", "fleet", "watch", "--json"]
-    running = subprocess.Popen(
-        [*command, "--members", members, "--interval", "0.1"], stdout=subprocess.PIPE, text=True, env=os.environ
-    )
+    running = forks.Popen([*command, "--members", members, "--interval", "0.1"], stdout=forks.PIPE, text=True)
     assert running.stdout is not None
     seen = [json.loads(running.stdout.readline()) for _ in range(6)]
     assert [(each["event"], each["engine"]) for each in seen if each["event"] == "joined"] == [
@@ -103,5 +135,5 @@ def test_watch(members: str, sites: Sites) -> None:
         seen.append(json.loads(running.stdout.readline()))
     assert seen[-1]["engine"] == "b"
     running.send_signal(signal.SIGINT)
-    running.communicate(timeout=60)
+    running.communicate(timeout=600)
     assert running.returncode == 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from memsaver_core import MemsaverError
+from memsaver_core.contract.requests import FleetMode as Mode
 from memsaver_server.fleet import Fleet, FleetError, FleetResult, Member, Selector, StaticMembership
-from memsaver_server.fleet.results import Mode
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -118,11 +118,16 @@ def test_selectors(fleet: Fleet, sites: Sites) -> None:
     assert [site.is_serving for site in sites.values()] == [True, False, True]
 
 
-def test_wrong_arguments_are_refused(fleet: Fleet) -> None:
+def test_wrong_arguments_are_refused(fleet: Fleet, sites: Sites) -> None:
     with pytest.raises(FleetError, match="no option 'at_least'"):
         fleet.release(at_least=1)
     with pytest.raises(FleetError, match="unknown mode"):
         fleet.release(mode="some")  # type: ignore[arg-type]
+    with pytest.raises(FleetError, match="no option 'dry_run'"):  # on which only the fleet's address acts
+        fleet.release(dry_run=True)
+    with pytest.raises(FleetError, match="send tags instead of at_least_bytes"):
+        fleet.release(at_least_bytes=1)
+    assert all(site.is_serving for site in sites.values())
     result = fleet.release(tags=["wieghts"])
     assert {engine.kind for engine in result.failed} == {"unknown_tag"}
     assert "All engines are as before" in result.message

@@ -17,8 +17,7 @@ import pytest
 
 from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
-from memsaver_server.fleet.turns.room import victims
-from memsaver_server.fleet.turns.seat import Seat
+from memsaver_server.fleet.turns.seat import Seat, victims
 from tests.fleet.served_fleet import served
 from tests.programs import Child
 from tests.waiting import wait_until
@@ -38,7 +37,7 @@ class Engine(Child):
         self.device = device
 
     def load(self) -> None:
-        self.http = httpx.Client(base_url=self.ask("load"), timeout=60)
+        self.http = httpx.Client(base_url=self.ask("load"), timeout=600, verify=False)
 
     @property
     def member(self) -> Member:

@@ -25,7 +25,7 @@ def application(fleet: str) -> Any:
     from ray.llm._internal.serve.core.ingress.dev_ingress import DEV_ENDPOINTS, DevIngress
     from ray.serve.llm.ingress import make_fastapi_ingress
 
-    from memsaver_server.fleet.ray.serve_llm import AtomicSleepMixin
+    from memsaver_server.integrations.ray_serve.plugin import AtomicSleepMixin
 
     class Ingress(AtomicSleepMixin, DevIngress):
         pass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import memsaver_core as ms
 from memsaver_server import attach
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
 
 pytestmark = [
     pytest.mark.gpu,

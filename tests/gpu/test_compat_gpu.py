@@ -249,9 +249,9 @@ def test_resident_memory_after_a_resume(mode: str, retain: str, backend: str) ->
     """Without retention the host memory is returned to the kernel if the host lacks memory; with it, it stays."""
     run(
         """
-        from memsaver_core.compat.torch_memory_saver import spare_memory
+        from memsaver_core.compat.torch_memory_saver import state
 
-        spare_memory.is_plentiful = lambda spare: False
+        state.is_plentiful = lambda spare: False
         retain = os.environ["TMS_RETAIN_CPU_BACKUP"] == "1"
         assert saver.retain_cpu_backup is retain
         assert saver._impl._binary_wrapper.cdll.tms_get_cpu_backup_backend().decode() in ("pinned", "mmap")

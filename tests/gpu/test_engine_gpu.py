@@ -14,8 +14,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server import attach
-from memsaver_server.reference.checkpoint import storage_bytes, tensors_of
 from memsaver_server.reference.engine import TransformersEngine
+from tests.tensors import storage_bytes, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,22 +95,23 @@ def outside_regions() -> int:
 
 
 def addresses(engine: TransformersEngine) -> list[int]:
-    runner = engine._runner
+    runner = engine.runner
     layers = [tensor for pair in runner._cache._layers for tensor in pair]
     static = [tensor for tensor in vars(runner).values() if isinstance(tensor, torch.Tensor)]
-    return [tensor.data_ptr() for tensor in (*layers, *static, *(t for _, t in tensors_of(runner.model)))]
+    static += runner._inputs.values()
+    return [tensor.data_ptr() for tensor in (*layers, *static, *tensors_of(runner.model).values())]
 
 
 @pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_replay_with_the_same_tokens_after_release_and_resume(qwen: TransformersEngine) -> None:
     """The pool comes back with its content; nothing is captured again, and no address changes."""
     assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
-    before, where, graphs = alone(qwen, range(4)), addresses(qwen), dict(qwen._runner._graphs)
+    before, where, graphs = alone(qwen, range(4)), addresses(qwen), dict(qwen.runner.graphs)
     assert all(len(set(answer)) > 10 for answer in before)
     for _ in range(3):
         release(qwen)
         resume(qwen)
-        assert qwen._runner._graphs == graphs
+        assert qwen.runner.graphs == graphs
         assert addresses(qwen) == where
         assert alone(qwen, range(4)) == before
 
@@ -131,7 +132,7 @@ def test_every_byte_goes_and_the_device_sees_it(qwen: TransformersEngine) -> Non
     """Including the graphs' pool; when the release returns, the device's count matches the report."""
     alone(qwen, [0])
     held = {tag.tag: tag.bytes for tag in ms.status().tags}
-    assert held["cuda_graph"] > storage_bytes([qwen._runner._logits])
+    assert held["cuda_graph"] > storage_bytes([qwen.runner.logits])
     before = used_bytes()
     report = release(qwen)
     assert report.released_bytes >= sum(held.values())
@@ -156,11 +157,11 @@ def test_the_graph_pool_alone_goes(qwen: TransformersEngine) -> None:
 @pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_graphs_whose_pool_was_given_up_are_captured_anew(qwen: TransformersEngine) -> None:
     """No graph that relied on discarded content is replayed."""
-    answers, graphs = alone(qwen, range(3)), list(qwen._runner._graphs.values())
+    answers, graphs = alone(qwen, range(3)), list(qwen.runner.graphs.values())
     release(qwen, ["cuda_graph"], restore={"cuda_graph": "discard"})
     resume(qwen, lost=["cuda_graph"])
     assert qwen.describe()["graph_batch_sizes"] == list(SIZES)
-    assert not any(new is old for new in qwen._runner._graphs.values() for old in graphs)
+    assert not any(new is old for new in qwen.runner.graphs.values() for old in graphs)
     assert alone(qwen, range(3)) == answers
 
 
@@ -176,8 +177,8 @@ def test_requests_frozen_over_a_released_cache_are_computed_again(qwen: Transfor
 def test_weights_loaded_from_a_checkpoint_lie_in_their_region(start: Start) -> None:
     """transformers loads in threads of its own, to which the region does not apply; nothing may stay outside."""
     engine = start()
-    needed = storage_bytes(tensor for _, tensor in tensors_of(engine._runner.model))
-    assert all(tensor.is_cuda for _, tensor in tensors_of(engine._runner.model))
+    needed = storage_bytes(tensors_of(engine.runner.model).values())
+    assert all(tensor.is_cuda for tensor in tensors_of(engine.runner.model).values())
     assert next(tag.bytes for tag in ms.status().tags if tag.tag == "weights") >= needed
     torch.cuda.empty_cache()
     assert outside_regions() == 0
@@ -206,7 +207,7 @@ def test_drawn_tokens_leave_nothing_outside_the_regions(start: Start) -> None:
 def test_new_weights_reach_the_graphs(start: Start, tmp_path: Path) -> None:
     first = start(random_weights=QWEN2, kv_cache_bytes=GIB)
     answers = alone(first, [2])
-    first._runner.model.save_pretrained(tmp_path)
+    first.runner.model.save_pretrained(tmp_path)
     first.close()
     second = start(random_weights=QWEN2, kv_cache_bytes=GIB, seed=5)
     assert alone(second, [2]) != answers
@@ -221,7 +222,7 @@ def test_new_weights_reach_the_graphs(start: Start, tmp_path: Path) -> None:
 def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str, ...]) -> None:
     """Requests are refused until everything that graphs use is back; then the same graphs give the same answers."""
     engine = start(random_weights=QWEN2, kv_cache_bytes=GIB, batch_sizes=(1, 4))
-    graphs = dict(engine._runner._graphs)
+    graphs = dict(engine.runner.graphs)
     with attach(engine) as server, httpx.Client(base_url=server.url, timeout=120) as http:
 
         def generate() -> httpx.Response:
@@ -236,4 +237,4 @@ def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str,
             assert int(refused.headers["retry-after"]) > 0
             http.post("/resume_memory_occupation", json={"tags": [tag]}).raise_for_status()
         assert generate().raise_for_status().json()["output_ids"] == before
-        assert engine._runner._graphs == graphs
+        assert engine.runner.graphs == graphs

@@ -396,8 +396,8 @@ def test_what_remains_is_explained() -> None:
     """Every byte of the device has a source, among them the memory of captured graphs."""
     told = run(
         """
-        from memsaver_server.device_monitor import Sample
-        from memsaver_server.memory_breakdown import break_down
+        from memsaver_server.engine.device_monitor import Sample
+        from memsaver_server.engine.memory_breakdown import break_down
         graphs = []
         for size in range(8):
             graphs.append(torch.cuda.CUDAGraph())

@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <cstdio>
 
-#include "vmm/core.hpp"
+#include "vmm/saver.hpp"
 
 namespace memsaver {
 
 struct SaverAudit {
-  static Core& core_of(Saver& saver) { return *saver.core_; }
+  static std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& others);
 };
 
 struct ArenaAudit {
@@ -68,12 +68,13 @@ struct ArenaAudit {
 
   // Each live range without memory is owed what exactly one policy says.
   void check_debts() {
-    for (const auto& run : arena.released_runs()) {
+    const RangeSet released = arena.released();
+    for (const auto& [begin, bytes] : released.ranges()) {
       std::size_t owed = 0;
-      for (Address at = run.begin; at < run.begin + run.bytes; at += kPage) {
+      for (Address at = begin; at < begin + bytes; at += kPage) {
         for (const auto& [restore, ranges] : arena.owed_) owed += ranges.contains(at, kPage) ? kPage : 0;
       }
-      if (owed != run.bytes) problem("a released range is not owed what one policy says", run.begin, run.bytes);
+      if (owed != bytes) problem("a released range is not owed what one policy says", begin, bytes);
     }
   }
 
@@ -120,20 +121,23 @@ struct ArenaAudit {
 };
 
 std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& others) {
-  Core& core = SaverAudit::core_of(saver);
+  return SaverAudit::audit(saver, others);
+}
+
+std::vector<std::string> SaverAudit::audit(Saver& saver, const std::map<int, std::size_t>& others) {
   std::vector<std::string> problems;
   std::map<int, std::size_t> device_bytes;
   std::size_t host_bytes = 0;
   std::size_t file_bytes = 0;
   std::map<std::uint32_t, std::size_t> entries;  // of the shared store; several blocks may use one
-  const Lock operation(core.backups.operation_mutex);
-  for (const int device : core.map.devices()) device_bytes[device] = core.backups.device_bytes(device);
-  const auto orphans = core.orphans.list();
+  const Lock operation(saver.backups_.operation_mutex);
+  for (const int device : saver.map_.devices()) device_bytes[device] = saver.backups_.device_bytes(device);
+  const auto orphans = saver.physical_.orphans();
   for (const auto& orphan : orphans) device_bytes[orphan.device] += orphan.bytes;
-  for (const auto& [device, bytes] : core.reservation.bytes_by_device()) device_bytes[device] += bytes;
+  for (const auto& [device, bytes] : saver.physical_.reserved_by_device()) device_bytes[device] += bytes;
   {
-    const Lock lock(core.map.mutex);
-    for (const Arena* const arena : core.map.select({})) {
+    const Lock lock(saver.map_.mutex);
+    for (const Arena* const arena : saver.map_.select({})) {
       RangeSet withheld;
       for (const auto& orphan : orphans) {
         if (orphan.arena != arena) continue;
@@ -144,7 +148,7 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
       for (const auto& [address, allocation] : arena->allocations()) {
         for (const auto& block : allocation.blocks) {
           if (!block.shared) host_bytes += sum_of(block.host);
-          if (block.shared) entries[*block.shared] = core.backups.shared()->stored_bytes(*block.shared);
+          if (block.shared) entries[*block.shared] = saver.backups_.shared()->stored_bytes(*block.shared);
           file_bytes += block.file.bytes;
         }
       }
@@ -155,15 +159,15 @@ std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& o
     problems.push_back(what + ": " + std::to_string(counted) + " bytes are handed out, and " +
                        std::to_string(expected) + " are accounted for");
   };
-  compare("host memory", core.backups.pool_status().used_bytes, host_bytes);
-  if (const SharedStore* const store = core.backups.shared()) {
+  compare("host memory", saver.backups_.pool_status().used_bytes, host_bytes);
+  if (const SharedStore* const store = saver.backups_.shared()) {
     std::size_t bytes = 0;
     for (const auto& [entry, each] : entries) bytes += each;
     compare("shared store", store->status().held_bytes, bytes);
   }
-  compare("backup file", core.backups.files().used_bytes(), file_bytes);
+  compare("backup file", saver.backups_.files().used_bytes(), file_bytes);
   for (const auto& [device, bytes] : device_bytes) {
-    const MemoryInfo memory = core.driver->memory_info(device);
+    const MemoryInfo memory = saver.driver_->memory_info(device);
     const auto other = others.find(device);
     compare("device " + std::to_string(device), memory.total_bytes - memory.free_bytes,
             bytes + (other == others.end() ? 0 : other->second));

@@ -186,7 +186,7 @@ def record() -> None:
     if missing:
         raise SystemExit(f"no figures of {', '.join(missing)}: run what measures them first")
     if figures["every_call"]["stride"] != 1:
-        raise SystemExit("only part of the cases was run: run the tests with MEMSAVER_EVERY_CALL_STRIDE=1")
+        raise SystemExit("only part of the cases was run: run `make test-long`")
     RECORD.write_text(json.dumps(figures, indent=2) + "\n")
 
 

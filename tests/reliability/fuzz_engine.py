@@ -17,11 +17,11 @@ import atheris
 import torch
 from fastapi.responses import JSONResponse
 
+from memsaver_core.contract.errors import BadRequestError
 from memsaver_server import Settings, create_app
 from memsaver_server.http import requests
-from memsaver_server.http.errors import BadRequestError
 from memsaver_server.reference.engine import TransformersEngine
-from memsaver_server.reference.sampling import NEUTRAL, Sampling
+from memsaver_server.reference.requests import NEUTRAL, Sampling
 from memsaver_server.routes import weights
 from tests.reliability.fuzz_inputs import (
     NUMBERS,
@@ -37,7 +37,7 @@ from tests.reliability.fuzz_inputs import (
 SHARE = 0.2
 LIMIT = 1 << 16
 TENSOR = "model.norm.weight"
-SAMPLING = [*Sampling.__dataclass_fields__, *NEUTRAL, "sampling_seed"]
+SAMPLING = [*Sampling.model_fields, *NEUTRAL, "sampling_seed"]
 #: Element types of safetensors with their bits, and one that does not exist.
 KINDS = {"F32": 32, "BF16": 16, "F64": 64, "I64": 64, "U16": 16, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "?": 8} | {
     "F4": 4,
@@ -76,10 +76,10 @@ class Target:
 
     def __init__(self) -> None:
         self.engine = TransformersEngine(kv_cache_bytes=1 << 20, max_len=64)
-        self.own = dict(self.engine._runner.model.named_parameters())
-        self.logits = torch.linspace(-30, 30, self.engine._runner.vocabulary)
+        self.own = dict(self.engine.runner.model.named_parameters())
+        self.logits = torch.linspace(-30, 30, self.engine.runner.vocabulary)
         self.app = create_app(self.engine, Settings(max_body_bytes=LIMIT))
-        self.read_update = requests.fields_of(weights.UpdateFromTensorFields)
+        self.read_update = requests.fields_of(weights.UpdateFromTensor)
 
     def read(self, data: bytes) -> int:
         count("inputs")
@@ -108,9 +108,9 @@ class Target:
         except ValueError as error:
             raise BadRequestError(str(error)) from None
         while parsed.finish is None and len(parsed.output) < 3:
-            token = parsed.sampler.pick(self.logits)
+            token = parsed.pick(self.logits)
             assert 0 <= token < len(self.logits)
-            parsed.accept(token, frozenset([7]), self.engine._runner.length)
+            parsed.accept(token, frozenset([7]), self.engine.runner.length)
         JSONResponse(self.engine._answer(parsed))
 
     def _update(self, body: bytes) -> None:
@@ -155,7 +155,7 @@ def update_from(data: bytes) -> bytes:
     """A payload that is valid except for what the bytes change."""
     provider = atheris.FuzzedDataProvider(data)
     if provider.ConsumeIntInRange(0, 7) == 0:
-        return body_for(names_of(weights.UpdateFromTensorFields), provider.ConsumeBytes(provider.remaining_bytes()))
+        return body_for(names_of(weights.UpdateFromTensor), provider.ConsumeBytes(provider.remaining_bytes()))
     name = provider.PickValueInList([TENSOR, "lm_head.weight", "model.no.weight", "__metadata__", ""])
     kind = provider.PickValueInList(list(KINDS))
     shape = provider.PickValueInList([[256], [256, 1], [0], [], [2, provider.ConsumeIntInRange(0, 128)]])

@@ -17,7 +17,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from memsaver_server import Settings, create_app, schemas
+from memsaver_core.contract.requests import Fields
+from memsaver_server import Settings, create_app
 from memsaver_server.http import auth, requests
 from memsaver_server.routes import tensorrt_llm
 from tests.reliability.fuzz_inputs import (
@@ -35,7 +36,7 @@ from tests.reliability.fuzz_inputs import (
 from tests.service.tensor_engine import Memory, TensorEngine
 
 #: Every kind of body in the API description.
-MODELS = sorted(schemas.Fields.__subclasses__(), key=lambda model: model.__name__)
+MODELS = sorted(Fields.__subclasses__(), key=lambda model: model.__name__)
 SHARE = 0.5
 SEEDS = [
     *(

@@ -10,11 +10,12 @@ from typing import Any
 import atheris
 import h11
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from memsaver_server.http import errors
+from memsaver_core.contract import errors
+from memsaver_server.controller import Answer
+from memsaver_server.http.service import response_of
 
 KEY = "the key"
 REFUSALS = (errors.BadRequestError, errors.BodyTooLargeError, errors.ForbiddenError, errors.UnauthorizedError)
@@ -33,9 +34,7 @@ def count(what: str) -> None:
 
 def answered(error: Exception) -> None:
     """Check that the answer can be sent, and that its status blames the caller."""
-    problem = errors.error_response(error)
-    assert 400 <= problem.status < 500
-    JSONResponse(problem.body(), problem.status, headers=problem.headers)
+    assert 400 <= response_of(Answer.failure(error)).status_code < 500
 
 
 def at_once(work: Coroutine[Any, Any, Any]) -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from memsaver_core.contract.requests import Resume
 from memsaver_server import Settings, create_app
 from memsaver_server.http.connection_limits import LimitedProtocol
-from memsaver_server.operation import ResumeRequest
 from tests.reliability.fuzz_inputs import KEY, count, headers_on_the_wire, parts_of
 from tests.service.surface import routes
 from tests.service.tensor_engine import Memory, TensorEngine
@@ -108,7 +108,7 @@ class Served:
 
     def __init__(self, engine: TensorEngine, key: str | None) -> None:
         self.app = create_app(engine, Settings(api_key=key, max_body_bytes=2048))
-        self.service = self.app.state.memsaver
+        self.lifecycle = self.app.state.memsaver.controller.lifecycle
         self.config = uvicorn.Config(self.app, http=LimitedProtocol, ws="none", log_config=None, access_log=False)
         self.config.load()
         self.state = ServerState()
@@ -138,9 +138,9 @@ class Served:
 
     async def reopen(self) -> None:
         """Let all held requests go and resume all memory, which no request outlasts."""
-        self.service.lifecycle.continue_generation()
-        if self.service.lifecycle.operations.running is not None or self.service.lifecycle.state != "resident":
-            self.service.lifecycle.resume(ResumeRequest(), wait=True).done.result()
+        self.lifecycle.continue_generation()
+        if self.lifecycle.operations.running is not None or self.lifecycle.snapshot().state != "resident":
+            self.lifecycle.resume(Resume(wait=True)).done.result()
         if self.state.tasks:
             await asyncio.wait(self.state.tasks)
         assert not self.state.connections
@@ -213,7 +213,7 @@ class Target:
 
     def _seen(self, served: Served) -> object:
         """What a caller without the key must not change."""
-        newest = [operation.id for operation in served.service.lifecycle.operations.recent()[:1]]
+        newest = [operation.id for operation in served.lifecycle.operations.recent()[:1]]
         return newest, self.engine.is_closed, self.engine.tokens_computed, self.engine.weights._version
 
     def _note(self, _loop: asyncio.AbstractEventLoop, problem: dict[str, Any]) -> None:

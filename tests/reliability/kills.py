@@ -3,7 +3,7 @@ standstill preloaded and the tests' native module, which has the account's audit
 
 Each engine is a fork of this process. It is held and killed at the nth system call of one operation, where the host
 driver's account may disagree with the system, or the saver's data with the driver's. A co-tenant works meanwhile; if
-the engine holds the account's lock, the co-tenant waits for it. Prints figures.
+the engine holds the account's lock, the co-tenant waits for it. Prints figures. ``--every N`` kills at every Nth place.
 
 With ``--store``, on the core with small units, the three of them keep packed content in one store: the engine, its
 co-tenant, and a process on another device, which releases at the same time.
@@ -37,6 +37,9 @@ from tests.waiting import wait_until
 CAPACITY = 1 << 20
 #: The store in which all keep their backups; empty: each has its own memory.
 STORE = f"kills-{uuid.uuid4().hex[:12]}" if "--store" in sys.argv else ""
+#: Which places are tried: all of them or, from another one in each round, every few.
+EVERY = int(sys.argv[sys.argv.index("--every") + 1]) if "--every" in sys.argv else 1
+FIRST = itertools.cycle(range(1, EVERY + 1))
 WEIGHTS = (40 if STORE else 9) * PAGE  # with a store the core has small units, and 40 pages are packed in part
 SAME = 32 * PAGE
 #: Tag, policy and bytes of an engine's memory.
@@ -209,8 +212,8 @@ def kill_everywhere(folder: Path, tenant: Tenant | None, device: str) -> Counter
     kills: Counter[str] = Counter()
     for operation in OPERATIONS:
         for after in (False, True):
-            nth = 0
-            while call := run_until(operation, nth := nth + 1, after, device, folder, tenant):
+            places = itertools.count(next(FIRST), EVERY)
+            while call := run_until(operation, next(places), after, device, folder, tenant):
                 kills[f"{operation}, {call}"] += 1
                 if tenant is not None:
                     tenant.check()

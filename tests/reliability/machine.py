@@ -410,7 +410,7 @@ class Machine(RuleBasedStateMachine):
         for device, size in ms.status().reserved_by_device.items():
             free[device] += size
         try:
-            ms.reserve_with(ms.ResumeOptions(tuple(tags)))
+            ms.reserve_with(ms.MemoryRequest(tags=tuple(tags)))
         except ms.MemsaverError as error:
             assert ms.status().reserved_by_device == {}
             short = any(needed[device] > free[device] for device in DEVICES)

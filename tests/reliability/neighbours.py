@@ -14,7 +14,7 @@ import traceback
 import numpy as np
 
 from memsaver_core import _native
-from memsaver_core.errors import OutOfHostMemoryError
+from memsaver_core.contract.errors import OutOfHostMemoryError
 from tests.native.injection import SITE
 from tests.native.site import sitecustomize
 from tests.programs import Child

@@ -1,8 +1,7 @@
 """Runs the random programs of ``machine``: ``python -m tests.reliability.random_programs``.
 
-MEMSAVER_MACHINE_EXAMPLES and MEMSAVER_MACHINE_STEPS set the number of programs and of steps. Each run prints its seed,
-and --seed repeats its programs (threads and other processes may still be scheduled differently); --replay runs one
-program from a file, in the form in which a failure prints it.
+Each run prints its seed, and --seed repeats its programs (threads and other processes may still be scheduled
+differently); --replay runs one program from a file, in the form in which a failure prints it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import seed as seed_of
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.amount import amount
 from tests.native.build import faulty_module, small_module
 from tests.native.site import sitecustomize
 from tests.reliability.figures import FOLDER
@@ -30,9 +29,8 @@ JOURNALS = {core: FOLDER / f"program-on-{core}-core.txt" for core in CORES}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.reliability.random_programs")
-    # The same programs every time, unless a longer search is asked for.
-    fresh = "MEMSAVER_MACHINE_EXAMPLES" in os.environ
-    parser.add_argument("--seed", type=int, default=random.getrandbits(32) if fresh else 0)
+    # The same programs every time, except in a long search.
+    parser.add_argument("--seed", type=int, default=amount(0, long=random.getrandbits(32)))
     parser.add_argument("--core", choices=CORES, default="small", help="blocks of 16 KiB, or those that are shipped")
     parser.add_argument("--store", action="store_true", help="keep backups in a store that two other processes use")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run this program alone")
@@ -49,8 +47,7 @@ def main() -> None:
             machine.replay(read(arguments.replay.read_text()), kind())
             return
         few = arguments.store or arguments.core == "shipped"
-        examples = int(os.environ.get("MEMSAVER_MACHINE_EXAMPLES", "20" if few else "60"))
-        count = int(os.environ.get("MEMSAVER_MACHINE_STEPS", "50"))
+        examples = amount(5 if few else 20, long=300)
         print(f"seed {arguments.seed}", flush=True)
         start = time.monotonic()
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,7 @@ def main() -> None:
             seed_of(arguments.seed)(kind),
             settings=settings(
                 max_examples=examples,
-                stateful_step_count=count,
+                stateful_step_count=50,
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),

@@ -32,7 +32,7 @@ class Zygote:
         listener = Listener(ranks, first=0)
         with self._lock:
             pids = json.loads(self._child.ask(json.dumps([ranks, listener.path, str(folder), settings])))
-        return Group(SocketChannel(None, listener.accept(60)), pids)
+        return Group(SocketChannel(None, listener.accept(600)), pids)
 
     def close(self) -> None:
         self._child.end()
@@ -64,4 +64,4 @@ class Group:
 
     def tell(self, name: str, **fields: Any) -> list[Plain]:
         """Send the ranks a message of the tests."""
-        return self.channel.start({"type": name, **fields}).result(60)
+        return self.channel.start({"type": name, **fields}).result(600)

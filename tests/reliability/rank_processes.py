@@ -21,7 +21,7 @@ import torch._dynamo  # which torch imports at the first use of a region: second
 
 import memsaver_core as ms
 from memsaver_core import communicators, hibernation, process
-from memsaver_core.errors import DriverError
+from memsaver_core.contract.errors import DriverError
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.connection import serve
 from memsaver_core.ranks.protocol import Plain
@@ -35,8 +35,14 @@ HELD = (("weights", "host", 3 << 16), ("disk", "file", 1 << 16), ("kv_cache", "z
 def step_of(request: protocol.Request) -> str:
     """What the tests call the step that ``request`` is."""
     match request:
-        case protocol.Release(options):
-            return "release kept" if "weights" in options.tags else "release discarded"
+        case protocol.Move("release", memory):
+            return "release kept" if "weights" in memory.tags else "release discarded"
+        case protocol.Prepare(operation):
+            return f"prepare {operation}"
+        case protocol.Move("resume"):
+            return "resume"
+        case protocol.MoveCommunicators(operation):
+            return f"communicators {operation}"
         case protocol.HibernationStep(step):
             return step
     return type(request).__name__

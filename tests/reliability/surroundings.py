@@ -41,7 +41,7 @@ def in_child(body: Callable[[], None]) -> None:
     process = _FORK.Process(target=run, args=(theirs,))
     process.start()
     theirs.close()
-    assert ours.poll(120)
+    assert ours.poll(600)
     try:
         outcome, reason = ours.recv()
     except EOFError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 from tests.unit.saver_memory import MIB, content, fill
 
 DEVICES = (0, 1)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
+from tests.amount import amount
 from tests.native.build import built, run
 from tests.reliability.figures import keep
 
 #: Every STRIDE-th case: with 3, each call still fails at each of its occurrences, with a third of the errors.
-STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "7"))
+STRIDE = amount(21, long=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # it may have to build the core
 @pytest.mark.guards(
     "running out of memory or other resources killed the process",
@@ -24,9 +24,8 @@ STRIDE = int(os.environ.get("MEMSAVER_EVERY_CALL_STRIDE", "7"))
 )
 def test_every_call_at_every_occurrence() -> None:
     """Everything is then as before, or released with its backup, and the retry works with correct content; frees of
-    released memory and failed ones leave nothing behind, on every device. MEMSAVER_EVERY_CALL_STRIDE=1 runs all
-    cases."""
+    released memory and failed ones leave nothing behind, on every device. `make test-long` runs all cases."""
     figures = json.loads(run(built() / "every_call", "--stride", str(STRIDE)).splitlines()[-1])
     keep("every_call", figures | {"stride": STRIDE})
     assert figures["problems"] == 0
-    assert figures["cases"] > 10_000
+    assert figures["cases"] > 70_000 // STRIDE

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
+from memsaver_core.contract.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
+from tests.native import injection
+from tests.programs import output_of
 from tests.reliability.surroundings import (
     ControlGroup,
     control_group,
@@ -278,23 +280,24 @@ def test_a_host_device_keeps_to_the_control_group(group: ControlGroup, tmp_path:
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_release_that_runs_out_of_addresses_is_undone() -> None:
     """A backup that finds no more address space in the middle leaves all memory resident, with its content."""
+    program = "from tests.reliability import test_host_resources as t; t.run_out_of_addresses()"
+    output_of(program, by_itself=True, **injection.in_child())
+
+
+def run_out_of_addresses() -> None:
     nbytes = 224 * MIB  # the second slice of host memory does not fit
-
-    def body() -> None:
-        saver = make()
-        address = saver.allocate(0, "t", "host", nbytes)
-        mark(address, nbytes)
-        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + 160 * MIB, resource.RLIM_INFINITY))
-        with pytest.raises(OutOfHostMemoryError, match="mmap failed: ENOMEM"):
-            saver.release([], [], {})
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert saver.counts()["unmap"] > 0, "some of it had been released"
-        assert saver.status()["state"] == "resident"
-        assert is_marked(address, nbytes)
-        assert saver.audit() == []
+    saver = make()
+    address = saver.allocate(0, "t", "host", nbytes)
+    mark(address, nbytes)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 160 * MIB, resource.RLIM_INFINITY))
+    with pytest.raises(OutOfHostMemoryError, match="mmap failed: ENOMEM"):
         saver.release([], [], {})
-        saver.resume([])
-        assert is_marked(address, nbytes)
-
-    in_child(body)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert saver.counts()["unmap"] > 0, "some of it had been released"
+    assert saver.status()["state"] == "resident"
+    assert is_marked(address, nbytes)
+    assert saver.audit() == []
+    saver.release([], [], {})
+    saver.resume([])
+    assert is_marked(address, nbytes)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 
 SECRET = b"a tag's own words"

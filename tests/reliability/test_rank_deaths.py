@@ -17,7 +17,7 @@ from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
 from memsaver_server import attach
 from memsaver_server.engine import AdmissionClosedError
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
 from memsaver_server.ranks import RankMemory
 from tests.reliability.conftest import HASTY, Start
 from tests.reliability.rank_engine import Group
@@ -41,7 +41,7 @@ class Served:
         self.gate = Repaired("four ranks")
         self.gate.memory = memory  # type: ignore[attr-defined]
         self._attachment = attach(self.gate)
-        self.http = httpx.Client(base_url=self._attachment.url, timeout=60)
+        self.http = httpx.Client(base_url=self._attachment.url, timeout=600, verify=False)
 
     def refusal(self) -> str:
         """Why the gate lets no request in, or an empty string."""

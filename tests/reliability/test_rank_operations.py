@@ -9,12 +9,11 @@ from memsaver_core import (
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
     PhaseLog,
-    ReleaseOptions,
     RestorePolicy,
-    ResumeOptions,
     UnsupportedError,
 )
-from memsaver_server.ranks import host_room
+from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_server.ranks import memory as rank_memory
 from tests.reliability.conftest import Start
 from tests.reliability.rank_engine import KEPT, RANKS, Group
 
@@ -31,7 +30,7 @@ def test_the_steps_are_taken_in_order(start: Start) -> None:
     """And reported once, as taken by all ranks together."""
     group, memory = start()
     before = content(group, *KEPT)
-    report = memory.release(ReleaseOptions(hibernate=True))
+    report = memory.release(MemoryRequest(hibernate=True))
     names = [phase.name for phase in report.phases]
     assert [name for name in names if name in ("pause", "suspend_communicators", "lock", "hibernate")] == [
         *("pause", "suspend_communicators", "pause", "lock", "hibernate")
@@ -40,21 +39,21 @@ def test_the_steps_are_taken_in_order(start: Start) -> None:
     assert tags["communicators"].released_bytes == RANKS * (8 << 20)
     status = memory.status()
     assert (status.state, status.hibernated, status.communicators[0].suspended) == ("released", True, True)
-    again = memory.release(ReleaseOptions(hibernate=True))
+    again = memory.release(MemoryRequest(hibernate=True))
     assert again.released_bytes == 0
-    report = memory.resume(ResumeOptions(("kv_cache",)))
+    report = memory.resume(Tagged(tags=("kv_cache",)))
     assert [phase.name for phase in report.phases] == ["wake", "unlock", "resume_communicators", "restore"]
     assert released(group) == [{"weights", "disk", "t"}] * RANKS
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert content(group, *KEPT) == before
 
 
 def test_one_rank_is_an_engine_too(start: Start) -> None:
     group, memory = start(1)
     before = content(group, *KEPT)
-    memory.release(ReleaseOptions(hibernate=True))
+    memory.release(MemoryRequest(hibernate=True))
     assert memory.status().hibernated
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert content(group, *KEPT) == before
 
 
@@ -63,13 +62,13 @@ def test_a_tag_of_one_rank_alone(start: Start) -> None:
     group, memory = start()
     before = content(group, *KEPT)
     group.tell("Hold", rank=2, bytes=4096)
-    memory.release(ReleaseOptions(("t",)))
-    memory.release(ReleaseOptions(("held",), restore={"held": RestorePolicy.ZERO}))
+    memory.release(MemoryRequest(tags=("t",)))
+    memory.release(MemoryRequest(tags=("held",), restore={"held": RestorePolicy.ZERO}))
     assert released(group) == [{"t"}, {"t"}, {"t", "held"}, {"t"}]
-    memory.resume(ResumeOptions(("held",)))
-    memory.release(ReleaseOptions())
+    memory.resume(Tagged(tags=("held",)))
+    memory.release(MemoryRequest())
     assert released(group)[2] == {"kv_cache", "weights", "disk", "t", "held", "communicators"}
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert released(group) == [set()] * RANKS
     assert content(group, *KEPT) == before
 
@@ -79,15 +78,15 @@ def test_a_tag_of_one_rank_alone(start: Start) -> None:
 def test_a_rank_that_fails_half_way_is_undone(start: Start, nth: int) -> None:
     """Only what this operation released is resumed."""
     group, memory = start()
-    memory.release(ReleaseOptions(("t",)))
+    memory.release(MemoryRequest(tags=("t",)))
     before = content(group, *KEPT, "kv_cache")
     group.tell("FailCall", rank=2, call="unmap", nth=nth)
     with pytest.raises(DriverError, match=r"^rank 2: .*unmap"):
-        memory.release(ReleaseOptions())
+        memory.release(MemoryRequest())
     assert released(group) == [{"t"}] * RANKS
     assert content(group, *KEPT) == [each[: len(KEPT)] for each in before]
-    memory.release(ReleaseOptions())
-    memory.resume(ResumeOptions())
+    memory.release(MemoryRequest())
+    memory.resume(Tagged())
     assert released(group) == [set()] * RANKS
 
 
@@ -96,11 +95,11 @@ def test_what_a_release_kept_by_an_override_survives_a_failed_resume(start: Star
     """The ranks that had resumed release it again in the same way."""
     group, memory = start()
     before = content(group, "kv_cache")
-    memory.release(ReleaseOptions(restore={"kv_cache": RestorePolicy.HOST}))
-    group.arm(3, "Resume", "error", after=False)
+    memory.release(MemoryRequest(restore={"kv_cache": RestorePolicy.HOST}))
+    group.arm(3, "resume", "error", after=False)
     with pytest.raises(DriverError, match=r"^rank 3: "):
-        memory.resume(ResumeOptions())
-    memory.resume(ResumeOptions())
+        memory.resume(Tagged())
+    memory.resume(Tagged())
     assert content(group, "kv_cache") == before
 
 
@@ -108,15 +107,15 @@ def test_what_a_release_kept_by_an_override_survives_a_failed_resume(start: Star
 def test_a_device_that_is_full_is_found_before_any_rank_resumes(start: Start) -> None:
     """The error has the device's number as the service counts devices."""
     group, memory = start()
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     group.tell("Hold", rank=1, bytes=1000 << 10)
     log = PhaseLog(memory.read_devices)
     with pytest.raises(OutOfDeviceMemoryError, match=r"^rank 1: ") as short:
-        memory.resume(ResumeOptions(), log=log)
+        memory.resume(Tagged(), log=log)
     assert (log.failed, log.phases, short.value.device) == ("prepare", (), 1)
     assert released(group) == [{"weights", "disk", "kv_cache", "t", "communicators"}] * RANKS
     group.tell("LetGo")
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert released(group) == [set()] * RANKS
 
 
@@ -124,21 +123,21 @@ def test_a_device_that_is_full_is_found_before_any_rank_resumes(start: Start) ->
 def test_memory_is_reserved_on_all_ranks_or_on_none(start: Start) -> None:
     group, memory = start()
     before = content(group, *KEPT)
-    needed = memory.release(ReleaseOptions()).released_bytes - RANKS * (8 << 20)  # communicators take theirs back
+    needed = memory.release(MemoryRequest()).released_bytes - RANKS * (8 << 20)  # communicators take theirs back
     group.tell("FailCall", rank=2, call="create", nth=2)
     with pytest.raises(DriverError, match=r"^rank 2: .*create"):
-        memory.reserve(ResumeOptions())
+        memory.reserve(Tagged())
     assert memory.status().reserved_by_device == {}
-    memory.reserve(ResumeOptions())
+    memory.reserve(Tagged())
     assert memory.status().reserved_by_device == dict.fromkeys(range(RANKS), needed // RANKS)
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert content(group, *KEPT) == before
-    memory.release(ReleaseOptions())
-    memory.reserve(ResumeOptions(("kv_cache",)))
+    memory.release(MemoryRequest())
+    memory.reserve(Tagged(tags=("kv_cache",)))
     memory.give_back_reserved()
     assert memory.status().reserved_by_device == {}
     assert sum(device.used_bytes for device in memory.read_devices()) == 0
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
 
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
@@ -146,10 +145,10 @@ def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Star
     group, memory = start(host_backup_limit=1 << 16)
     log = PhaseLog(memory.read_devices)
     with pytest.raises(OutOfHostMemoryError, match=r"^rank 0: the backups need 196608 bytes"):
-        memory.release(ReleaseOptions(), log=log)
+        memory.release(MemoryRequest(), log=log)
     assert (log.failed, log.phases) == ("prepare", ())
     assert released(group) == [set()] * RANKS
-    memory.release(ReleaseOptions(("kv_cache",)))
+    memory.release(MemoryRequest(tags=("kv_cache",)))
 
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
@@ -159,15 +158,15 @@ def test_host_memory_that_is_short_for_all_ranks_is_found_before_any_releases(
     """There is enough for each of them alone."""
     group, memory = start()
     free = 3 * 196608
-    monkeypatch.setattr(host_room, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(rank_memory, "available_host_bytes", lambda: free)
     with pytest.raises(OutOfHostMemoryError, match=r"all ranks need 786432 more bytes .* 589824 are free") as short:
-        memory.release(ReleaseOptions())
+        memory.release(MemoryRequest())
     assert (short.value.needed_bytes, short.value.free_bytes) == (RANKS * 196608, free)
     assert released(group) == [set()] * RANKS
-    memory.release(ReleaseOptions(restore={"weights": RestorePolicy.DISCARD}))
-    memory.resume(ResumeOptions())
+    memory.release(MemoryRequest(restore={"weights": RestorePolicy.DISCARD}))
+    memory.resume(Tagged())
     free = RANKS * 196608
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
 
 
 @pytest.mark.guards("idle NCCL communicators held gigabytes while the engine slept")
@@ -175,17 +174,17 @@ def test_communicators_that_must_stay_stay_and_prevent_a_hibernation(start: Star
     """Each rank is named, before anything is released."""
     group, memory = start(communicators="off")
     with pytest.raises(UnsupportedError, match=r"rank 3: .*MEMSAVER_COMMUNICATORS=off.*nothing was released"):
-        memory.release(ReleaseOptions(hibernate=True))
+        memory.release(MemoryRequest(hibernate=True))
     assert released(group) == [set()] * RANKS
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     assert released(group) == [{"weights", "disk", "kv_cache", "t"}] * RANKS
 
 
 def test_communicators_are_released_alone_or_with_everything(start: Start) -> None:
     group, memory = start()
-    memory.release(ReleaseOptions(("weights",)))
+    memory.release(MemoryRequest(tags=("weights",)))
     assert released(group) == [{"weights"}] * RANKS
-    memory.release(ReleaseOptions(("communicators",)))
+    memory.release(MemoryRequest(tags=("communicators",)))
     assert released(group) == [{"weights", "communicators"}] * RANKS
-    memory.resume(ResumeOptions(("weights",)))
+    memory.resume(Tagged(tags=("weights",)))
     assert released(group) == [set()] * RANKS

@@ -12,63 +12,64 @@ from typing import Any
 
 import pytest
 
-from memsaver_core import MemsaverError, ReleaseOptions, ResumeOptions
-from memsaver_core.errors import DriverError
+from memsaver_core import MemsaverError
+from memsaver_core.contract.errors import DriverError, GroupFailedError
+from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.ranks.protocol import Plain
-from memsaver_server.ranks import Deadlines, GroupFailedError, RankMemory
+from memsaver_server.ranks import Deadlines, RankMemory
 from tests.reliability.conftest import HASTY, Start
 from tests.reliability.rank_engine import KEPT, RANKS
 
 #: The steps as the ranks' messages call them, and as errors do.
 RELEASE = {
-    "PrepareRelease": "preparation",
+    "prepare release": "preparation",
     "release kept": "release of kept content",
-    "SuspendCommunicators": "suspend of communicators",
+    "communicators release": "suspend of communicators",
     "release discarded": "release of discarded content",
     "lock": "lock",
     "checkpoint": "checkpoint",
 }
 RESUME = {
-    "PrepareResume": "preparation",
+    "prepare resume": "preparation",
     "restore": "restore",
     "unlock": "unlock",
-    "ResumeCommunicators": "resume of communicators",
-    "Resume": "resume",
+    "communicators resume": "resume of communicators",
+    "resume": "resume",
 }
 RESERVE = {"Reserve": "reservation"}
 STEPS = {**RELEASE, **RESUME, **RESERVE}
 #: The steps that undo others.
 UNDONE_BY = {
-    "release kept": "Resume",
-    "SuspendCommunicators": "ResumeCommunicators",
-    "release discarded": "Resume",
+    "release kept": "resume",
+    "communicators release": "communicators resume",
+    "release discarded": "resume",
     "lock": "unlock",
     "checkpoint": "restore",
     "restore": "checkpoint",
     "unlock": "lock",
-    "ResumeCommunicators": "SuspendCommunicators",
-    "Resume": "release kept",
+    "communicators resume": "communicators release",
+    "resume": "release kept",
     "Reserve": "GiveBackReserved",
 }
 
 
 def deadlines(step: str, kind: str) -> Deadlines:
     """Short ones if ranks wait for one that hangs, or does not come to a collective call."""
-    return HASTY if kind == "hang" or "Communicators" in step else Deadlines()
+    return HASTY if kind == "hang" or "communicators" in step else Deadlines()
 
 
 def get_ready(memory: RankMemory, step: str) -> None:
     if step not in RELEASE:
-        memory.release(ReleaseOptions(hibernate=step in RESUME))
+        memory.release(MemoryRequest(hibernate=step in RESUME))
 
 
 def operate(memory: RankMemory, step: str) -> None:
     if step in RELEASE:
-        memory.release(ReleaseOptions(hibernate=True))
+        memory.release(MemoryRequest(hibernate=True))
     elif step in RESUME:
-        memory.resume(ResumeOptions())
+        memory.resume(Tagged())
     else:
-        memory.reserve(ResumeOptions())
+        memory.reserve(Tagged())
 
 
 def kept(states: list[Plain]) -> list[Plain]:
@@ -112,7 +113,7 @@ def test_a_step_that_fails_is_undone_on_every_rank(start: Start, step: str) -> N
             assert kept(group.look()) == kept(before)
             assert memory.status().state == ("resident" if step in RELEASE else "released")
             operate(memory, step)
-            memory.resume(ResumeOptions())
+            memory.resume(Tagged())
             assert kept(group.look()) == kept(resident)
         group.kill()
 
@@ -143,7 +144,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(start: St
         assert (status.state, status.failure) == ("failed", str(failed.value))
         assert [each.alive for each in status.ranks] == [kind == "hang" or each != rank for each in range(RANKS)]
         assert sum(tag.bytes for tag in status.tags) >= (RANKS - 1) * (1 << 18)
-        for refused in (lambda: memory.release(ReleaseOptions()), lambda: memory.resume(ResumeOptions())):
+        for refused in (lambda: memory.release(MemoryRequest()), lambda: memory.resume(Tagged())):
             with pytest.raises(MemsaverError) as again:
                 refused()
             assert str(again.value) == str(failed.value)
@@ -177,7 +178,7 @@ def test_a_step_that_cannot_be_undone_is_told(start: Start, step: str) -> None:
             assert f"undoing of the {STEPS[step]}" in told
         assert memory.status().state == "failed"
         with pytest.raises(MemsaverError) as again:
-            memory.resume(ResumeOptions())
+            memory.resume(Tagged())
         assert str(again.value) == told
         group.kill()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import BackupError, OutOfDeviceMemoryError, OutOfHostMemoryError
+from memsaver_core.contract.errors import BackupError, OutOfDeviceMemoryError, OutOfHostMemoryError
 from tests.native import injection
 from tests.programs import output_of
 from tests.reliability.surroundings import in_child
@@ -58,7 +58,8 @@ def test_address_space_runs_out() -> None:
 
     In a new process: one that is forked from here may unmap much while it runs, as what other tests have left.
     """
-    output_of("from tests.reliability import test_resources as t; t.run_out_of_addresses()", **injection.in_child())
+    program = "from tests.reliability import test_resources as t; t.run_out_of_addresses()"
+    output_of(program, by_itself=True, **injection.in_child())
 
 
 def run_out_of_addresses() -> None:
@@ -141,7 +142,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     saver.delay("unregister_host", 3600)
     resume = threading.Thread(target=saver.resume, args=([],))
     resume.start()
-    resume.join(60)
+    resume.join(600)
     waited = resume.is_alive()
     wait_until(lambda: saver.counts().get("unregister_host", 0) != 0)  # the memory is freed all the same
     status = saver.status()

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -20,14 +19,16 @@ import numpy as np
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import ConfigurationError, OutOfHostMemoryError
+from memsaver_core.contract.errors import ConfigurationError, OutOfHostMemoryError
+from tests import forks
+from tests.amount import amount
 from tests.native import injection
 from tests.unit.saver_memory import MIB, content, fill, view
 from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
 WEIGHTS = 200 * MIB  # several blocks, and more than one slab
-PATIENCE_S = 1.0  # kPatience of csrc/backup/shared_save.cpp: how long a process waits for another one's part
+PATIENCE_S = 1.0  # kPatience of csrc/backup/save.cpp: how long a process waits for another one's part
 
 
 def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
@@ -219,15 +220,14 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
         second.kill()
 
 
-@pytest.mark.timeout(600)  # it may have to build the core
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # it may have to build the core
 def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
     """Of three processes that share packed content, on the core with small units: memory, files, threads, the store."""
     program = Path(__file__).parents[2] / "benchmarks" / "store_soak.py"
-    options = ("--cycles", "200", "--weights", "1MiB", "--out", str(tmp_path))
+    options = ("--cycles", str(amount(40, long=1000)), "--weights", "1MiB", "--out", str(tmp_path))
     environment = os.environ | injection.in_child(small=True) | {"MEMSAVER_DRIVER": "host"}
-    output = subprocess.run(
-        [sys.executable, str(program), *options], env=environment, capture_output=True, text=True, check=False
-    )
+    output = forks.run([sys.executable, str(program), *options], env=environment, capture_output=True, text=True)
     assert output.returncode == 0, output.stdout + output.stderr
     figures = json.loads((tmp_path / "store-soak-host.json").read_text())
     assert figures["shared_bytes"] > 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 # Before memsaver is loaded: these tests are about the service, and run on the host driver everywhere.
 os.environ.setdefault("MEMSAVER_DRIVER", "host")
+os.environ.setdefault("MEMSAVER_HOST_CAPACITY", str(256 << 20))  # so that tests can fill the device
 
 import httpx
 import pytest
@@ -14,9 +15,26 @@ import pytest
 from memsaver_core import process
 from memsaver_core._native import Saver as Driver
 from memsaver_server import Attachment, Settings, attach
+from tests.clock import CLOCK
 from tests.waiting import wait_until
 
+from .lock_order import LockOrder, checked
 from .tensor_engine import Memory, TensorEngine
+
+CLOCK.install()
+
+
+@pytest.fixture(autouse=True)
+def _limits_of_time() -> Iterator[None]:
+    with CLOCK.held():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def lock_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[LockOrder]:
+    """Every service of this process takes its locks in order."""
+    with checked(monkeypatch) as order:
+        yield order
 
 
 @pytest.fixture(scope="package")
@@ -47,7 +65,7 @@ def serve(engine: TensorEngine) -> Iterator[Callable[..., httpx.Client]]:
 
     def start(**settings: object) -> httpx.Client:
         attachments.append(attach(engine, settings=Settings(**settings)))
-        clients.append(httpx.Client(base_url=attachments[-1].url, timeout=60))
+        clients.append(httpx.Client(base_url=attachments[-1].url, timeout=600, verify=False))
         return clients[-1]
 
     yield start

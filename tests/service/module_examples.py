@@ -15,7 +15,8 @@ import memsaver_core as ms
 from memsaver_server import Attachment, attach
 from memsaver_server.client import Client
 from memsaver_server.engine import AdmissionClosedError
-from memsaver_server.integrations.module import ModuleEngine, module_tensors
+from memsaver_server.integrations.module import ModuleEngine
+from memsaver_server.integrations.module import engine as module_engine
 
 
 @dataclass
@@ -67,7 +68,7 @@ def check_occupation(made: Example, slack_bytes: int) -> None:
 
 
 def tensors_of(*modules: nn.Module) -> list[Tensor]:
-    return [each.tensor for each in module_tensors.tensors_of(modules)]
+    return [each.tensor for each in module_engine.tensors_of(modules)]
 
 
 # A denoising loop: many calls are one request, and a buffer is scratch memory.

@@ -16,8 +16,9 @@ PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temp
 class Program(Child):
     """A run of ``served.py``, with its first line of output."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        super().__init__(str(Path(__file__).with_name("served.py")), *arguments, **injection.in_child(), **environment)
+    def __init__(self, *arguments: str, by_itself: bool = False, **environment: str) -> None:
+        program = str(Path(__file__).with_name("served.py"))
+        super().__init__(program, *arguments, by_itself=by_itself, **injection.in_child(), **environment)
         self.said = self.read_line()
         assert self.said, "the program did not start"
 
@@ -44,7 +45,7 @@ class Program(Child):
 
 def client(program: Program) -> httpx.Client:
     """A client of a served engine, with a timeout."""
-    return httpx.Client(base_url=program.said, timeout=60)
+    return httpx.Client(base_url=program.said, timeout=600, verify=False)
 
 
 def tokens(http: httpx.Client) -> list[int]:

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 
 import memsaver_core as ms
+from memsaver_server import clock
 from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
 
 VOCABULARY = 997
@@ -35,16 +36,18 @@ class Memory:
     A ``bare`` one has no graph state and no workspace there.
     """
 
-    def __init__(self, *, bare: bool = False, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB) -> None:
+    def __init__(
+        self, *, bare: bool = False, weights_bytes: int = 8 * MIB, kv_bytes: int = 16 * MIB, other_bytes: int = MIB
+    ) -> None:
         device = ms.torch_device()
         with ms.region("weights"):
             self.weights = torch.empty(weights_bytes // 8, dtype=torch.int64, device=device)
         with ms.region("kv_cache"):
             self.kv = torch.empty(kv_bytes // 8, dtype=torch.int64, device=device)
         with nullcontext() if bare else ms.region("cuda_graph"):
-            self.graph = torch.empty(MIB // 8, dtype=torch.int64, device=device)
+            self.graph = torch.empty(other_bytes // 8, dtype=torch.int64, device=device)
         with nullcontext() if bare else ms.region("workspace"):
-            self.workspace = torch.empty(MIB // 8, dtype=torch.int64, device=device)
+            self.workspace = torch.empty(other_bytes // 8, dtype=torch.int64, device=device)
         self._loads = 0
 
     def load(self) -> None:
@@ -96,7 +99,7 @@ class TensorEngine:
             self._state.notify_all()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         with self._state:
             was_frozen = self._frozen
             if mode == "abort":
@@ -106,8 +109,8 @@ class TensorEngine:
             self._state.notify_all()
             try:
                 while self._in_flight():
-                    self._state.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
-                    if self._in_flight() and (given_up() or time.monotonic() >= deadline):
+                    self._state.wait(max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic())))
+                    if self._in_flight() and (given_up() or clock.monotonic() >= deadline):
                         self._frozen = was_frozen
                         self._state.notify_all()
                         raise DrainTimeoutError(timeout_s, self._in_flight())
@@ -180,7 +183,7 @@ class TensorEngine:
             self._blocked = False
             self._state.notify_all()
 
-    def wait_until(self, condition: Any, timeout_s: float = 30.0) -> None:
+    def wait_until(self, condition: Any, timeout_s: float = 240.0) -> None:
         """Wait until ``condition(self)`` holds; it is checked whenever a request makes progress."""
         with self._state:
             assert self._state.wait_for(lambda: condition(self), timeout_s), "the engine never came to that"

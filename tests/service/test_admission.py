@@ -10,8 +10,8 @@ import httpx
 import pytest
 import safetensors.torch
 
+from memsaver_core.contract.errors import NotResidentError
 from memsaver_server import attach
-from memsaver_server.lifecycle import NotResidentError
 from tests.waiting import wait_until
 
 from .tensor_engine import ALL_TAGS, TensorEngine
@@ -255,7 +255,7 @@ def test_a_paused_engine_without_weights_holds_no_request(http: httpx.Client) ->
 
 def test_the_program_of_an_engine_writes_weights_itself(engine: TensorEngine) -> None:
     weights = engine.weights.clone()
-    with attach(engine) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with attach(engine) as server, httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
         discard_weights(http)
         with pytest.raises(NotResidentError), server.lifecycle.writing():
             pass

@@ -75,7 +75,7 @@ def visit(tmp_path: Path) -> Iterator[Callable[[list[str], list[str]], None]]:
             assert done.wait(120), "the page was not opened"
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(600)
 
     yield run
     for each in pages:

@@ -161,7 +161,7 @@ def test_verl(http: httpx.Client) -> None:
         for _ in range(2):
             send_and_go_away(http, f"/{endpoint}", json.dumps(payload).encode())
         # On a new connection like the earlier ones: an open connection would overtake them.
-        httpx.post(http.base_url.join(f"/{endpoint}"), json=payload, timeout=60).raise_for_status()
+        httpx.post(http.base_url.join(f"/{endpoint}"), json=payload, timeout=600).raise_for_status()
 
     http.get("/flush_cache", params={"reset_connector": True}).raise_for_status()
     post("release_memory_occupation", {"tags": ["kv_cache", "weights"], "reset_connector": True})
@@ -179,7 +179,7 @@ def test_areal_with_sglang(http: httpx.Client) -> None:
     before = tokens(http)
 
     def call(method: str, path: str, **request: object) -> None:
-        response = http.request(method, path, timeout=30, **request)
+        response = http.request(method, path, timeout=600, **request)
         assert response.is_success
         if response.headers["content-type"].startswith("application/json"):
             response.json()
@@ -320,4 +320,4 @@ def test_an_operator_with_curl(http: httpx.Client) -> None:
 
 def http_connection(host: str | None, port: int | None) -> http.client.HTTPConnection:
     assert host is not None
-    return http.client.HTTPConnection(host, port, timeout=30)
+    return http.client.HTTPConnection(host, port, timeout=600)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from tests.amount import amount
 from tests.waiting import wait_until
 
 from .tensor_engine import ALL_TAGS
 
 CLIENTS = 64
-CALLS = 25
+CALLS = amount(10, long=100)
 COMMON = {"kv_cache", "weights"}
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
 
@@ -162,7 +163,7 @@ def check_end(call: Call, model: Model) -> None:
 
 def use(base_url: str, seed: int, calls: list[Call], start: threading.Barrier) -> None:
     choose = random.Random(seed)
-    with httpx.Client(base_url=base_url, timeout=120) as http:
+    with httpx.Client(base_url=base_url, timeout=600, verify=False) as http:
         start.wait()
         for _ in range(CALLS):
             kind = choose.choice(["release", "resume", "generate", "generate", "status", "scrape", "prepare"])
@@ -196,6 +197,8 @@ def prepare_and_end(http: httpx.Client, choose: random.Random, calls: list[Call]
         calls.append(Call(end, sent, time.time(), response.status_code, response.json()))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.guards("two engines on one GPU hung")
 def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
     """No wrong answer, no deadlock, and no generation reads released memory."""
@@ -210,7 +213,7 @@ def test_many_clients_at_once(serve: Callable[..., httpx.Client]) -> None:
     for client in clients:
         client.start()
     for client in clients:
-        client.join(240)
+        client.join(1500)
         assert not client.is_alive(), "a client never got its answer"
     assert len(calls) >= CLIENTS * CALLS
     wait_until(lambda: http.get("/memory_occupation").json()["operation_id"] is None)  # those that nobody waited for

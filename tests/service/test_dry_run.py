@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from memsaver_core._native import Saver as Driver
-from memsaver_server.schemas import PlanAnswer
+from memsaver_core.contract.reports import PlanAnswer
 from tests.waiting import wait_until
 
 from .surface import seen

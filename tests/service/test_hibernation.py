@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 import memsaver_core as ms
+from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.preconditions import Facts
-from memsaver_core.reports import CommunicatorStatus
 from tests.native import injection
 
 from .tensor_engine import MIB
@@ -63,7 +63,7 @@ def test_tags_that_stay_come_back_with_it(http: httpx.Client) -> None:
     [
         (Facts(can_checkpoint=False), "570 or later is needed"),
         (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS"),
-        (Facts(communicators=(CommunicatorStatus("tp", 2, 0),)), "communicator tp is alive"),
+        (Facts(communicators=(CommunicatorStatus(name="tp", ranks=2, rank=0),)), "communicator tp is alive"),
         (Facts(ipc_tensors=1), "CUDA IPC"),
         (Facts(peers=((0, 1),)), "reach each other's memory"),
         (Facts(managed_bytes=1), "managed memory"),

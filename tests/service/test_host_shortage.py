@@ -49,7 +49,11 @@ def is_untouched(http: httpx.Client) -> bool:
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")
 def test_a_backup_over_the_control_groups_limit(version: int) -> None:
     """507 with figures instead of the OOM killer; it stays resident and serves; with room the retry works."""
-    with control_group(22 * MIB, version) as group, Program(**ENVIRONMENT) as engine, client(engine) as http:
+    with (
+        control_group(22 * MIB, version) as group,
+        Program(by_itself=True, **ENVIRONMENT) as engine,
+        client(engine) as http,
+    ):
         before = tokens(http)
         group.enter(engine.process.pid)
         for _ in range(2):
@@ -78,7 +82,8 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
     def body() -> None:
         keep_mounts_private()
         mount_small_disk(tmp_path, 32 * MIB)
-        with Program(**ENVIRONMENT, MEMSAVER_FILE_DIR=str(tmp_path)) as engine, client(engine) as http:
+        own = {**ENVIRONMENT, "MEMSAVER_FILE_DIR": str(tmp_path)}
+        with Program(by_itself=True, **own) as engine, client(engine) as http:  # it sees this child's file systems
             before = tokens(http)
             copies = engine.count("copy_to_host")
             engine.hold("copy_to_host")
@@ -122,7 +127,7 @@ def test_descriptors_run_out() -> None:
             for path in ("/livez", "/health", "/readyz", "/metrics", "/memory_occupation", "/operations"):
                 assert observer.get(path).status_code == 200
             assert tokens(http) == before
-            new = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
+            new = HTTPConnection(http.base_url.host, http.base_url.port, timeout=600)
             new.request("GET", "/livez")  # waits in the kernel to be accepted
             refused = http.post("/release_memory_occupation", json=KEPT)  # it cannot read the memory limits
             assert refused.status_code == 500
@@ -159,7 +164,7 @@ def test_a_connection_that_cannot_be_accepted_costs_little(
     http = serve()
     assert http.get("/livez").status_code == 200
     with socket.socket() as new:
-        new.settimeout(60)
+        new.settimeout(600)
         with no_descriptors(os.getpid()):
             new.connect((http.base_url.host, http.base_url.port))
             new.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")

@@ -11,10 +11,10 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
+from memsaver_core.contract.reports import PreparedAnswer
 from memsaver_core.ranks import plans
 from memsaver_server import attach
 from memsaver_server.client import Client, ConflictError
-from memsaver_server.two_phases import PreparedAnswer
 from tests.waiting import wait_until
 
 from .tensor_engine import ALL_TAGS, MIB, TensorEngine
@@ -254,7 +254,7 @@ def test_a_plain_call_joins_what_is_committed(http: httpx.Client, driver: Driver
 
 
 def test_the_end_of_the_service_is_an_abort(engine: TensorEngine) -> None:
-    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=60) as http:
+    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=600, verify=False) as http:
         prepare(http, lease_s=3600)
         assert engine.is_closed
     wait_until(lambda: not engine.is_closed)

@@ -9,7 +9,8 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
-from memsaver_server.schemas import ErrorAnswer, OccupationAnswer, OperationAnswer
+from memsaver_core.contract.reports import ErrorAnswer, OperationAnswer
+from memsaver_core.contract.status import OccupationAnswer
 from tests.dirty_pages import dirty_pages
 
 from .tensor_engine import ALL_TAGS, MIB, TensorEngine

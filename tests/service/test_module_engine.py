@@ -42,7 +42,7 @@ class Blocking(nn.Module):
 
     def forward(self) -> torch.Tensor:
         self.entered.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         return self.weight.sum()
 
 
@@ -54,13 +54,13 @@ def test_a_release_waits_for_calls_in_flight() -> None:
     with ThreadPoolExecutor() as threads, attach(engine) as server, Client(server.url) as client:
         try:
             call = threads.submit(model)
-            assert model.entered.wait(60)
+            assert model.entered.wait(600)
             with pytest.raises(DrainDeadlineError, match="Blocking"):
                 client.release(timeout_s=0.0)
             release = threads.submit(client.release, timeout_s=60.0)
             model.go_on.set()
-            assert call.result(60) == 4096 * 4095 / 2
-            assert release.result(60).released_bytes >= model.weight.nbytes
+            assert call.result(600) == 4096 * 4095 / 2
+            assert release.result(600).released_bytes >= model.weight.nbytes
             client.resume()
             assert model() == call.result()
         finally:
@@ -86,7 +86,7 @@ def test_calls_are_held_where_the_service_is_set_up_so() -> None:
 
         wait_until(all_are_held)
         client.resume()
-        assert all(torch.equal(call.result(60), expected) for call in calls)
+        assert all(torch.equal(call.result(600), expected) for call in calls)
     engine.close()
 
 

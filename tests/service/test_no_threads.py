@@ -11,12 +11,14 @@ import httpx
 import pytest
 
 import memsaver_core as ms
-from memsaver_core.reports import OperationReport
+from memsaver_core.contract.errors import NoThreadError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import Release
 from memsaver_server import attach
-from memsaver_server.device_monitor import DeviceMonitor
-from memsaver_server.operation import Operation, ReleaseRequest
-from memsaver_server.operation_queue import OperationQueue
-from memsaver_server.threads import NoThreadError
+from memsaver_server.engine import LOCAL_MEMORY
+from memsaver_server.engine.device_monitor import DeviceMonitor
+from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.queue import OperationQueue
 from tests.reliability.surroundings import no_descriptors
 from tests.waiting import wait_until
 
@@ -60,14 +62,15 @@ def test_a_worker_that_died_is_replaced() -> None:
     def finished(_operation: Operation) -> None:
         raise SystemExit  # ends the thread
 
-    def work(_operation: Operation, log: ms.PhaseLog) -> OperationReport:
-        return ms.resume(log=log)
+    def work(operation: Operation, log: ms.PhaseLog) -> OperationReport:
+        operation.hold()
+        return operation.moved(ms.resume(log=log))
 
-    operations = OperationQueue(8, finished)
+    operations = OperationQueue(8, finished, LOCAL_MEMORY)
     for _ in range(3):
         before = threading.active_count()
-        operation = operations.submit(ReleaseRequest(), work, wait=False, key=None, client="test")
-        operation.done.result(60)
+        operation = operations.submit(Release(), work, key=None, client="test")
+        operation.done.result(600)
         assert operation.status == "succeeded"
         wait_until(lambda before=before: threading.active_count() <= before)
 

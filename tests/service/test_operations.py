@@ -14,7 +14,7 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
-from memsaver_server.schemas import AcceptedAnswer, OperationStatusAnswer
+from memsaver_core.contract.reports import AcceptedAnswer, OperationStatusAnswer
 from tests.waiting import wait_until
 
 from .tensor_engine import MIB, TensorEngine
@@ -51,7 +51,7 @@ def until_done(http: httpx.Client, operation_id: str) -> dict[str, object]:
 
 def asked(http: httpx.Client, path: str) -> HTTPConnection:
     """A connection on which a request was sent and whose answer is not read yet."""
-    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=60)
+    connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=600)
     connection.request("POST", path)
     return connection
 
@@ -446,13 +446,13 @@ def weights_being_written(
 
     def write(_path: str, **_how: object) -> int:
         writing.set()
-        assert ends.wait(60)
+        assert ends.wait(600)
         return 1
 
     monkeypatch.setattr(engine, "update_weights_from_disk", write)
     with ThreadPoolExecutor(1) as pool:
         update = pool.submit(post, http, "/update_weights_from_disk", model_path="/trained")
-        assert writing.wait(60)
+        assert writing.wait(600)
 
         def answer() -> httpx.Response:
             ends.set()

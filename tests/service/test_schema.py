@@ -17,14 +17,18 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.amount import amount
 from tests.reliability.figures import keep
 
 from .surface import posts, routes, seen
 from .tensor_engine import TensorEngine
 
+EXAMPLES = amount(5, long=100)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_every_answer_is_as_described(http: httpx.Client) -> None:
     """State-changing calls included. 503 and 504 are valid answers (memory released, a drain without time); 500
     never is."""
@@ -34,9 +38,9 @@ def test_every_answer_is_as_described(http: httpx.Client) -> None:
         operation = found.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         def answers(case: schemathesis.Case) -> None:
-            response = case.call(timeout=60)
+            response = case.call(timeout=600)
             assert response.status_code != 500, response.text
             statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
             case.validate_response(response, checks=CHECKS)
@@ -77,7 +81,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
 #: Has its own tag, and ignores others.
 KNOWS_ITS_TAG = "/release_kv_cache_memory"
-BAD_REQUESTS = 4_000
+BAD_REQUESTS = amount(1_000, long=20_000)
 
 
 def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
@@ -101,7 +105,8 @@ def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
     return choose.choice(kinds)
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_bad_requests_leave_everything_as_it_was(serve: Callable[..., httpx.Client], engine: TensorEngine) -> None:
     """On every POST route, with the full state compared each time, while resident and while released."""
     http = serve()

@@ -17,14 +17,13 @@ import pytest
 
 import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.hibernation import preconditions
 from memsaver_server import Settings
 from memsaver_server.engine import Engine
-from memsaver_server.integrations.scheduler_loop.plugin import address
+from memsaver_server.integrations.adapter.plugin import address
 from memsaver_server.integrations.sglang import engine, plugin
-from memsaver_server.integrations.sglang.engine import SglangEngine
-from memsaver_server.integrations.sglang.work import SchedulerWork
+from memsaver_server.integrations.sglang.engine import SglangEngine, SglangScheduler
 from tests.waiting import wait_until
 
 from . import sglang_standin as standin
@@ -39,7 +38,7 @@ class Serving:
     def __init__(self, scheduler: standin.Scheduler, **settings: Any) -> None:
         self.scheduler = scheduler
         self.attachment = plugin.attach(scheduler, settings=Settings(**settings))
-        self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
+        self.http = httpx.Client(base_url=self.attachment.url, timeout=600, verify=False)
         self.loop = threading.Thread(target=scheduler.run_event_loop, daemon=True)
         self.loop.start()
         self.answers: dict[str, Any] = {}
@@ -52,7 +51,7 @@ class Serving:
     def answer(self, rid: str) -> Any:
         """The result of a request."""
         while rid not in self.answers:
-            name, output = self.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=30)
+            name, output = self.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=600)
             self.answers[name] = output
         return self.answers.pop(rid)
 
@@ -105,7 +104,7 @@ def waiting(serving: Serving, count: int) -> None:
 
 
 def test_it_is_an_engine(make: type[standin.Scheduler]) -> None:
-    assert isinstance(SglangEngine(make()), Engine)
+    assert isinstance(SglangEngine(SglangScheduler(make())), Engine)
 
 
 @pytest.mark.guards("the prefix cache pointed to discarded pages")
@@ -276,7 +275,7 @@ def test_a_verification_prompt_that_does_not_end(
 ) -> None:
     """The requests that made room for it continue."""
     monkeypatch.setattr(engine, "VERIFICATION_S", 0.1)
-    monkeypatch.setattr(engine, "ITERATION_S", 0.1)
+    monkeypatch.setattr(engine.base, "ITERATION_S", 0.1)
     serving = serve()
     expected = serving.generate()
     monkeypatch.setattr(serving.scheduler, "abort_request", lambda _request: None)
@@ -371,7 +370,7 @@ def test_the_buffers_of_a_draft_model(make: type[standin.Scheduler], worker: str
     scheduler.draft_worker = SimpleNamespace(
         **({worker: runner} if worker == "draft_model_runner" else {"draft_worker": inner})
     )
-    work = SchedulerWork(scheduler)
+    work = SglangScheduler(scheduler)
     work.save_buffers()
     runner.model.scale.zero_()
     work.repair(["weights"])
@@ -384,7 +383,7 @@ def test_a_call_for_which_there_is_no_thread(serve: Callable[..., Serving]) -> N
     expected = serving.generate()
     with no_threads():
         serving.scheduler.received.put(standin.ReleaseMemoryOccupationReqInput())
-        _, output = serving.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=30)
+        _, output = serving.scheduler.ipc_channels.send_to_tokenizer.answers.get(timeout=600)
     assert output.rid.startswith("503 nothing was done")
     assert serving.generate() == expected
 

@@ -19,17 +19,16 @@ import pytest
 import torch
 
 from memsaver_core.compat import torch_memory_saver
-from memsaver_core.options import ReleaseOptions
+from memsaver_core.contract.errors import GroupFailedError
+from memsaver_core.contract.requests import MemoryRequest
+from memsaver_core.contract.status import RankStatus
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.connection import SocketChannel
 from memsaver_core.ranks.rank import Rank
-from memsaver_core.reports import RankStatus
 from memsaver_server.engine import DrainTimeoutError
-from memsaver_server.integrations.scheduler_loop import event_loop
-from memsaver_server.integrations.scheduler_loop.ranks import SchedulerMemory, SchedulerRank
-from memsaver_server.integrations.sglang import port
-from memsaver_server.integrations.sglang.work import SchedulerWork
-from memsaver_server.ranks.group import GroupFailedError
+from memsaver_server.integrations.adapter import engine as event_loop
+from memsaver_server.integrations.adapter.engine import SchedulerMemory, SchedulerRank
+from memsaver_server.integrations.sglang.engine import SglangScheduler
 from memsaver_server.ranks.watch import is_stopped
 from tests.waiting import wait_until
 
@@ -46,7 +45,8 @@ class Serving:
 
     def __init__(self, engine: sglang_ranks.Engine) -> None:
         self.engine = engine
-        self.http = httpx.Client(transport=httpx.HTTPTransport(uds=engine.uds), base_url="http://engine", timeout=60)
+        transport = httpx.HTTPTransport(uds=engine.uds, verify=False)
+        self.http = httpx.Client(transport=transport, base_url="http://engine", timeout=600)
         self._names = map(str, itertools.count())
         wait_until(self._listens)
 
@@ -216,8 +216,7 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
 ) -> None:
     """It waits until the iteration that the command came in is over, and tells if that does not happen."""
     monkeypatch.setattr(event_loop, "ARRIVAL_S", 0.01)
-    loop = event_loop.EventLoop(SchedulerWork(standin_scheduler))
-    port.take_over(standin_scheduler, loop)
+    loop = event_loop.EventLoop(SglangScheduler(standin_scheduler))
     rank = SchedulerRank(loop)
 
     def failure() -> protocol.Failure | None:
@@ -237,8 +236,7 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
 
 def test_a_rank_tells_what_a_command_raised_after_the_next_one(standin_scheduler: standin.Scheduler) -> None:
     """Two callers may each have a command carried out before the rank is asked."""
-    loop = event_loop.EventLoop(SchedulerWork(standin_scheduler))
-    port.take_over(standin_scheduler, loop)
+    loop = event_loop.EventLoop(SglangScheduler(standin_scheduler))
     standin_scheduler.running_batch.reqs.append(standin.Req("running", PROMPT, 8))
     standin_scheduler.process_input_requests([event_loop.Command(1, "flush"), event_loop.Command(2, "")])
     standin_scheduler.request_receiver.recv_requests()
@@ -249,14 +247,13 @@ def test_a_rank_tells_what_a_command_raised_after_the_next_one(standin_scheduler
 
 def test_no_rank_iterates_at_a_standstill(standin_scheduler: standin.Scheduler) -> None:
     """The first one rests; all others wait for its broadcast."""
-    loop = port.lead(standin_scheduler, SchedulerWork(standin_scheduler))
+    loop = event_loop.LeadingLoop(SglangScheduler(standin_scheduler))
     thread = threading.Thread(target=standin_scheduler.run_event_loop, daemon=True)
     thread.start()
     with loop.standstill() as number:
         loop.wait_for(number)
         iterated = loop.submit(lambda: True)
-        loop.wait_for_future(iterated, 0.1)
-        assert not iterated.done()
+        assert not loop.is_done(iterated, 0.1)
     assert iterated.result(30)
     standin_scheduler.received.put(standin.Exit())
     thread.join(30)
@@ -269,19 +266,19 @@ def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
 ) -> None:
     """As one that waits in a collective for a rank that a signal has stopped, which is named."""
     monkeypatch.setattr(event_loop, "COMMAND_S", 0.1)
-    loop = port.lead(standin_scheduler, SchedulerWork(standin_scheduler))
+    loop = event_loop.LeadingLoop(SglangScheduler(standin_scheduler))
 
     def answer(message: Any) -> Any:
         return Rank().answer(message["message"])
 
     memory = SchedulerMemory(loop, SocketChannel(answer, []))
     with subprocess.Popen(["sleep", "600"]) as other:
-        stopped = RankStatus(1, other.pid, True, "resident")
+        stopped = RankStatus(rank=1, pid=other.pid, alive=True, state="resident")
         monkeypatch.setattr(memory._group, "rank_statuses", lambda: (stopped,))
         other.send_signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(other.pid))
         with pytest.raises(GroupFailedError, match=rf"next iteration.*rank 1 .process {other.pid}."):
-            memory.release(ReleaseOptions())
+            memory.release(MemoryRequest())
         other.kill()
     assert "kill -CONT" in memory.failure
     with pytest.raises(GroupFailedError):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import memsaver_core as ms
-from memsaver_core.reports import DeviceMemory, Status, TagStatus, TorchMemory
-from memsaver_server.device_monitor import Sample
-from memsaver_server.memory_breakdown import Consumer, break_down
+from memsaver_core.contract.status import DeviceMemory, Status, TagStatus, TorchMemory
+from memsaver_server.engine.device_monitor import Sample
+from memsaver_server.engine.memory_breakdown import Consumer, break_down
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -18,11 +16,31 @@ KEPT = "what the driver keeps of a hibernated process"
 
 def tag(name: str, mapped: dict[int, int], live: dict[int, int]) -> TagStatus:
     size, resident = sum(live.values()), sum(mapped.values())
-    return TagStatus(name, "host", "resident", size, resident, size - resident, 0, 0, 1, 1, mapped, live)
+    return TagStatus(
+        tag=name,
+        restore="host",
+        state="resident",
+        bytes=size,
+        resident_bytes=resident,
+        released_bytes=size - resident,
+        retained_bytes=0,
+        backed_up_bytes=0,
+        allocations=1,
+        chunks=1,
+        mapped_by_device=mapped,
+        bytes_by_device=live,
+    )
 
 
 def device(used: int, process: int | None, index: int = 0) -> DeviceMemory:
-    return DeviceMemory(index, f"GPU-{index}", "a GPU", 141 * GIB, used, process)
+    return DeviceMemory(
+        index=index,
+        uuid=f"GPU-{index}",
+        name="a GPU",
+        total_bytes=141 * GIB,
+        used_bytes=used,
+        process_bytes=process,
+    )
 
 
 @pytest.fixture
@@ -32,7 +50,7 @@ def status() -> Status:
         tag("weights", {0: 20 * GIB, 1: 0}, {0: 20 * GIB, 1: 20 * GIB}),
         tag("kv_cache", {0: 30 * GIB}, {0: 30 * GIB}),
     )
-    return replace(ms.status(), driver="cuda", tags=tags)
+    return ms.status().model_copy(update={"driver": "cuda", "tags": tags})
 
 
 def held(*devices: DeviceMemory, **read: object) -> list[dict[tuple[str, str], int]]:
@@ -80,7 +98,9 @@ def test_each_device_has_its_own(status: Status) -> None:
 def test_a_hibernated_process_holds_what_the_driver_keeps(status: Status) -> None:
     """Neither resident tags nor torch's own count describe what is on the device then."""
     [parts] = held(
-        device(10 * GIB, 4 * MIB), status=replace(status, hibernated=True), torch={0: TorchMemory(54 * GIB, 0)}
+        device(10 * GIB, 4 * MIB),
+        status=status.model_copy(update={"hibernated": True}),
+        torch={0: TorchMemory(54 * GIB, 0)},
     )
     assert parts == {("process", KEPT): 4 * MIB, ("others", "other processes"): 10 * GIB - 4 * MIB}
 
@@ -103,4 +123,6 @@ def test_a_count_that_lags_behind_is_never_exceeded(status: Status) -> None:
 
 def test_without_a_core_all_of_it_is_unexplained() -> None:
     [part] = [part for part in break_down(device(GIB, None), Sample(1.0, (device(GIB, None),))) if part.bytes]
-    assert part == Consumer("unexplained", "context and modules, torch outside regions, other processes", GIB)
+    assert part == Consumer(
+        kind="unexplained", name="context and modules, torch outside regions, other processes", bytes=GIB
+    )

@@ -169,7 +169,7 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
                 if stands_still(driver, call, before, work):
                     stood_still += 1
                     told = pool.submit(lambda: [driver.status(), driver.known_tags(), driver.devices()])
-                    assert told.result(timeout=30)
+                    assert told.result(timeout=600)
             finally:
                 driver.heal()
             work.result()

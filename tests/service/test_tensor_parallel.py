@@ -8,7 +8,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,12 @@ from transformers import AutoModelForCausalLM
 
 from memsaver_core import hibernation, nvml
 from memsaver_server import Attachment, attach
-from memsaver_server.reference import rank_group
+from memsaver_server.reference import ranks
 from memsaver_server.reference.builtin_model import small_checkpoint
-from memsaver_server.reference.checkpoint import fill_random
 from memsaver_server.reference.engine import TransformersEngine
-from memsaver_server.reference.rank_group import RanksFailedError
+from memsaver_server.reference.ranks import LIMITS_S, RanksFailedError
+from memsaver_server.reference.weights import fill_random
+from tests import forks
 from tests.e2e.serving import serving
 from tests.waiting import wait_until
 
@@ -51,22 +51,28 @@ SHAPE = {
 #: Makes an engine whose rank 1 is stopped while it loads.
 FROZEN_LOAD = """
 import fcntl, os, signal, sys
-from memsaver_server.reference import rank_group
+from memsaver_server.reference import ranks
 from memsaver_server.reference.engine import TransformersEngine
+from tests import forks
 
-rank_group.LOAD_S, rank_group._END_S = 5.0, 2.0
-join = rank_group.RankGroup.join
+ranks.subprocess = forks
+ranks.LIMITS_S["load"], ranks.END_S = 5.0, 2.0
+make_runner, join = ranks.RankGroup.make_runner, ranks._join
 
-def join_frozen(group, device):
-    if sys.argv[1] == "while it loads":
-        join(group, device)
-    os.kill(group._processes[0].pid, signal.SIGSTOP)
-    if sys.argv[1] == "before it joins":  # a rank that is frozen may have the lock of the file where they meet
-        meeting = open(group._folder + "/meeting")
-        fcntl.flock(meeting, fcntl.LOCK_EX)
-        join(group, device)
+def make_with_frozen(group):
+    def join_frozen(*arguments):
+        if sys.argv[1] == "while it loads":
+            join(*arguments)
+        os.kill(group._processes[1].pid, signal.SIGSTOP)
+        if sys.argv[1] == "before it joins":  # a rank that is frozen may have the lock of the file where they meet
+            meeting = open(group._folder + "/meeting")
+            fcntl.flock(meeting, fcntl.LOCK_EX)
+            join(*arguments)
 
-rank_group.RankGroup.join = join_frozen
+    ranks._join = join_frozen
+    return make_runner(group)
+
+ranks.RankGroup.make_runner = make_with_frozen
 TransformersEngine(tensor_parallel=2, kv_cache_bytes=16 << 20, max_len=256, batch_sizes=(1, 2))
 """
 
@@ -80,7 +86,7 @@ class Served:
         whole.close()
         self.engine = TransformersEngine(tensor_parallel=ranks, **options, **SIZES)
         self.attachment: Attachment = attach(self.engine)
-        self.http = httpx.Client(base_url=self.attachment.url, timeout=60)
+        self.http = httpx.Client(base_url=self.attachment.url, timeout=600, verify=False)
 
     def post(self, path: str, body: object = None, status: int = 200) -> dict[str, Any]:
         response = self.http.post(path, json=body)
@@ -104,6 +110,14 @@ class Served:
         self.http.close()
         self.attachment.close()
         self.engine.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_are_forks() -> Iterator[None]:
+    """Of engines in this process; those that are served by another start by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "subprocess", forks)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +178,7 @@ def test_frozen_requests_go_on(two: Served) -> None:
     two.post("/release_memory_occupation", {"mode": "keep", "verify": "token"})
     assert not frozen.done()
     two.post("/resume_memory_occupation", {"verify": "token"})
-    assert frozen.result(60).output == expected
+    assert frozen.result(600).output == expected
 
 
 def test_updates_reach_every_rank(two: Served, tmp_path: Path) -> None:
@@ -239,7 +253,7 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
         os.kill(pid, signal.SIGKILL)
         who = rf"rank 2 \(process {pid}\) was killed by signal 9"
         with pytest.raises(RanksFailedError, match=who):
-            request.result(60)
+            request.result(600)
         is_dead(four, f"rank 2 (process {pid})")
         with pytest.raises(RuntimeError, match=who):
             four.engine.submit(PROMPT)
@@ -250,14 +264,14 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
         four.close()  # a process has one group of ranks
 
 
-@pytest.mark.parametrize("what", ["prefill", "update"])
+@pytest.mark.parametrize("what", ["step", "update"])
 def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """What waits for it is answered with an error that names it, and the engine has failed."""
-    monkeypatch.setattr(rank_group, "STEP_S" if what == "prefill" else "ANSWER_S", 2.0)
+    monkeypatch.setitem(LIMITS_S, what, 2.0)
     with closing(Served(2)) as served:
         pid = served.pids()[1]
         os.kill(pid, signal.SIGSTOP)
-        if what == "prefill":
+        if what == "step":
             answer = served.http.post("/generate", json=PROMPT)
         else:
             answer = served.http.post("/update_weights_from_disk", json={"model_path": str(small_checkpoint())})
@@ -284,7 +298,8 @@ def test_a_frozen_rank_is_not_ready() -> None:
         assert served.tokens() == served.expected
 
 
-def test_an_abort_does_not_wait_for_a_frozen_rank() -> None:
+def test_an_abort_does_not_wait_for_a_frozen_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsaver_server.engine.controller.CANCEL_S", 0.1)
     with closing(Served(2)) as served:
         pid = served.pids()[1]
         os.kill(pid, signal.SIGSTOP)
@@ -306,8 +321,9 @@ def test_an_abort_does_not_wait_for_a_frozen_rank() -> None:
 @pytest.mark.parametrize("when", ["before it joins", "while it loads"])
 def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
     """The process that waits for it ends."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FROZEN_LOAD, when], stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    environment = {**os.environ, forks.VARIABLE: forks.address(None)}
+    ran = forks.run(
+        [sys.executable, "-c", FROZEN_LOAD, when], stderr=forks.PIPE, text=True, timeout=800, env=environment
     )
     assert ran.returncode == 1
     assert re.search(r"rank 1 \(process \d+\) does not answer: the load did not end in 5 s; restart", ran.stderr)
@@ -317,7 +333,7 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
     """It ends although an update waits for the rank, which ends, too."""
     with (
         serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server,
-        httpx.Client(base_url=server.url, timeout=60) as http,
+        httpx.Client(base_url=server.url, timeout=600, verify=False) as http,
         ThreadPoolExecutor() as pool,
     ):
         rank = os.pidfd_open(http.get("/memory_occupation").json()["ranks"][1]["pid"])
@@ -328,7 +344,7 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
             wait_until(lambda: busy in http.get("/metrics").text)
             assert server.end() == 0
             assert select.select([rank], [], [], 0)[0]
-            assert not isinstance(update.exception(60), httpx.TimeoutException)
+            assert not isinstance(update.exception(600), httpx.TimeoutException)
         finally:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank, signal.SIGKILL)
@@ -338,7 +354,7 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
 def test_ranks_end_with_the_service() -> None:
     """Also if it is killed: none is left behind with its memory."""
     with serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
             assert http.post("/generate", json=PROMPT).status_code == 200
             service, rank = (each["pid"] for each in http.get("/memory_occupation").json()["ranks"])
         assert service == server.process.pid

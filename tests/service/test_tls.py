@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import Client, attach
 from memsaver_server.client import UnreachableError
 

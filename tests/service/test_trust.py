@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import Settings, attach, create_app
 from tests.waiting import wait_until
 

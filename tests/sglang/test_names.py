@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 
-from memsaver_server.integrations.sglang import names, nccl, prefill_graphs
+from memsaver_server.integrations.sglang import engine, plugin
 
 from .server import source
 
 
 def test_names_of_the_scheduler() -> None:
     scheduler = source("managers/scheduler.py")
-    for name in names.SCHEDULER:
+    for name in {path.partition(".")[0] for path in engine.NAMES}:
         assert re.search(rf"\bself\.{name}(: [^=]*)? = |def {name}\(|\) = self\.{name}\b", scheduler), name
 
 
 def test_names_of_requests() -> None:
     messages = source("managers/io_struct.py")
-    for name in names.MESSAGES:
+    for name in engine.MESSAGES:
         assert f"class {name}(" in messages, name
 
 
@@ -30,7 +30,7 @@ def test_names_of_the_tokenizer_manager() -> None:
 
 
 def test_names_of_prefill_graphs() -> None:
-    path, _, name = prefill_graphs.BACKEND.removeprefix("sglang.srt.").rpartition(".")
+    path, _, name = plugin.BACKEND.removeprefix("sglang.srt.").rpartition(".")
     graphs = source(path.replace(".", "/") + ".py")
     assert f"class {name}(" in graphs
     for text in ("enable_memory_saver: bool = False", "self._device_module = ", "if self._pool is None:"):
@@ -57,5 +57,5 @@ def test_names_of_what_ranks_share() -> None:
         ("runtime_context.py", "def get_resources("),
     ):
         assert name in source(path), (path, name)
-    module, _, function = nccl.CONFIGURE.removeprefix("sglang.srt.").rpartition(".")
+    module, _, function = plugin.CONFIGURE.removeprefix("sglang.srt.").rpartition(".")
     assert f"def {function}(server_args" in source(module.replace(".", "/") + ".py")

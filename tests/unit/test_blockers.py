@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import sys
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,14 +17,14 @@ import torch.multiprocessing
 import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.communicators import fabric, sharing
+from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper, preconditions
 from memsaver_core.hibernation.preconditions import Facts, obstacles
-from memsaver_core.reports import CommunicatorStatus
 from memsaver_core.shared_buffers import ImportedBuffer
 from tests.devices.sharing_peer import Peer
 
-OLD = CommunicatorStatus("old", 2, 0, obstacle="NCCL 2.28.9 cannot suspend it; install NCCL 2.29.7")
-NEW = CommunicatorStatus("new", 2, 0, suspendable_bytes=1)
+OLD = CommunicatorStatus(name="old", ranks=2, rank=0, obstacle="NCCL 2.28.9 cannot suspend it; install NCCL 2.29.7")
+NEW = CommunicatorStatus(name="new", ranks=2, rank=0, suspendable_bytes=1)
 
 NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's answer")
 
@@ -58,7 +57,7 @@ def test_all_of_them_are_told_at_once() -> None:
 
 
 def test_communicators_that_are_or_will_be_suspended_are_no_reason() -> None:
-    suspended = replace(NEW, suspendable_bytes=0, suspended_bytes=1, suspended=True)
+    suspended = NEW.model_copy(update={"suspendable_bytes": 0, "suspended_bytes": 1, "suspended": True})
     assert obstacles(Facts(communicators=(suspended,))) == []
     assert obstacles(Facts(communicators=(NEW, suspended)), suspending=True) == []
     assert obstacles(Facts(imported_bytes=7), suspending=True) == []
@@ -204,7 +203,7 @@ def test_multicast_memory_is_told_with_the_variable(
 def test_what_only_an_integration_sees_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditions, "_checks", [])
     preconditions.register_check(lambda: ["the engine shares a buffer; start it without"])
-    assert preconditions.registered_checks() == ("the engine shares a buffer; start it without",)
+    assert preconditions.observe().others == ("the engine shares a buffer; start it without",)
 
 
 def test_nothing_stands_in_the_way_of_a_plain_process() -> None:

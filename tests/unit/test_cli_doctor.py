@@ -14,17 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 
 def doctor(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     cleared = ("MEMSAVER_", "PYTORCH_", "NCCL_")
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(cleared)}
-    return subprocess.run(
+    ran: subprocess.CompletedProcess[str] = forks.run(
         [sys.executable, "-m", "memsaver_server.cli", "doctor", *arguments],
         capture_output=True,
         text=True,
         env={**inherited, "MEMSAVER_DRIVER": "host", **changes},
-        check=False,
     )
+    return ran
 
 
 def findings_now(**changes: str) -> dict[str, dict[str, str]]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from memsaver_core.contract.reports import TagReport
+from memsaver_core.contract.status import OccupationAnswer, RankStatus
 from memsaver_server.cli.tables import operation_backups_table, ranks_table, status_view
-from memsaver_server.schemas import OccupationAnswer, TagAnswer
 
 MIB = 1 << 20
 
@@ -54,6 +55,12 @@ def occupation(*tags: str, sources: list[tuple[str, str, int]] | None = None, **
     )
 
 
+def changed(status: OccupationAnswer, **changes: object) -> OccupationAnswer:
+    """The status with another first tag, which is not checked."""
+    first, *others = status.tags
+    return status.model_copy(update={"tags": (first.model_copy(update=changes), *others)})
+
+
 @pytest.mark.parametrize(
     ("tag", "shown"),
     [
@@ -65,9 +72,7 @@ def occupation(*tags: str, sources: list[tuple[str, str, int]] | None = None, **
     ],
 )
 def test_a_tag_is_printed_as_text(tag: str, shown: str) -> None:
-    status = occupation("weights").model_copy()
-    status.tags[0].tag = tag
-    text = printed(status_view(status))
+    text = printed(status_view(changed(occupation("weights"), tag=tag)))
     assert shown in text
     assert not set("\x07\x9b") & set(text)
     assert "\x1b[2J" not in text
@@ -99,7 +104,7 @@ def test_ranks_have_their_place() -> None:
         {"rank": 2, "pid": None, "alive": None, "state": "released"},
         {"rank": 3, "pid": 74, "alive": True, "state": "resident", "stopped": True},
     ]
-    lines = printed(ranks_table(ranks)).splitlines()
+    lines = printed(ranks_table(map(RankStatus.model_validate, ranks))).splitlines()
     assert [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in lines[2:]] == [
         ["0", "71", "resident"],
         ["1", "72", "dead"],
@@ -111,8 +116,7 @@ def test_ranks_have_their_place() -> None:
 def test_backups_have_their_content_what_is_kept_and_the_ratio() -> None:
     """By tag; a tag without a backup has no row."""
     status = occupation("weights", "kv_cache")
-    status.tags[0].backed_up_bytes, status.tags[0].kept_bytes = 200 * MIB, 142 * MIB
-    text = printed(status_view(status))
+    text = printed(status_view(changed(status, backed_up_bytes=200 * MIB, kept_bytes=142 * MIB)))
     assert re.search(r"backup of.+content.+kept.+ratio", text)
     assert re.search(r"^weights +200 MiB +142 MiB +71 %", text, re.MULTILINE)
     assert text.count("kv_cache") == 1
@@ -123,7 +127,7 @@ def test_a_release_tells_what_it_copied_kept_and_found() -> None:
     sizes = {"bytes": MIB, "released_bytes": MIB, "resumed_bytes": 0, "unchanged_bytes": 0, "zero_bytes": 0}
     none = {"restore": "host", "state": "released", "backed_up_bytes": 0, "restored_bytes": 0, "already": False}
     tags = [
-        TagAnswer.model_validate({**sizes, **none, **tag})
+        TagReport.model_validate({**sizes, **none, **tag})
         for tag in (
             {"tag": "weights", "backed_up_bytes": 100 * MIB, "kept_bytes": 70 * MIB, "unchanged_bytes": 8 * MIB},
             {"tag": "experts", "shared_bytes": 30 * MIB},

@@ -60,8 +60,9 @@ def cudart(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-def run(code: str, *arguments: str, **environment: str) -> str:
-    return output_of(code, *arguments, MEMSAVER_DRIVER="host", MEMSAVER_HOST_CAPACITY="1GiB", **environment)
+def run(code: str, *arguments: str, by_itself: bool = False, **environment: str) -> str:
+    settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", **environment}
+    return output_of(code, *arguments, by_itself=by_itself, **settings)
 
 
 def test_install_answers_the_import() -> None:
@@ -227,14 +228,14 @@ def test_resident_memory_after_a_resume(retain: str, plenty: bool) -> None:
         + """
 import os, time, torch
 import memsaver_core as ms
-from memsaver_core.compat.torch_memory_saver import spare_memory
+from memsaver_core.compat.torch_memory_saver import state
 from torch_memory_saver import torch_memory_saver as saver
 
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 plenty, asked = os.environ["PLENTY"] == "True", []
-spare_memory.is_plentiful = lambda spare: asked.append(spare) or plenty
+state.is_plentiful = lambda spare: asked.append(spare) or plenty
 with saver.region(enable_cpu_backup=True):
     tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
 expected = tensor.clone()
@@ -256,6 +257,7 @@ if plenty:  # until the host lacks memory
         assert time.monotonic() < deadline
         time.sleep(0.01)
 """,
+        by_itself=True,
         TMS_RETAIN_CPU_BACKUP=retain,
         PLENTY=str(plenty),
     )
@@ -269,7 +271,7 @@ def test_host_memory_that_nothing_watches_over(how: str) -> None:
         + """
 import os, threading, time, torch
 import memsaver_core as ms
-from memsaver_core.compat.torch_memory_saver import spare_memory
+from memsaver_core.compat.torch_memory_saver import state
 from torch_memory_saver import torch_memory_saver as saver
 
 def fails(*arguments):
@@ -283,8 +285,8 @@ def wait_until(condition):
 
 unused = lambda: ms.status().host_backup.unused_bytes
 asked = []
-owner, name = (threading.Thread, "start") if os.environ["HOW"] == "no thread" else (spare_memory, "is_plentiful")
-spare_memory.is_plentiful = lambda spare: asked.append(spare) or True
+owner, name = (threading.Thread, "start") if os.environ["HOW"] == "no thread" else (state, "is_plentiful")
+state.is_plentiful = lambda spare: asked.append(spare) or True
 works = getattr(owner, name)
 with saver.region(enable_cpu_backup=True):
     tensor = torch.ones(1000)
@@ -342,6 +344,7 @@ for _ in range(2):
     assert rss() < before + 32, (before, rss())
 assert torch.equal(tensor, expected)
 """,
+        by_itself=True,
         **({"TMS_INIT_CPU_BACKUP_BACKEND": "mmap"} if how == "environment" else {}),
     )
 

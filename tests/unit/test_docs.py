@@ -70,7 +70,7 @@ def test_each_endpoint_is_in_the_reference() -> None:
 
 
 def test_default_policies_are_in_the_reference() -> None:
-    from memsaver_core.policies import DEFAULT_POLICIES, RestorePolicy
+    from memsaver_core.contract.policies import DEFAULT_POLICIES, RestorePolicy
 
     page = (ROOT / "docs/reference.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]*)\|$", page.split("## Restore policies")[1], re.MULTILINE))

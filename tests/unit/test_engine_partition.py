@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen2Config
 
-from memsaver_server.reference.tensor_parallel import WHOLE, Partition, Place, check_divisible, divide
+from memsaver_server.reference.weights import WHOLE, Partition, check_divisible, divide
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -34,7 +34,7 @@ def test_linear_layers_are_divided_by_the_plan() -> None:
     """By outputs with their biases, or by inputs; all else is whole."""
     config = Qwen2Config(**SIZES, tie_word_embeddings=False)
     model = model_of(config)
-    partition = divide(model, Place(1, 2))
+    partition = divide(model, 1, 2)
     found, whole = shapes(model), shapes(model_of(config))
     layer = "model.layers.1"
     assert found[f"{layer}.self_attn.q_proj.weight"] == (16, 32)
@@ -51,7 +51,7 @@ def test_linear_layers_are_divided_by_the_plan() -> None:
 def test_tied_weights_stay_whole() -> None:
     model = model_of(Qwen2Config(**SIZES, tie_word_embeddings=True))
     model.tie_weights()
-    divide(model, Place(0, 2))
+    divide(model, 0, 2)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight.shape == (64, 32)
 
@@ -59,7 +59,7 @@ def test_tied_weights_stay_whole() -> None:
 def test_parts_are_the_whole() -> None:
     """Side by side; what is added to a sum over the ranks, on rank 0 alone."""
     whole = torch.arange(24.0).reshape(4, 6)
-    parts = [Partition(Place(rank, 2), {"in": 1, "out": 0, "added": -1}) for rank in range(2)]
+    parts = [Partition(rank, 2, {"in": 1, "out": 0, "added": -1}) for rank in range(2)]
     assert torch.equal(torch.cat([each.part("in", whole) for each in parts], 1), whole)
     assert torch.equal(torch.cat([each.part("out", whole) for each in parts], 0), whole)
     assert torch.equal(sum(each.part("added", whole) for each in parts), whole)
@@ -71,7 +71,7 @@ def test_parts_are_the_whole() -> None:
 def test_one_rank_holds_everything() -> None:
     model = model_of(Qwen2Config(**SIZES))
     before = shapes(model)
-    assert divide(model, Place()) is WHOLE
+    assert divide(model, 0, 1) is WHOLE
     assert shapes(model) == before
 
 
@@ -84,7 +84,7 @@ def test_one_rank_holds_everything() -> None:
 )
 def test_models_that_cannot_be_divided(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"{message}.*tensor_parallel=1"):
-        divide(model_of(config), Place(0, 2))
+        divide(model_of(config), 0, 2)
 
 
 def test_heads_limit_the_ranks() -> None:

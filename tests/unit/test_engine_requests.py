@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver_server.reference.requests import Request, SlotTable
-from memsaver_server.reference.sampling import Sampler, Sampling
+from memsaver_server.reference.requests import Request, Sampling
+from memsaver_server.reference.scheduler import SlotTable
+
+
+def asking(given: dict[str, Any]) -> Request:
+    return Request(prompt=[1], sampling=Sampling.parse(given))
 
 
 def test_defaults_are_greedy() -> None:
     assert Sampling.parse(None) == Sampling.parse({}) == Sampling()
-    assert Sampler(Sampling()).greedy
+    assert asking({}).greedy
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,8 @@ def test_draws_follow_the_seed_and_the_bounds() -> None:
     logits = torch.tensor([0.0, 3.0, 2.9, -1.0, 2.8])
 
     def draws(**given: Any) -> list[int]:
-        sampler = Sampler(Sampling.parse({"temperature": 1.0, **given}))
-        return [sampler.pick(logits) for _ in range(200)]
+        request = asking({"temperature": 1.0, **given})
+        return [request.pick(logits) for _ in range(200)]
 
     assert draws(seed=5) == draws(seed=5)
     assert draws(seed=5) != draws(seed=6)
@@ -89,9 +93,9 @@ def test_draws_follow_the_seed_and_the_bounds() -> None:
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-45, 1e-38, 9e-6])
 def test_a_temperature_too_small_to_matter_is_greedy(temperature: float) -> None:
     """As in vLLM and SGLang: scores divided by it would overflow to NaN."""
-    sampler = Sampler(Sampling.parse({"temperature": temperature}))
-    assert sampler.greedy
-    assert sampler.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
+    request = asking({"temperature": temperature})
+    assert request.greedy
+    assert request.pick(torch.tensor([0.0, 3.0, 2.9])) == 1
 
 
 #: Possible scores of a model, also of a broken one, and the tokens that may be sampled from them.
@@ -117,9 +121,9 @@ def test_whatever_is_asked_for_can_be_drawn(scores: list[float], allowed: set[in
         (1e-5, 1e-3, 1.0, 100.0), (1e-6, 0.5, 1.0), (-1, 0, 2, 4, 5, 10**30)
     ):
         given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 10**40}
-        sampler = Sampler(Sampling.parse(given))
-        assert not sampler.greedy
-        assert {sampler.pick(logits) for _ in range(5)} <= allowed, given
+        request = asking(given)
+        assert not request.greedy
+        assert {request.pick(logits) for _ in range(5)} <= allowed, given
     assert torch.equal(
         logits.nan_to_num(), before.nan_to_num()
     )  # the engine's own scores, which the next token may read
@@ -142,9 +146,9 @@ def test_slots_reuse_whole_chunks_and_leave_one_to_compute() -> None:
     slot, reused = table.take([1, 2, 3, 4, 5, 6, 7, 8])
     assert reused == 0
     table.remember(slot, [1, 2, 3, 4, 5, 6, 7, 8])
-    table.give_back(slot)
+    table.free.append(slot)
     assert table.take([1, 2, 3, 4, 5, 6, 7, 8]) == (slot, 4)
-    table.give_back(slot)
+    table.free.append(slot)
     assert table.take([1, 2, 3, 4, 9, 9, 9, 9, 9]) == (slot, 4)
 
 
@@ -153,17 +157,17 @@ def test_a_new_prompt_takes_the_slot_that_loses_least() -> None:
     for prompt in ([1, 1], [2, 2]):
         slot, _ = table.take(prompt)
         table.remember(slot, prompt)
-    table.give_back(1)
-    table.give_back(0)
+    table.free.append(1)
+    table.free.append(0)
     assert table.take([9, 9])[0] == 2  # holds nothing
     assert table.take([9, 9])[0] == 1  # freed first
-    assert table.free == 1
+    assert len(table.free) == 1
 
 
 def test_forgotten_prefixes_are_not_found() -> None:
     table = SlotTable(1, chunk=2)
     slot, _ = table.take([1, 2, 3])
     table.remember(slot, [1, 2, 3])
-    table.give_back(slot)
+    table.free.append(slot)
     table.forget()
     assert table.take([1, 2, 3]) == (slot, 0)

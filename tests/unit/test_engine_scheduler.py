@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
-from memsaver_server.reference.requests import Request, Row
-from memsaver_server.reference.sampling import Sampler, Sampling
+from memsaver_server.reference.requests import Request, Sampling
+from memsaver_server.reference.runner import Row
 from memsaver_server.reference.scheduler import Scheduler
 from tests.waiting import wait_until
 
@@ -58,19 +58,14 @@ class ArithmeticRunner:
     def wipe(self) -> None:
         self.cache = [[None] * self.length for _ in range(self.slots)]
 
-    def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        self._enter()
-        assert start % self.chunk == 0
-        self.cache[slot][start : start + len(tokens)] = list(tokens)
-        return None if sampler is None else self._next(slot, start + len(tokens))
-
-    def decode(self, rows: Sequence[Row]) -> list[int]:
+    def compute(self, rows: Sequence[Row]) -> list[int]:
         self._enter()
         assert 1 <= len(rows) <= self.max_batch
-        assert len({row.slot for row in rows}) == len(rows)
-        for row in rows:
-            self.cache[row.slot][row.position] = row.token
-        return [self._next(row.slot, row.position + 1) for row in rows]
+        assert len({slot for slot, _, _ in rows}) == len(rows)
+        for slot, start, tokens in rows:
+            assert len(tokens) == 1 or (len(rows) == 1 and start % self.chunk == 0 and len(tokens) <= self.chunk)
+            self.cache[slot][start : start + len(tokens)] = tokens
+        return [self._next(slot, start + len(tokens)) for slot, start, tokens in rows]
 
     def check(self) -> None:
         if self.lost_context:
@@ -82,7 +77,7 @@ class ArithmeticRunner:
     def _enter(self) -> None:
         self.threads.add(threading.get_ident())
         self.entered.set()
-        assert self.gate.wait(60)
+        assert self.gate.wait(600)
         self.touched_released += self.released
         self.steps += 1
         if self.break_next:
@@ -114,15 +109,15 @@ def ask(prompt: Sequence[int], tokens: int, name: str = "r") -> Request:
 
 def test_more_requests_than_slots_and_batches_all_get_their_own_answer(scheduler: Scheduler) -> None:
     prompts = [list(range(n, 2 * n)) for n in range(1, 14)]
-    futures = [scheduler.submit(ask(prompt, 5 + len(prompt))) for prompt in prompts]
+    futures = [scheduler.enqueue(ask(prompt, 5 + len(prompt))) for prompt in prompts]
     for prompt, future in zip(prompts, futures, strict=True):
-        done = future.result(60)
+        done = future.result(600)
         assert done.output == answer_to(prompt, 5 + len(prompt))
         assert done.finish == {"type": "length", "length": 5 + len(prompt)}
 
 
 def test_everything_runs_on_one_thread(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    scheduler.submit(ask([1], 3)).result(60)
+    scheduler.enqueue(ask([1], 3)).result(600)
     assert scheduler.call(threading.get_ident) in runner.threads
     assert len(runner.threads) == 1
 
@@ -136,14 +131,14 @@ def test_an_error_while_making_the_runner_is_raised_by_the_constructor() -> None
 
 
 def test_an_answer_ends_at_the_end_of_its_slot(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    done = scheduler.submit(ask(range(250), 100)).result(60)
+    done = scheduler.enqueue(ask(range(250), 100)).result(600)
     assert len(done.prompt) + len(done.output) == runner.length
 
 
 def test_equal_beginnings_are_computed_once(scheduler: Scheduler) -> None:
     prompt = list(range(11))
-    first = scheduler.submit(ask(prompt, 4)).result(60)
-    second = scheduler.submit(ask(prompt, 4)).result(60)
+    first = scheduler.enqueue(ask(prompt, 4)).result(600)
+    second = scheduler.enqueue(ask(prompt, 4)).result(600)
     assert (first.reused, second.reused) == (0, 8)
     assert first.output == second.output
 
@@ -152,13 +147,13 @@ def test_equal_beginnings_are_computed_once(scheduler: Scheduler) -> None:
 def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     """A prefix that was cached before the KV cache was released is not found afterwards."""
     prompt = list(range(11))
-    first = scheduler.submit(ask(prompt, 4)).result(60)
-    scheduler.close_admission("released", 0)
+    first = scheduler.enqueue(ask(prompt, 4)).result(600)
+    scheduler.close_admission("released")
     scheduler.drain(60, "wait")
     runner.wipe()
     scheduler.call(scheduler.forget_cache)
     scheduler.open_admission()
-    second = scheduler.submit(ask(prompt, 4)).result(60)
+    second = scheduler.enqueue(ask(prompt, 4)).result(600)
     assert second.reused == 0
     assert second.output == first.output
 
@@ -166,39 +161,39 @@ def test_prefixes_do_not_outlive_the_pages_that_held_them(scheduler: Scheduler, 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_closed_admission_refuses_with_the_reason(scheduler: Scheduler) -> None:
     """At once."""
-    scheduler.close_admission("memory is released", 0)
+    scheduler.close_admission("memory is released")
     with pytest.raises(AdmissionClosedError, match="memory is released"):
-        scheduler.submit(ask([1], 1))
+        scheduler.enqueue(ask([1], 1))
     scheduler.open_admission()
-    assert scheduler.submit(ask([1], 1)).result(60).output == answer_to([1], 1)
+    assert scheduler.enqueue(ask([1], 1)).result(600).output == answer_to([1], 1)
 
 
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_held_requests_wait_up_to_the_bound_and_reach_no_step(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     """They are computed only once admission is open."""
-    scheduler.close_admission("memory is released", 2)
+    scheduler.close_admission("memory is released", hold=2)
     scheduler.drain(60, "wait")
-    held = [scheduler.submit(ask([n], 3)) for n in range(2)]
+    held = [scheduler.enqueue(ask([n], 3)) for n in range(2)]
     with pytest.raises(AdmissionClosedError, match="memory is released; 2 requests wait already"):
-        scheduler.submit(ask([9], 3))
+        scheduler.enqueue(ask([9], 3))
     scheduler.drain(0, "wait")  # held requests hold nothing up
     scheduler.call(lambda: None)  # a full turn of the scheduler's thread
     assert runner.steps == 0
     scheduler.open_admission()
-    assert [future.result(60).output for future in held] == [answer_to([n], 3) for n in range(2)]
+    assert [future.result(600).output for future in held] == [answer_to([n], 3) for n in range(2)]
 
 
 def test_a_held_request_that_is_cancelled_frees_its_place(scheduler: Scheduler) -> None:
-    scheduler.close_admission("paused", 1)
-    assert scheduler.submit(ask([1], 3)).cancel()
-    assert scheduler.submit(ask([2], 3))
+    scheduler.close_admission("paused", hold=1)
+    assert scheduler.enqueue(ask([1], 3)).cancel()
+    assert scheduler.enqueue(ask([2], 3))
 
 
 @pytest.mark.guards("memory was unmapped while kernels still used it")
 def test_drain_waits_for_what_was_accepted(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     """A drain returns only when no step runs any more."""
-    futures = [scheduler.submit(ask([n], 40)) for n in range(7)]
-    scheduler.close_admission("releasing", 0)
+    futures = [scheduler.enqueue(ask([n], 40)) for n in range(7)]
+    scheduler.close_admission("releasing")
     scheduler.drain(60, "wait")
     assert all(future.done() for future in futures)
     steps = runner.steps
@@ -208,15 +203,15 @@ def test_drain_waits_for_what_was_accepted(scheduler: Scheduler, runner: Arithme
 
 def test_a_drain_that_takes_too_long_names_what_held_it_up(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     runner.gate.clear()
-    future = scheduler.submit(ask([5], 6, name="slow"))
+    future = scheduler.enqueue(ask([5], 6, name="slow"))
     assert runner.entered.wait(60)
-    scheduler.close_admission("releasing", 0)
+    scheduler.close_admission("releasing")
     for mode in ("wait", "keep"):
         with pytest.raises(DrainTimeoutError) as timeout:
             scheduler.drain(0.01, mode)  # type: ignore[arg-type]
         assert timeout.value.pending == ("slow",)
     runner.gate.set()
-    assert future.result(60).output == answer_to([5], 6)  # nothing was frozen
+    assert future.result(600).output == answer_to([5], 6)  # nothing was frozen
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep"])
@@ -225,20 +220,20 @@ def test_a_drain_that_is_given_up_freezes_nothing(
     scheduler: Scheduler, runner: ArithmeticRunner, mode: DrainMode
 ) -> None:
     runner.gate.clear()
-    future = scheduler.submit(ask([5], 6, name="slow"))
+    future = scheduler.enqueue(ask([5], 6, name="slow"))
     assert runner.entered.wait(60)
-    scheduler.close_admission("releasing", 0)
+    scheduler.close_admission("releasing")
     with pytest.raises(DrainTimeoutError, match="slow"):
         scheduler.drain(3600, mode, lambda: True)
     runner.gate.set()
-    assert future.result(60).output == answer_to([5], 6)
+    assert future.result(600).output == answer_to([5], 6)
 
 
 def test_abort_answers_with_the_tokens_so_far(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     runner.gate.clear()
-    running = scheduler.submit(ask([5], 200))
+    running = scheduler.enqueue(ask([5], 200))
     assert runner.entered.wait(60)
-    waiting = [scheduler.submit(ask([n], 200)) for n in range(6)]
+    waiting = [scheduler.enqueue(ask([n], 200)) for n in range(6)]
     drained = threading.Thread(target=scheduler.drain, args=(60, "abort"))
     drained.start()
     wait_until(lambda: scheduler._quiesced)  # under the lock, until all are told
@@ -254,9 +249,9 @@ def test_abort_answers_with_the_tokens_so_far(scheduler: Scheduler, runner: Arit
 @pytest.mark.parametrize("lost", [False, True])
 def test_frozen_requests_go_on_with_the_same_answer(scheduler: Scheduler, runner: ArithmeticRunner, lost: bool) -> None:
     prompts = [list(range(n, n + 6)) for n in range(5)]
-    futures = [scheduler.submit(ask(prompt, 60)) for prompt in prompts]
+    futures = [scheduler.enqueue(ask(prompt, 60)) for prompt in prompts]
     for _ in range(8):
-        scheduler.close_admission("releasing", 0)
+        scheduler.close_admission("releasing")
         scheduler.drain(60, "keep")
         scheduler.drain(0, "wait")  # frozen requests hold nothing up
         if lost:
@@ -264,23 +259,23 @@ def test_frozen_requests_go_on_with_the_same_answer(scheduler: Scheduler, runner
             scheduler.call(scheduler.forget_cache)
         scheduler.open_admission()
     for prompt, future in zip(prompts, futures, strict=True):
-        assert future.result(60).output == answer_to(prompt, 60)
+        assert future.result(600).output == answer_to(prompt, 60)
 
 
 def test_cancelled_requests_give_their_slots_back(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
-    futures = [scheduler.submit(ask([n], 250)) for n in range(6)]
+    futures = [scheduler.enqueue(ask([n], 250)) for n in range(6)]
     for future in futures:
         future.cancel()
-    assert scheduler.submit(ask([7], 4)).result(60).output == answer_to([7], 4)
+    assert scheduler.enqueue(ask([7], 4)).result(600).output == answer_to([7], 4)
     scheduler.drain(60, "wait")
 
 
 def test_a_broken_step_fails_its_requests_alone(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     runner.break_next = True
     with pytest.raises(ArithmeticError):
-        scheduler.submit(ask([1], 4)).result(60)
-    assert scheduler.alive
-    assert scheduler.submit(ask([2], 4)).result(60).output == answer_to([2], 4)
+        scheduler.enqueue(ask([1], 4)).result(600)
+    assert scheduler.is_alive()
+    assert scheduler.enqueue(ask([2], 4)).result(600).output == answer_to([2], 4)
 
 
 @pytest.mark.guards("health probes confused a sleeping engine with a dead one")
@@ -288,11 +283,11 @@ def test_a_lost_context_ends_the_engine(scheduler: Scheduler, runner: Arithmetic
     """It does not report itself alive."""
     runner.break_next = runner.lost_context = True
     with pytest.raises(ArithmeticError):
-        scheduler.submit(ask([1], 4)).result(60)
+        scheduler.enqueue(ask([1], 4)).result(600)
     scheduler._thread.join(60)
-    assert not scheduler.alive
+    assert not scheduler.is_alive()
     with pytest.raises(RuntimeError, match="context lost"):
-        scheduler.submit(ask([1], 4))
+        scheduler.enqueue(ask([1], 4))
     with pytest.raises(RuntimeError, match="context lost"):
         scheduler.call(lambda: None)
     scheduler.drain(0, "wait")  # nothing will be computed again: nothing to wait for
@@ -300,17 +295,17 @@ def test_a_lost_context_ends_the_engine(scheduler: Scheduler, runner: Arithmetic
 
 def test_closing_fails_what_is_in_flight(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
     runner.gate.clear()
-    futures = [scheduler.submit(ask([n], 200)) for n in range(6)]
+    futures = [scheduler.enqueue(ask([n], 200)) for n in range(6)]
     assert runner.entered.wait(60)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
-    wait_until(lambda: scheduler._stopping)
+    wait_until(lambda: scheduler._failure)
     runner.gate.set()
     closing.join()
     for future in futures:
         with pytest.raises(AdmissionClosedError):
             future.result(0)
-    assert not scheduler.alive
+    assert not scheduler.is_alive()
     scheduler.close()
 
 
@@ -327,17 +322,17 @@ def test_no_step_ever_touches_released_memory(scheduler: Scheduler, runner: Arit
             prompt = [local.randrange(9) for _ in range(local.randrange(1, 30))]
             tokens = local.randrange(1, 40)
             try:
-                future = scheduler.submit(ask(prompt, tokens))
+                future = scheduler.enqueue(ask(prompt, tokens))
             except AdmissionClosedError:
                 continue
-            assert future.result(60).output == answer_to(prompt, tokens)
+            assert future.result(600).output == answer_to(prompt, tokens)
             served += 1
         return served
 
     with ThreadPoolExecutor(8) as pool:
         clients = [pool.submit(client, seed) for seed in range(8)]
         for mode, lost in plan:
-            scheduler.close_admission("releasing", chooser.randrange(4))
+            scheduler.close_admission("releasing", hold=chooser.randrange(4))
             scheduler.drain(60, mode)  # type: ignore[arg-type]
             runner.released = True
             scheduler.call(runner.wipe if lost else lambda: None)  # a full turn of the scheduler's thread
@@ -346,5 +341,5 @@ def test_no_step_ever_touches_released_memory(scheduler: Scheduler, runner: Arit
                 scheduler.call(scheduler.forget_cache)
             scheduler.open_admission()
         stop.set()
-        assert sum(done.result(60) for done in clients) > 0
+        assert sum(done.result(600) for done in clients) > 0
     assert runner.touched_released == 0

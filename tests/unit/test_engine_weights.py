@@ -18,9 +18,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
-from memsaver_server.reference import checkpoint
+from memsaver_server.reference import weights
 from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.engine import TransformersEngine
+from tests.tensors import tensors_of
 
 REQUEST = {
     "text": "a prompt that is longer than one chunk, so that a prefix of it is kept; ",
@@ -46,7 +47,7 @@ def trained(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained
     """Another checkpoint of the same shape: its folder, its tensors, and its answer to REQUEST."""
     folder = tmp_path_factory.mktemp("trained")
     model: Any = AutoModelForCausalLM.from_pretrained(original)
-    checkpoint.fill_random(model, 99)
+    weights.fill_random(model, 99)
     model.save_pretrained(folder)
     prompt = torch.tensor([list(str(REQUEST["text"]).encode())])
     answer = model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
@@ -95,7 +96,7 @@ def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, 
     engine.close_admission("released")
     engine.drain(60)
     with torch.no_grad():
-        for _, tensor in checkpoint.tensors_of(engine._runner.model):
+        for tensor in tensors_of(engine.runner.model).values():
             tensor.fill_(float("nan"))  # as undefined pages may hold
     assert engine.repair(["weights", "cuda_graph"], ["weights", "cuda_graph"]) == ["cuda_graph"]
     tensors = dict(trained[1])
@@ -112,7 +113,7 @@ def test_weights_given_up_are_whole_after_an_update(engine: TransformersEngine, 
 def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, original: Path) -> None:
     """NaN computed once does not reach later requests through reused slots."""
     before = answer_of(engine)
-    broken = {name: torch.full_like(t, float("nan")) for name, t in engine._runner.model.named_parameters()}
+    broken = {name: torch.full_like(t, float("nan")) for name, t in engine.runner.model.named_parameters()}
     engine.update_weights_from_tensor(payload(broken))
     for _ in range(engine.describe()["slots"] + 1):
         engine.generate_sync({"text": "x" * 200, "sampling_params": {"max_new_tokens": 4}})
@@ -123,13 +124,13 @@ def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, 
 def test_requests_in_flight_go_on_with_the_new_weights(engine: TransformersEngine, trained: Trained) -> None:
     future = engine.submit({"text": "go on", "sampling_params": {"max_new_tokens": 200}})
     engine.update_weights_from_disk(trained[0])
-    assert len(future.result(60).output) == 200
+    assert len(future.result(600).output) == 200
 
 
 def test_requests_in_flight_can_be_ended_by_an_update(engine: TransformersEngine, trained: Trained) -> None:
     future = engine.submit({"text": "go on", "sampling_params": {"max_new_tokens": 200}})
     engine.update_weights_from_tensor(payload(trained[1]), abort_all_requests=True)
-    assert future.result(60).meta_info()["finish_reason"]["type"] == "abort"
+    assert future.result(600).meta_info()["finish_reason"]["type"] == "abort"
 
 
 @pytest.mark.parametrize(

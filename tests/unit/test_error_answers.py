@@ -9,8 +9,9 @@ import pytest
 import memsaver_server.app
 import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
+from memsaver_core.contract.errors import UnauthorizedError
+from memsaver_server.controller import Answer
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
-from memsaver_server.http.errors import UnauthorizedError, error_response
 
 #: Status and kind are the service's interface.
 ANSWERS = {
@@ -18,7 +19,6 @@ ANSWERS = {
     "BackupError": (500, "backup_error", None),
     "BadRequestError": (400, "bad_request", None),
     "BodyTooLargeError": (413, "body_too_large", None),
-    "CancelTimeoutError": (504, "phase_timeout", None),
     "ConfigurationError": (400, "bad_request", None),
     "ConflictError": (409, "conflict", 1),
     "ContextLostError": (500, "context_lost", None),
@@ -26,6 +26,7 @@ ANSWERS = {
     "DriverError": (500, "driver_error", None),
     "EngineDeadError": (503, "engine_dead", None),
     "EngineFailedError": (500, "context_lost", None),
+    "FleetUnknownError": (503, "fleet_unknown", 1),
     "ForbiddenError": (403, "forbidden", None),
     "GroupFailedError": (500, "rank_failed", None),
     "ForkedProcessError": (500, "error", None),
@@ -63,7 +64,7 @@ def test_status_and_kind_are_those_that_clients_know() -> None:
     found = {
         each.__name__: (each.status, each.kind, each.retry_after_s)
         for each in subclasses(MemsaverError)
-        if each.__module__.startswith(("memsaver_core.errors", "memsaver_server."))
+        if each.__module__.startswith(("memsaver_core.contract.errors", "memsaver_server."))
     }
     assert found == ANSWERS
 
@@ -71,7 +72,7 @@ def test_status_and_kind_are_those_that_clients_know() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "details", "headers"),
     [
-        (UnknownTagError(["a"], ["b"]), 400, {"unknown": ["a"], "known": ["b"]}, {}),
+        (UnknownTagError.of(["a"], ["b"]), 400, {"unknown": ["a"], "known": ["b"]}, {}),
         (DrainTimeoutError(1.0, ["one"]), 504, {"phase": "drain", "pending": ["one"]}, {}),
         (OutOfDeviceMemoryError("", 7, 3), 503, {"needed_bytes": 7, "free_bytes": 3}, {"Retry-After": "1"}),
         (AdmissionClosedError("closed"), 503, {}, {"Retry-After": "1"}),
@@ -82,6 +83,7 @@ def test_status_and_kind_are_those_that_clients_know() -> None:
 def test_an_error_is_its_answer(
     error: Exception, status: int, details: dict[str, object], headers: dict[str, str]
 ) -> None:
-    response = error_response(error)
-    assert (response.status, response.details, response.headers) == (status, details, headers)
-    assert response.body()["error"] == {"type": response.kind, "message": response.message, **details}
+    answer = Answer.failure(error)
+    assert (answer.status, answer.headers) == (status, headers)
+    kind = getattr(error, "kind", "internal_error")
+    assert answer.body["error"] == {"type": kind, "message": answer.body["message"], **details}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import ConfigurationError, OutOfDeviceMemoryError
+from memsaver_core.contract.errors import ConfigurationError, OutOfDeviceMemoryError
 from tests.programs import Child, output_of
 
 MIB = 1 << 20

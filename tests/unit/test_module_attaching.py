@@ -22,8 +22,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import memsaver_core as ms
 from memsaver_core import process
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
-from memsaver_server.integrations.module import ModuleEngine, module_tensors
-from memsaver_server.integrations.module.module_tensors import tensors_of
+from memsaver_server.integrations.module import ModuleEngine
+from memsaver_server.integrations.module import engine as module_engine
+from memsaver_server.integrations.module.engine import tensors_of
 from tests.programs import output_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on the host driver")
@@ -154,7 +155,7 @@ def test_what_is_in_a_region_already_stays_there(engine_of: Callable[..., Module
 
 
 def test_much_moves_in_batches(engine_of: Callable[..., ModuleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_tensors, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(module_engine, "BATCH_BYTES", 3000)
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
     x = torch.randn(2, 16)
     expected = module(x)
@@ -308,16 +309,16 @@ def test_each_thread_has_requests_of_its_own(engine_of: Callable[..., ModuleEngi
     met, leave = threading.Barrier(9), threading.Barrier(9)
 
     def work() -> None:
-        met.wait(60)
-        leave.wait(60)
+        met.wait(600)
+        leave.wait(600)
 
     with ThreadPoolExecutor(8) as threads:
         calls = [threads.submit(module, work) for _ in range(8)]
-        met.wait(60)
+        met.wait(600)
         assert len(inside(engine)) == 8
-        leave.wait(60)
+        leave.wait(600)
         for call in calls:
-            call.result(60)
+            call.result(600)
     assert inside(engine) == []
 
 
@@ -344,7 +345,7 @@ def test_a_request_lasts_as_long_as_the_calls_that_belong_to_it(engine_of: Calla
 
     def work() -> None:
         entered.set()
-        go_on.wait(60)
+        go_on.wait(600)
 
     async def serve() -> Any:
         with engine.request("served"):

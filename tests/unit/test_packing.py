@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from memsaver_core import MemsaverError, _native
-from memsaver_core.errors import BackupError
+from memsaver_core.contract.errors import BackupError
 from tests.programs import output_of
 from tests.unit.saver_memory import MIB, view
 
@@ -222,28 +222,28 @@ def test_a_check_expects_packed_backups() -> None:
         """
 import torch
 import memsaver_core as ms
-from memsaver_core.errors import OutOfHostMemoryError
-from memsaver_core.options import ReleaseOptions
+from memsaver_core.contract.errors import OutOfHostMemoryError
+from memsaver_core.contract.requests import MemoryRequest
 from memsaver_core.ranks.plans import check_release, plan_release
 
 with ms.region("weights"):
     weights = (torch.randn(80 << 20) / 30).to(torch.bfloat16)
 expected = weights.clone()
 ms.prepare_backup(wait=True)
-needed = plan_release(ReleaseOptions()).host_bytes_needed
+needed = plan_release(MemoryRequest()).host_bytes_needed
 assert 125 << 20 < needed < 140 << 20, needed
 dropped = {"weights": "discard"}
-assert plan_release(ReleaseOptions(restore=dropped)).host_bytes_needed == 0
+assert plan_release(MemoryRequest(restore=dropped)).host_bytes_needed == 0
 report = ms.release()
 assert abs(report.tags[0].kept_bytes - needed) < 4 << 20, (report.tags, needed)
-assert plan_release(ReleaseOptions()).host_bytes_needed == 0
+assert plan_release(MemoryRequest()).host_bytes_needed == 0
 ms.resume()
 assert torch.equal(weights, expected)
-assert plan_release(ReleaseOptions()).host_bytes_needed == 0
+assert plan_release(MemoryRequest()).host_bytes_needed == 0
 with ms.region("more", restore="host"):
     more = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
 try:
-    check_release(ReleaseOptions())
+    check_release(MemoryRequest())
 except OutOfHostMemoryError as error:
     assert error.needed_bytes == 64 << 20, error
 else:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from memsaver_core.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 
 
@@ -23,10 +23,10 @@ def test_answers_come_in_the_order_of_the_ranks() -> None:
     ]
     for rank in ranks:
         rank.start()
-    channel = SocketChannel(lambda message: {**message, "rank": 0}, listener.accept(60))
+    channel = SocketChannel(lambda message: {**message, "rank": 0}, listener.accept(600))
     assert not os.path.exists(os.path.dirname(listener.path))
     for number in range(3):
-        told = channel.start({"number": number}).result(60)
+        told = channel.start({"number": number}).result(600)
         assert told == [{"number": number, "rank": rank} for rank in range(4)]
     channel.close()
     for rank in ranks:
@@ -49,7 +49,7 @@ def test_a_rank_that_closes_its_connection_is_named() -> None:
     with socket.socket(socket.AF_UNIX) as rank:
         rank.connect(listener.path)
         rank.sendall(b"1\n")
-        channel = SocketChannel(lambda message: message, listener.accept(60))
+        channel = SocketChannel(lambda message: message, listener.accept(600))
     with pytest.raises(ConnectionError, match="rank 1 has closed its connection"):
-        channel.start({}).result(60)
+        channel.start({}).result(600)
     channel.close()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.errors import (
+from memsaver_core.contract.errors import (
     BackupError,
     ConfigurationError,
     ContextLostError,
@@ -533,7 +533,7 @@ def test_forked_child_is_refused() -> None:
     results = context.Queue()
     process = context.Process(target=child, args=(results,))
     process.start()
-    assert "spawn" in results.get(timeout=30)
+    assert "spawn" in results.get(timeout=600)
     process.join()
     assert used(saver) == MIB
     assert content(address, MIB) == expected

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 import memsaver_core as ms
 from memsaver_core.settings import CoreSettings
 from memsaver_server import Settings, attach
-from memsaver_server.gate import Gate
+from memsaver_server.engine.gate import Gate
 from memsaver_server.settings import OTHER_VARIABLES, misspelt_variables, warn_of_misspelt_variables
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.compat.torch_memory_saver import spare_memory
+from memsaver_core.compat.torch_memory_saver import state
 
 GIB = 1 << 30
 
@@ -27,6 +27,6 @@ def test_memory_is_plentiful(
     file = tmp_path / "memory"
     if pressure is not None:
         file.write_text(pressure)
-    monkeypatch.setattr(spare_memory, "_PRESSURE_FILE", file)
+    monkeypatch.setattr(state, "_PRESSURE_FILE", file)
     monkeypatch.setattr(_native, "available_memory_bytes", lambda: available)
-    assert spare_memory.is_plentiful(4 * GIB) is plentiful
+    assert state.is_plentiful(4 * GIB) is plentiful

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from memsaver_core import MemsaverError, ReleaseOptions, ResumeOptions
+from memsaver_core import MemsaverError
+from memsaver_core.contract.errors import GroupFailedError
+from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_server.integrations.vllm.engine import VllmMemory
-from memsaver_server.ranks import Deadlines, GroupFailedError
+from memsaver_server.ranks import Deadlines
 from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, workers
 
 __all__ = ["group", "workers"]
@@ -33,7 +35,7 @@ DEADLY = [(step, rank, bool(rank)) for step in STEPS for rank in range(RANKS)]
 
 def get_ready(memory: VllmMemory, step: str) -> None:
     if step == "SleepNow":
-        memory.release(ReleaseOptions(("kv_cache",)))
+        memory.release(MemoryRequest(tags=("kv_cache",)))
 
 
 @pytest.mark.parametrize(("step", "failing", "after"), CASES)
@@ -44,11 +46,11 @@ def test_a_step_that_fails_is_undone_on_every_rank(group: list[Rank], step: str,
     before = [released(rank) for rank in group]
     group[failing].arm(step, "error", after)
     with pytest.raises(MemsaverError, match="this rank was told to fail"):
-        memory.release(ReleaseOptions())
+        memory.release(MemoryRequest())
     assert [released(rank) for rank in group] == before
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     assert [released(rank) for rank in group] == [ALL, ALL]
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert all(content["weights"] and content["runtime"] for content in (rank.content() for rank in group))
 
 
@@ -78,7 +80,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(groups: l
         get_ready(memory, step)
         ranks[failing].arm(step, kind, after)
         with pytest.raises(GroupFailedError) as failed:
-            memory.release(ReleaseOptions())
+            memory.release(MemoryRequest())
         told = str(failed.value)
         assert f"rank {failing} (process {ranks[failing].pid})" in told
         assert f"process {ranks[1 - failing].pid}" not in told
@@ -87,7 +89,7 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(groups: l
         assert (status.state, status.failure) == ("failed", told)
         assert [each.alive for each in status.ranks] == [kind == "hang" or each != failing for each in range(RANKS)]
         with pytest.raises(GroupFailedError) as refused:
-            memory.resume(ResumeOptions())
+            memory.resume(Tagged())
         assert str(refused.value) == told
 
     with ThreadPoolExecutor(len(DEADLY)) as pool:

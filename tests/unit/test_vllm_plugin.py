@@ -22,10 +22,17 @@ from unittest.mock import patch
 
 import pytest
 
-from memsaver_core import PhaseLog, ReleaseOptions, ResumeOptions
-from memsaver_core.compat.vllm import config
-from memsaver_core.errors import ConfigurationError, DriverError, MemsaverError, OutOfDeviceMemoryError, UnknownTagError
-from memsaver_core.policies import RestorePolicy
+from memsaver_core import PhaseLog
+from memsaver_core.compat.vllm import allocator as config
+from memsaver_core.contract.errors import (
+    ConfigurationError,
+    DriverError,
+    MemsaverError,
+    OutOfDeviceMemoryError,
+    UnknownTagError,
+)
+from memsaver_core.contract.policies import RestorePolicy
+from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import (
     ANSWERS,
@@ -35,9 +42,9 @@ from memsaver_core.ranks.protocol import (
     ExpectRelease,
     Failure,
     Introduce,
+    Move,
     Plain,
     Request,
-    Resume,
     TakeOutcome,
 )
 from memsaver_server.integrations.vllm.engine import VllmMemory
@@ -124,10 +131,10 @@ class Model:
 
     def arm(self, step: str, kind: str, after: bool) -> None:
         """Fail once at ``step``, a message or vLLM's own sleep: before or after it took effect."""
-        from memsaver_core.compat.vllm import rpc
+        from memsaver_core.compat.vllm import plugin
 
         backend = self.worker._get_sleep_mode_backend()
-        owner, name = (backend, "suspend") if step == "sleep" else (rpc._rank, "carry_out")
+        owner, name = (backend, "suspend") if step == "sleep" else (plugin._rank, "carry_out")
         call = getattr(owner, name)
 
         def faulty(request: Any) -> Any:
@@ -188,7 +195,7 @@ class Rank:
 
     def wait(self) -> None:
         """Return once it is loaded."""
-        assert self._connection.poll(120)
+        assert self._connection.poll(600)
         self._connection.recv()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -277,9 +284,10 @@ def released(rank: Rank) -> set[str]:
 # -- the plugin --------------------------------------------------------------------------------------------------------
 
 
-def run(code: str, **environment: str) -> str:
+def run(code: str, *, by_itself: bool = False, **environment: str) -> str:
     paths = [str(STANDIN), str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "server")]
-    return output_of(code, PYTHONPATH=os.pathsep.join(paths), MEMSAVER_DRIVER="host", **environment).strip()
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "MEMSAVER_DRIVER": "host", **environment}
+    return output_of(code, by_itself=by_itself, **settings).strip()
 
 
 REGISTER = "from memsaver_core.compat.vllm.plugin import register; register(); register(); import sys\n"
@@ -294,7 +302,8 @@ print(type(get_mem_allocator_instance()).__name__)
 
 
 def test_registering_imports_nothing_of_vllm() -> None:
-    assert run(REGISTER + "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])") == "[]"
+    code = REGISTER + "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
+    assert run(code, by_itself=True) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +368,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.Mon
 
 def test_a_change_that_fails_leaves_the_module_as_it_is() -> None:
     code = """
-from memsaver_core.compat.vllm.import_hooks import when_imported
+from memsaver_core.compat.patching import when_imported
 def patch(module):
     raise RuntimeError("no such thing")
 when_imported("vllm.plugins", patch)
@@ -372,7 +381,7 @@ print(vllm.plugins.load_endpoint_plugins(), type(vllm.plugins.__spec__.loader)._
 def test_what_is_imported_already_is_changed_at_once() -> None:
     code = """
 import vllm.platforms.interface
-from memsaver_core.compat.vllm.import_hooks import when_imported
+from memsaver_core.compat.patching import when_imported
 seen = []
 when_imported("vllm.platforms.interface", lambda module: seen.append(module.__name__))
 print(seen)
@@ -483,14 +492,14 @@ def test_the_backend_refuses_levels_that_a_worker_cannot_return_from(rank: Rank)
 
 
 def test_what_the_service_asks_for_is_released_and_no_more(rank: Rank) -> None:
-    ask(rank, ExpectRelease(ReleaseOptions(("kv_cache",))))
+    ask(rank, ExpectRelease(MemoryRequest(tags=("kv_cache",))))
     rank.sleep(1)
     assert released(rank) == {"kv_cache"}
     report = ask(rank, TakeOutcome()).report
     assert report is not None
     assert [tag.tag for tag in report.tags] == ["kv_cache"]
     assert ask(rank, TakeOutcome()).report is None
-    status = ask(rank, Resume(ResumeOptions(("kv_cache",)))).status
+    status = ask(rank, Move("resume", MemoryRequest(tags=("kv_cache",)))).status
     assert status is not None
     assert status.state == "resident"
 
@@ -542,13 +551,13 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     status = ask(group[0], Introduce()).status
     assert status is not None
     one = sum(tag.bytes for tag in status.tags)
-    report = memory.release(ReleaseOptions())
+    report = memory.release(MemoryRequest())
     assert report.released_bytes == 2 * one
     assert memory.status().state == "released"
     assert all(set(tag.mapped_by_device) <= {0, 1} for tag in memory.status().tags)
     assert all(tag.bytes_by_device == {0: tag.bytes // 2, 1: tag.bytes // 2} for tag in memory.status().tags)
     assert [phase.name for phase in report.phases].count("pause") == 2  # first what is kept, then what is not
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert memory.status().state == "resident"
     assert all(rank.content()["weights"] and rank.content()["runtime"] for rank in group)
 
@@ -556,8 +565,8 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
 def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:
     memory = VllmMemory(Executor(group))
     with pytest.raises(UnknownTagError):
-        memory.release(ReleaseOptions(("nothing",)))
-    assert memory.release(ReleaseOptions(("cuda_graph",))).released_bytes == 0
+        memory.release(MemoryRequest(tags=("nothing",)))
+    assert memory.release(MemoryRequest(tags=("cuda_graph",))).released_bytes == 0
 
 
 @pytest.mark.guards("one rank or device failed while the others went on")
@@ -566,12 +575,12 @@ def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None
     memory = VllmMemory(Executor(group))
     group[1].fail("unmap", "invalid_value", 1)
     with pytest.raises(MemsaverError, match="rank 1") as failed:
-        memory.release(ReleaseOptions())
+        memory.release(MemoryRequest())
     assert isinstance(failed.value, DriverError)
     assert [released(rank) for rank in group] == [set(), set()]
     assert all(content["weights"] and content["kv_cache"] for content in (rank.content() for rank in group))
-    assert memory.release(ReleaseOptions()).released_bytes > 0  # a repeat works
-    memory.resume(ResumeOptions())
+    assert memory.release(MemoryRequest()).released_bytes > 0  # a repeat works
+    memory.resume(Tagged())
 
 
 @pytest.mark.guards(
@@ -581,12 +590,12 @@ def test_one_rank_that_cannot_release_keeps_all_awake(group: list[Rank]) -> None
 def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None:
     """The ranks that had resumed release again; the repeat brings everything back."""
     memory = VllmMemory(Executor(group))
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     group[0].fail("create", "out_of_memory", 1)
     with pytest.raises(OutOfDeviceMemoryError, match="rank 0"):
-        memory.resume(ResumeOptions())
+        memory.resume(Tagged())
     assert [released(rank) for rank in group] == [ALL, ALL]
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert [released(rank) for rank in group] == [set(), set()]
     assert all(rank.content()["weights"] and rank.content()["buffers"] for rank in group)
 
@@ -594,14 +603,14 @@ def test_one_rank_that_cannot_resume_keeps_all_asleep(group: list[Rank]) -> None
 def test_a_failed_resume_keeps_what_vllm_saved_at_level_2(group: list[Rank]) -> None:
     """On the ranks that had resumed, too: they give their discarded weights up again."""
     memory = VllmMemory(Executor(group))
-    level_2 = ReleaseOptions(restore={"weights": RestorePolicy.DISCARD})
+    level_2 = MemoryRequest(restore={"weights": RestorePolicy.DISCARD})
     for failing in group:
         memory.release(level_2)
         failing.fail("create", "out_of_memory", 1)
         with pytest.raises(OutOfDeviceMemoryError):
-            memory.resume(ResumeOptions())
+            memory.resume(Tagged())
         assert [released(rank) for rank in group] == [ALL, ALL]
-        memory.resume(ResumeOptions())
+        memory.resume(Tagged())
         for rank in group:
             rank.write_weights()
         assert all(content["buffers"] and content["draft"] for content in (rank.content() for rank in group))
@@ -611,13 +620,13 @@ def test_a_failed_resume_keeps_what_vllm_saved_at_level_2(group: list[Rank]) -> 
 def test_what_was_released_in_parts_is_released_whole(group: list[Rank]) -> None:
     """VLLM takes itself to be asleep after the first part, and does not ask its workers again."""
     memory = VllmMemory(Executor(group))
-    memory.release(ReleaseOptions(("kv_cache",)))
+    memory.release(MemoryRequest(tags=("kv_cache",)))
     assert released(group[0]) == {"kv_cache"}
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     assert [released(rank) for rank in group] == [ALL, ALL]
-    memory.resume(ResumeOptions(("weights",)))
+    memory.resume(Tagged(tags=("weights",)))
     assert memory.status().state == "released"
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
     assert all(rank.content()["weights"] for rank in group)
 
 
@@ -631,7 +640,7 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
 
     executor.call = call  # type: ignore[method-assign]
     with pytest.raises(MemsaverError, match="cannot be reached for the preparation: worker 1 died"):
-        memory.release(ReleaseOptions())
+        memory.release(MemoryRequest())
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
@@ -642,7 +651,7 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
         rank.delay("unmap", 0.5)
     log = PhaseLog(memory.read_devices)
     with ThreadPoolExecutor(1) as pool:
-        release = pool.submit(memory.release, ReleaseOptions(), log=log)
+        release = pool.submit(memory.release, MemoryRequest(), log=log)
 
         def is_pausing() -> bool:
             """Both are told by the slowest rank."""
@@ -655,7 +664,7 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
     assert memory.status().progress.operation == ""
     assert [phase.name for phase in log.phases][:2] == ["synchronize", "pause"]
     assert len(log.starts) == len(log.phases)
-    memory.resume(ResumeOptions())
+    memory.resume(Tagged())
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
@@ -668,15 +677,15 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
             for answer, location in zip(answers, ({"mark": 0}, {"fd": 9999}), strict=True):
                 if message["type"] == "Introduce":
                     answer["fields"]["introduction"]["progress"].update(location)
-                elif message["type"] == "Resume":
+                elif message["type"] == "Move" and message["fields"]["operation"] == "resume":
                     told.append((log.now, memory.status().progress.operation))
             return answers
 
     told: list[tuple[str, str]] = []
     memory = VllmMemory(Far(group))
-    memory.release(ReleaseOptions())
+    memory.release(MemoryRequest())
     log = PhaseLog(memory.read_devices)
-    memory.resume(ResumeOptions(), log=log)
+    memory.resume(Tagged(), log=log)
     assert told == [("restore", "")] * 2
     assert all(rank.content()["weights"] for rank in group)
 
@@ -692,5 +701,5 @@ def test_the_phase_in_which_a_rank_failed_is_told(group: list[Rank]) -> None:
         group[1].fail(call, "invalid_value", 1)
         log = PhaseLog(memory.read_devices)
         with pytest.raises(DriverError, match="rank 1"):
-            memory.release(ReleaseOptions(), log=log)
+            memory.release(MemoryRequest(), log=log)
         assert log.failed == phase

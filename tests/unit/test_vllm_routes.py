@@ -22,7 +22,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from memsaver_core.errors import UnsupportedError
+from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.integrations.vllm import engine
@@ -91,8 +91,8 @@ class World:
         self._serving = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ranks)), daemon=True)
         self._thread.start()
-        assert self._serving.wait(60)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=60)
+        assert self._serving.wait(600)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=600, verify=False)
 
     async def _serve(self, ranks: list[Rank]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -172,7 +172,7 @@ def test_a_wake_up_does_not_wait_for_what_vllm_does_before_it_takes_requests(wor
     world.post("/release_memory_occupation").raise_for_status()
     world.client.may_reset.clear()
     world.client.begun.clear()
-    assert world.http.post("/wake_up", timeout=10).json()["success"]
+    assert world.http.post("/wake_up", timeout=600).json()["success"]
     world.run(world.client.may_reset.set)
     wait_until(lambda: world.client.resets == 1)
     assert world.client.begun == ["reset_prefix_cache", "wake_up"]
@@ -422,7 +422,7 @@ class Offline:
 def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank]) -> None:
     """Nothing is released during a call, and calls are refused while memory is released."""
     llm = Offline(group)
-    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
         llm.leave.clear()
         with ThreadPoolExecutor(2) as pool:
             answer = pool.submit(llm.chat)
@@ -443,8 +443,12 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
 def test_beside_an_llm_a_wake_up_that_hangs_keeps_the_service_answering(group: list[Rank]) -> None:
     """Only calls of the ``LLM`` wait for it, in their order."""
     llm = Offline(group)
-    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=10) as http, ThreadPoolExecutor() as pool:
-        for call in (llm.generate, lambda: http.post("/release_memory_occupation", timeout=60).json()):
+    with (
+        attach_to(llm) as server,
+        httpx.Client(base_url=server.url, timeout=600, verify=False) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        for call in (llm.generate, lambda: http.post("/release_memory_occupation", timeout=600).json()):
             http.post("/release_memory_occupation").raise_for_status()
             llm.may_wake_up.clear()
             assert http.post("/resume_memory_occupation").json()["success"]
@@ -460,7 +464,7 @@ def test_beside_an_llm_a_wake_up_that_hangs_keeps_the_service_answering(group: l
 def test_beside_an_llm_calls_raise_what_a_wake_up_raised(group: list[Rank]) -> None:
     """They would wait for ever in an engine that is paused."""
     llm = Offline(group)
-    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
         http.post("/release_memory_occupation").raise_for_status()
         llm.wake_up_error = "no"
         http.post("/resume_memory_occupation").raise_for_status()
@@ -475,13 +479,26 @@ def test_beside_an_llm_calls_raise_what_a_wake_up_raised(group: list[Rank]) -> N
 @pytest.mark.guards("generation answered from memory whose content was discarded")
 def test_beside_an_llm_a_reload_is_seen(group: list[Rank]) -> None:
     llm = Offline(group)
-    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
         http.post("/sleep?level=2").raise_for_status()
         http.post("/wake_up").raise_for_status()
         with pytest.raises(AdmissionClosedError, match="content of weights"):
             llm.generate()
         llm.collective_rpc("reload_weights")
         assert llm.generate()["runtime"]
+
+
+def test_an_llm_may_be_attached_again(group: list[Rank]) -> None:
+    """The service that runs refuses its calls, and sees its updates."""
+    llm = Offline(group)
+    attach_to(llm).close()
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        http.post("/sleep?level=2").raise_for_status()
+        with pytest.raises(AdmissionClosedError, match="is released"):
+            llm.generate()
+        http.post("/wake_up").raise_for_status()
+        llm.collective_rpc("reload_weights")
+        assert llm.chat()["runtime"]
 
 
 def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.entrypoint import TorchMemorySaver
-from memsaver_core.compat.torch_memory_saver.hooks.mode_preload import configure_subprocess
+from memsaver_core.compat.torch_memory_saver.hooks import configure_subprocess
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 

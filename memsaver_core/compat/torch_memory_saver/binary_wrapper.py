@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from memsaver_core import process
 from memsaver_core.compat.torch_memory_saver import state
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 
 #: Room for a tag in the preload library, terminating zero included.
 _TAG_BYTES = 512
@@ -39,35 +39,24 @@ class _ThreadState(threading.local):
         self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned").encode()
 
 
-class _LibraryState:
-    """A thread's region as the preload library holds it: it needs it at every allocation."""
+@cache
+def _thread_state(path: str) -> Any:
+    """Return an object with a thread's region; the preload library at ``path`` needs it at every allocation."""
+    if not path:
+        return _ThreadState()
+    library = ctypes.CDLL(path)
 
-    def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path)
-        for name, kind in _FIELDS.items():
-            getter = library[f"tms_get_{name}"]
-            getter.argtypes, getter.restype = [], kind
-            setter = library[f"tms_set_{name}"]
-            setter.argtypes, setter.restype = [kind], None
-            self.__dict__[name] = (getter, setter)
+    def field(name: str, kind: Any) -> property:
+        getter, setter = library[f"tms_get_{name}"], library[f"tms_set_{name}"]
+        getter.argtypes, getter.restype = [], kind
+        setter.argtypes, setter.restype = [kind], None
+        return property(lambda _: getter(), lambda _, value: setter(value))
 
-    def __getattribute__(self, name: str) -> Any:
-        if name not in _FIELDS:
-            return super().__getattribute__(name)
-        return self.__dict__[name][0]()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name][1](value)
+    return type("LibraryState", (), {name: field(name, kind) for name, kind in _FIELDS.items()})()
 
 
-class _Suspension(threading.local):
-    """What a thread that has left its region by ``tms_set_interesting_region(False)`` ends to be back in it."""
-
-    stack: ExitStack | None = None
-
-
-_suspension = _Suspension()
-_states: dict[str, Any] = {}
+#: ``stack``: what a thread that has left its region by ``tms_set_interesting_region(False)`` ends to be back in it.
+_suspension = threading.local()
 
 
 @cache
@@ -88,32 +77,34 @@ class NativeFunctions:
     """
 
     def __init__(self, path: str) -> None:
-        self._state = _states.setdefault(path, _LibraryState(path) if path else _ThreadState())
+        self._state = _thread_state(path)
 
     def __getattr__(self, name: str) -> Any:
-        """Resolve functions of CUDA's runtime, as a library that is linked with it does."""
+        """Resolve what gets or sets a field without a rule of its own; and functions of CUDA's runtime, as a library
+        that is linked with it does."""
         if name.startswith("__"):
             raise AttributeError(name)
+        action, _, field = name.removeprefix("tms_").partition("_")
+        if field in _FIELDS:
+            return partial(getattr if action == "get" else setattr, self._state, field)
         return getattr(_cuda_runtime(), name)
-
-    def tms_get_interesting_region(self) -> bool:
-        return bool(self._state.interesting_region)
 
     def tms_set_interesting_region(self, value: bool) -> None:
         """Leave the region if False, keeping its tag; enter it again if True."""
-        if not value and self._state.interesting_region and _suspension.stack is None:
+        suspension = getattr(_suspension, "stack", None)
+        if not value and self._state.interesting_region and suspension is None:
             _suspension.stack = ExitStack()
             _suspension.stack.enter_context(process.backend().outside_regions())
-        elif value and _suspension.stack is not None:
-            stack, _suspension.stack = _suspension.stack, None
-            stack.close()
+        elif value and suspension is not None:
+            _suspension.stack = None
+            suspension.close()
         self._state.interesting_region = bool(value)
 
     @contextmanager
     def own_region(self) -> Iterator[None]:
         """Restore the thread's state after the block."""
         before = {name: getattr(self._state, name) for name in _FIELDS}
-        left_before, _suspension.stack = _suspension.stack, None
+        left_before, _suspension.stack = getattr(_suspension, "stack", None), None
         try:
             yield
         finally:
@@ -125,6 +116,10 @@ class NativeFunctions:
     @contextmanager
     def region_left(self) -> Iterator[None]:
         """Suspend the thread's region; torch's memory comes from a pool that ends with the block."""
+        if not self._state.interesting_region:
+            raise state.MisuseError(
+                "disable() is for a thread in a region, or with TMS_INIT_ENABLE=1; this one is in none"
+            )
         self._state.interesting_region = False
         try:
             with process.backend().outside_regions(own_pool=True):
@@ -132,28 +127,10 @@ class NativeFunctions:
         finally:
             self._state.interesting_region = True
 
-    def tms_get_current_tag(self) -> bytes:
-        return bytes(self._state.current_tag)
-
     def tms_set_current_tag(self, tag: bytes) -> None:
         if not tag or len(tag) >= _TAG_BYTES:
             raise ConfigurationError(f"a tag is a name of 1 to {_TAG_BYTES - 1} bytes, not {tag!r}")
         self._state.current_tag = tag
-
-    def tms_get_enable_cpu_backup(self) -> bool:
-        return bool(self._state.enable_cpu_backup)
-
-    def tms_set_enable_cpu_backup(self, value: bool) -> None:
-        self._state.enable_cpu_backup = bool(value)
-
-    def tms_get_enable_disk_backup(self) -> bool:
-        return bool(self._state.enable_disk_backup)
-
-    def tms_set_enable_disk_backup(self, value: bool) -> None:
-        self._state.enable_disk_backup = bool(value)
-
-    def tms_get_cpu_backup_backend(self) -> bytes:
-        return bytes(self._state.cpu_backup_backend)
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
         """Set ``pinned`` or ``mmap``; with the latter each resume of the process unmaps unused memory at once."""
@@ -194,7 +171,6 @@ class BinaryWrapper:
 
     def set_config(
         self,
-        *,
         tag: str,
         interesting_region: bool,
         enable_cpu_backup: bool,

@@ -16,7 +16,7 @@ import memsaver_core as ms
 from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
-from memsaver_core.compat.torch_memory_saver.hooks.base import HookMode, HookUtilBase
+from memsaver_core.compat.torch_memory_saver.hooks import HookMode, HookUtilBase
 from memsaver_core.compat.torch_memory_saver.state import MisuseError
 
 CpuBackupBackend = Literal["mmap", "pinned"]
@@ -100,7 +100,7 @@ class TorchMemorySaver:
         Raises:
             ConfigurationError: the thread is in no region.
         """
-        with self._ensure_initialized().disable():
+        with self._ensure_initialized()._binary_wrapper.cdll.region_left():
             yield
 
     def pause(self, tag: str | None = None) -> None:
@@ -186,7 +186,7 @@ class TorchMemorySaver:
         if view["on_disk"]:
             return None
         if not view["released"]:
-            if not (view["in_host_memory"] and state.this_process.is_retained(view["tag"])):
+            if not (view["in_host_memory"] and view["tag"] in state.this_process.retained_tags):
                 return None
         elif not view["in_host_memory"]:
             raise MisuseError(
@@ -231,23 +231,7 @@ class _TorchMemorySaverImpl:
         self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
     ) -> Iterator[None]:
         with self._binary_wrapper.cdll.own_region():
-            self._binary_wrapper.set_config(
-                tag=tag,
-                interesting_region=True,
-                enable_cpu_backup=cpu_backup,
-                cpu_backup_backend=backend,
-                enable_disk_backup=disk_backup,
-            )
-            yield
-
-    @contextmanager
-    def disable(self, dispose_mem_pool_after_use: bool = True) -> Iterator[None]:
-        if not dispose_mem_pool_after_use:
-            raise MisuseError("the memory pool of disable() always ends with it")
-        cdll = self._binary_wrapper.cdll
-        if not cdll.tms_get_interesting_region():
-            raise MisuseError("disable() is for a thread in a region, or with TMS_INIT_ENABLE=1; this one is in none")
-        with cdll.region_left():
+            self._binary_wrapper.set_config(tag, True, cpu_backup, backend, disk_backup)
             yield
 
 
@@ -259,16 +243,9 @@ class MemPools:
     """
 
     def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
-        """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``.
-
-        Returns:
-            None, or ``default`` if there are none.
-
-        Raises:
-            KeyError: there are none, and no default was given.
-        """
-        disk_backup = len(key) > 2 and key[2] is True
-        restore = _native.restore_for(key[0], bool(key[1]), disk_backup)
+        """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``. If there are none, return
+        ``default``, or raise KeyError without one."""
+        restore = _native.restore_for(key[0], bool(key[1]), len(key) > 2 and key[2] is True)
         if process.backend().forget_pools(key[0], restore):
             return None
         if default is _MISSING:

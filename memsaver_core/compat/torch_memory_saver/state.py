@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import memsaver_core as ms
 from memsaver_core import _native, process
-from memsaver_core.compat.torch_memory_saver.spare_memory import SpareMemory
-from memsaver_core.errors import ConfigurationError, UnknownTagError
-from memsaver_core.policies import ZEROED_TAGS
+from memsaver_core.compat.torch_memory_saver.utils import set_variable
+from memsaver_core.contract.errors import ConfigurationError, UnknownTagError
+from memsaver_core.contract.policies import ZEROED_TAGS
 
 logger = logging.getLogger(__name__)
+
+#: How long memory is kept that no pause uses: longer than a training step.
+KEPT_FOR_S = 600.0
+#: How often the host is asked.
+_EVERY_S = 1.0
+#: Percent of the last 10 s in which some task waited for memory (``some avg10``).
+_PRESSURE = 1.0
+_PRESSURE_FILE = Path("/proc/pressure/memory")
 
 
 class MisuseError(ConfigurationError, AssertionError):
     """A call that fails an assertion in torch_memory_saver; the message says what to do."""
 
 
-_TRUE = ("1", "true", "TRUE", "yes", "YES")
-_FALSE = ("0", "false", "FALSE", "no", "NO")
-
-
 def flag(name: str) -> bool:
-    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
-
-    Raises:
-        ConfigurationError: it has another value.
-    """
-    value = os.environ.get(name)
-    if value is None or value in _FALSE:
+    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no), False if it is not set;
+    raise ConfigurationError if it has another value."""
+    value = os.environ.get(name, "0")
+    if value in ("0", "false", "FALSE", "no", "NO"):
         return False
-    if value in _TRUE:
+    if value in ("1", "true", "TRUE", "yes", "YES"):
         return True
     raise ConfigurationError(f"{name}={value!r} cannot be used; set it to 1 or 0")
 
@@ -51,6 +56,69 @@ def check_backend(value: str, name: str = "a CPU backup backend") -> str:
     return value
 
 
+def is_plentiful(spare_bytes: int) -> bool:
+    """Return whether the host, or this process's control group, can do without ``spare_bytes`` of pinned memory: no
+    task waited for memory lately, and at least as much is available besides."""
+    fields: list[str] = []
+    with suppress(OSError):  # a kernel without it
+        fields = _PRESSURE_FILE.read_text().split()
+    pressure = float(next((field[6:] for field in fields if field.startswith("avg10=")), "0"))
+    return pressure < _PRESSURE and _native.available_memory_bytes() >= spare_bytes
+
+
+class SpareMemory:
+    """Watches over what one saver has pinned between a resume and the next pause: torch_memory_saver frees that, which
+    the next pause pays for. It is kept as long as the host has plenty, at most for some minutes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until = 0.0
+        self._watching = False
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        atexit.register(self._end)
+
+    def keep(self, saver: _native.Saver) -> None:
+        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it. Unpins it now
+        if nothing can watch over it."""
+        with self._lock:
+            self._until = time.monotonic() + KEPT_FOR_S
+            if self._watching:
+                return
+            thread = threading.Thread(target=self._watch, args=(saver,), name="memsaver-spare-memory", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("backup memory is unpinned at once: no thread to watch over it: %s", error)
+            else:
+                self._watching, self._thread = True, thread
+                return
+        saver.trim_backup_memory(at_once=True)
+
+    def _end(self) -> None:
+        """Python ends a thread that returns from native code after this, and C++ then aborts the process."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, saver: _native.Saver) -> None:
+        while self._keeps(saver):
+            if self._ending.wait(_EVERY_S):
+                return
+        saver.trim_backup_memory()
+
+    def _keeps(self, saver: _native.Saver) -> bool:
+        try:
+            status = saver.status()
+            plentiful = is_plentiful(status["pool_capacity_bytes"] - status["pool_used_bytes"])
+        except Exception:
+            logger.exception("backup memory is unpinned: how much memory the host has cannot be told")
+            plentiful = False
+        with self._lock:
+            self._watching = plentiful and time.monotonic() <= self._until
+            return self._watching
+
+
 class State:
     """The state of the compatibility API; one in a process."""
 
@@ -60,7 +128,7 @@ class State:
         self._callbacks: list[Any] = []  # the library calls them for as long as the process lives
         self._initialized = False
         self.retaining = False  # whether a resume leaves backups in host memory
-        self._retained_tags: set[str] = set()  # their last resume did
+        self.retained_tags: set[str] = set()  # their last resume did
         self._spare = SpareMemory()
         self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
 
@@ -68,10 +136,8 @@ class State:
         """Connect the preload library, if this process was started with it, to the saver.
 
         Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
-        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time.
-
-        Returns:
-            The library's path, or an empty string.
+        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time. Returns the library's
+        path, or an empty string.
 
         Raises:
             ConfigurationError: the library is another version's, or an environment variable cannot be used.
@@ -83,7 +149,9 @@ class State:
         if self._library:
             self._register_operations(self._library)
             if not flag("MEMSAVER_PRELOAD_INHERIT"):
-                _leave_ld_preload(self._library)
+                library = os.path.realpath(self._library)
+                others = [each for each in preloaded() if os.path.realpath(each) != library]
+                set_variable("LD_PRELOAD", ":".join(others) or None)
             if flag("TMS_INIT_ENABLE"):
                 self.initialize()
         return self._library
@@ -120,11 +188,9 @@ class State:
     def pause(self, tag: str | None) -> None:
         """Release a tag, or all if it is None or empty. An unknown tag is ignored."""
         names = [tag] if tag else []
-        try:
+        with suppress(UnknownTagError):
             ms.release(names)
-        except UnknownTagError:
-            return
-        self._forget(names)
+            self.retained_tags.difference_update(names or self.retained_tags)
 
     def resume(self, tag: str | None) -> None:
         """Resume a tag, or all; their backups are dropped unless retained, and their memory if the host lacks it, or if
@@ -138,24 +204,14 @@ class State:
         if saver is None:
             return
         if self.retaining:
-            self._retained_tags.update(names or saver.known_tags())
+            self.retained_tags.update(names or saver.known_tags())
         else:
-            self._forget(names)
+            self.retained_tags.difference_update(names or self.retained_tags)
             saver.drop_backups(names, keep_memory=True)
             if self.frees_at_once:
                 saver.trim_backup_memory(at_once=True)
             else:
                 self._spare.keep(saver)
-
-    def is_retained(self, tag: str) -> bool:
-        """Return whether the last resume of ``tag`` left its backup in place."""
-        return tag in self._retained_tags
-
-    def _forget(self, names: list[str]) -> None:
-        if names:
-            self._retained_tags.difference_update(names)
-        else:
-            self._retained_tags.clear()
 
     def _register_operations(self, path: str) -> None:
         """Let C code in this process pause and resume: ``tms_pause`` and ``tms_resume`` of the preload library."""
@@ -188,13 +244,9 @@ def set_disk_folder(folder: str) -> None:
         process.saver().set_file_folder(folder)
 
 
-def _leave_ld_preload(path: str) -> None:
-    present = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-    others = [each for each in present if os.path.realpath(each) != os.path.realpath(path)]
-    if others:
-        os.environ["LD_PRELOAD"] = ":".join(others)
-    else:
-        os.environ.pop("LD_PRELOAD", None)
+def preloaded() -> list[str]:
+    """Return the libraries that ``LD_PRELOAD`` names."""
+    return os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
 
 
 this_process = State()

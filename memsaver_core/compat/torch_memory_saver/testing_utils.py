@@ -14,8 +14,7 @@ def get_device() -> str:
 
 def empty_cache() -> None:
     """Give torch's unused device memory back to the driver."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from memsaver_core import _native
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.contract.errors import ConfigurationError
 
-_PRELOAD = "torch_memory_saver_hook_mode_preload"
+PRELOAD = "torch_memory_saver_hook_mode_preload"
 _TORCH = "torch_memory_saver_hook_mode_torch"
 
 
@@ -22,16 +22,13 @@ def is_xpu() -> bool:
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """Return the path of ``torch_memory_saver_hook_mode_preload`` or ``torch_memory_saver_hook_mode_torch``.
-
-    Raises:
-        ConfigurationError: ``stem`` is neither, or the library is missing from this installation.
-    """
+    """Return the path of ``torch_memory_saver_hook_mode_preload`` or ``torch_memory_saver_hook_mode_torch``; raise
+    ConfigurationError if ``stem`` is neither, or the library is missing from this installation."""
     native = Path(_native.__file__)
     if stem == _TORCH:
         return native
-    if stem != _PRELOAD:
-        raise ConfigurationError(f"there is no library {stem!r}; there are {_PRELOAD!r} and {_TORCH!r}")
+    if stem != PRELOAD:
+        raise ConfigurationError(f"there is no library {stem!r}; there are {PRELOAD!r} and {_TORCH!r}")
     folder = native.parent / "compat"
     major = (torch.version.cuda or "").partition(".")[0]
     for suffix in (f"_cu{major}", ""):
@@ -39,6 +36,14 @@ def get_binary_path_from_package(stem: str) -> Path:
         if path.exists():
             return path
     raise ConfigurationError(f"{folder / stem}.abi3.so is missing; install memsaver again")
+
+
+def set_variable(name: str, value: str | None) -> None:
+    """Set an environment variable, or drop it if ``value`` is None."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 @contextmanager
@@ -49,7 +54,4 @@ def change_env(key: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = before
+        set_variable(key, before)

@@ -1,17 +1,26 @@
-"""vLLM's allocator interface (``CuMemAllocator``) over memsaver's regions."""
+"""vLLM's allocator interface (``CuMemAllocator``) over memsaver's regions, and whether an engine's workers use it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.policies import RestorePolicy, policy_for
+from memsaver_core.contract.errors import ConfigurationError
+from memsaver_core.contract.policies import RestorePolicy, policy_for
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "MEMSAVER_VLLM"
+BACKEND = "memsaver"
 
 #: What the runner allocates besides weights, KV cache and scratch: input buffers, attention metadata, adapters. It is
 #: written once or step by step and read later, so it is kept. Later versions of vLLM use the same name.
@@ -26,6 +35,46 @@ KEPT = frozenset({RUNTIME, CUDA_GRAPH})
 
 #: The only tags that a wake-up by tags may leave asleep; all others come back with any wake-up.
 DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
+
+
+def switch() -> bool | None:
+    """Return what ``MEMSAVER_VLLM`` says, None if it is not set; raise ConfigurationError if it is neither 1 nor 0."""
+    value = os.environ.get(SWITCH, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{SWITCH}={value!r} is invalid; set it to 1 or 0")
+    return None if value == "" else value == "1"
+
+
+def is_wanted(model_config: Any) -> bool:
+    """Return whether an engine of this configuration is to sleep by memsaver."""
+    if not getattr(model_config, "enable_sleep_mode", False):
+        return False
+    backend = getattr(model_config, "sleep_mode_backend", "cumem")
+    return backend == BACKEND or (backend == "cumem" and switch() is True)
+
+
+@dataclass
+class WorkerConfig:
+    """What was decided for the worker of this process.
+
+    Attributes:
+        enabled: the worker's memory is memsaver's.
+        tags_cache_alone: while the KV cache is made: its tag is for the cache itself, not for all that is made then.
+    """
+
+    enabled: bool = False
+    tags_cache_alone: bool = False
+
+    def decide(self, vllm_config: Any) -> None:
+        """Decide for the worker that is being made in this process."""
+        model_config = getattr(vllm_config, "model_config", None)
+        self.enabled = is_wanted(model_config) and ms.enabled()
+        if not self.enabled and switch() and not getattr(model_config, "enable_sleep_mode", False):
+            logger.warning("%s=1 has no effect without sleep mode; start the engine with --enable-sleep-mode", SWITCH)
+
+
+#: Of this process: vLLM has one worker in each.
+worker_config = WorkerConfig()
 
 
 class MemsaverAllocator:

@@ -9,7 +9,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 import memsaver_core as ms
 from memsaver_core import process
 from memsaver_core.compat.vllm.allocator import WEIGHTS, vllm_allocator
-from memsaver_core.errors import UnsupportedError
+from memsaver_core.contract.errors import UnsupportedError
 
 
 class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked

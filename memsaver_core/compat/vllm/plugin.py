@@ -1,16 +1,18 @@
 """The entry point that vLLM calls in each of its processes, and what it changes in the modules of a vLLM worker.
 
-Until ``worker_config`` enables memsaver, patched functions do what they did before. A version may lack some of them.
+Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,184 +20,89 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import communicators, process
-from memsaver_core.compat.vllm import rpc, saved_buffers
-from memsaver_core.compat.vllm.allocator import KV_CACHE, RUNTIME, WEIGHTS, WORKSPACE, MemsaverAllocator, vllm_allocator
-from memsaver_core.compat.vllm.config import BACKEND, switch, worker_config
-from memsaver_core.compat.vllm.custom_all_reduce import patch_custom_all_reduce
-from memsaver_core.compat.vllm.import_hooks import Function, when_imported, wrap
-from memsaver_core.compat.vllm.symmetric_memory import patch_symmetric_memory
-from memsaver_core.errors import ConfigurationError
+from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
+from memsaver_core.compat.vllm import allocator
+from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
+from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.peer_buffers import PeerBuffers, PeerSockets
+from memsaver_core.ranks import protocol
+from memsaver_core.ranks.protocol import Failure, Plain
+from memsaver_core.ranks.rank import Rank, Result
+
+logger = logging.getLogger(__name__)
+
+SAMPLING = "vllm.v1.sample.ops.topk_topp_triton"
+FLASHINFER = "vllm.v1.attention.backends.flashinfer"
 
 
-def allocate_under(owner: Any, name: str, tag_of: Callable[..., str | None]) -> None:
-    """Have a function allocate under the tag that ``tag_of`` returns for its arguments; None: under no new one."""
+@functools.cache
+def register() -> None:
+    """Make memsaver available to vLLM's sleep mode. Whether an engine uses it is decided when its workers are made.
+
+    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. A second call does nothing.
+    """
+    if allocator.switch() is False:
+        return
+    for module, wrappers in WRAPPERS.items():
+        wrap_in(module, {name: _if_enabled(wrapper) for name, wrapper in wrappers.items()})
+    when_imported("vllm.device_allocator.sleep_mode_backend", _add_backend)
+    when_imported("vllm.v1.worker.gpu_worker", _decide_and_answer)
+
+
+def _if_enabled(wrapper: Function) -> Function:
+    def call(original: Function, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs) if worker_config.enabled else original(*args, **kwargs)
+
+    return call
+
+
+def _under(tag: str | Callable[..., str | None]) -> Function:
+    """Have a function allocate under ``tag``, or the one that it returns for the arguments; None: under no new one."""
 
     def allocate(original: Function, *args: Any, **kwargs: Any) -> Any:
-        tag = tag_of(*args, **kwargs) if worker_config.enabled else None
-        if tag is None:
+        found = tag if isinstance(tag, str) else tag(*args, **kwargs)
+        if found is None:
             return original(*args, **kwargs)
-        with vllm_allocator().use_memory_pool(tag):
+        with vllm_allocator().use_memory_pool(found):
             return original(*args, **kwargs)
 
-    wrap(owner, name, allocate)
+    return allocate
 
 
-def call_after(owner: Any, name: str, action: Callable[[], None]) -> None:
-    """Have ``action`` called whenever a function has returned."""
-
-    def call(original: Function, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        action()
-        return result
-
-    wrap(owner, name, call)
+# The worker.
 
 
-def patch_allocator(module: ModuleType) -> None:
-    """``vllm.device_allocator.cumem``: the singleton is ours."""
-    original = module.CuMemAllocator
-    get_original = original.get_instance
-
-    def get_instance() -> Any:
-        if not worker_config.enabled:
-            return get_original()
-        if not isinstance(original.instance, MemsaverAllocator):
-            if original.instance is not None:
-                raise ConfigurationError(
-                    "vLLM's own allocator is in use in this process already; start the engine in a new one"
-                )
-            original.instance = MemsaverAllocator()
-        return original.instance
-
-    original.get_instance = staticmethod(get_instance)
-
-
-def patch_backends(module: ModuleType) -> None:
-    """``vllm.device_allocator.sleep_mode_backend``: one more backend, chosen by name or by ``MEMSAVER_VLLM``."""
-    factory = module.SleepModeBackendFactory
-    if BACKEND in factory._registry:
-        return
-    factory.register_backend(BACKEND, "memsaver_core.compat.vllm.backend", "MemsaverBackend")
-    create_original = factory.create_backend
-
-    def create_backend(model_config: Any) -> Any:
+def _decide_and_answer(module: ModuleType) -> None:
+    def decide(init: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        worker_config.decide(vllm_config)
         if worker_config.enabled:
-            return factory.get_backend_class(BACKEND)()
-        return create_original(model_config)
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
+        init(self, vllm_config, *args, **kwargs)
 
-    factory.create_backend = staticmethod(create_backend)
-
-
-def patch_platforms(module: ModuleType) -> None:
-    """``vllm.platforms.interface``: graphs are captured into our pool."""
-
-    def get_global_graph_pool(original: Function, platform: Any) -> Any:
-        return vllm_allocator().graph_pool() if worker_config.enabled else original(platform)
-
-    wrap(module.Platform, "get_global_graph_pool", get_global_graph_pool)
+    wrap(module.Worker, "__init__", decide)
+    module.Worker.memsaver = _answer
 
 
-def patch_runner(module: ModuleType) -> None:
-    """``vllm.v1.worker.gpu_model_runner`` and its successor: buffers and KV cache, each under a tag of its own."""
-    allocate_under(module.GPUModelRunner, "__init__", lambda *_, **__: RUNTIME)
-    allocate_under(module.GPUModelRunner, "_allocate_kv_cache_tensors", _cache_tag)
-    allocate_under(module.GPUModelRunner, "allocate_uniform_kv_caches", _cache_tag)
+def _add_backend(module: ModuleType) -> None:
+    """One more backend of sleep mode, chosen by name or by ``MEMSAVER_VLLM``."""
+    factory = module.SleepModeBackendFactory
+    if allocator.BACKEND not in factory._registry:
+        factory.register_backend(allocator.BACKEND, "memsaver_core.compat.vllm.backend", "MemsaverBackend")
+        wrap(factory, "create_backend", _if_enabled(lambda *_, **__: factory.get_backend_class(allocator.BACKEND)()))
 
 
-def patch_attention(module: ModuleType) -> None:
-    """``vllm.v1.worker.gpu.attn_utils``: the KV cache of the runner's successor."""
-    allocate_under(module, "_allocate_kv_cache", _cache_tag)
+def _our_allocator(_get_instance: Function) -> MemsaverAllocator:
+    from vllm.device_allocator.cumem import CuMemAllocator
 
-
-def _cache_tag(*_: Any, **__: Any) -> str | None:
-    # None while vLLM measures how much cache it needs.
-    return KV_CACHE if worker_config.tags_cache_alone else None
-
-
-def patch_workspaces(module: ModuleType) -> None:
-    """``vllm.v1.worker.workspace``: scratch memory, unless vLLM tags it itself."""
-
-    def tag_of(manager: Any, required_bytes: int) -> str | None:
-        # Called in every layer.
-        held = manager._current_workspaces
-        if manager._locked or all(
-            each is not None and each.numel() * each.element_size() >= required_bytes for each in held
-        ):
-            return None
-        process.backend().forget_pools(WORKSPACE)  # so that the smaller buffer returns to the driver, not to the pool
-        return WORKSPACE
-
-    if not hasattr(module.WorkspaceManager, "_alloc_context"):
-        allocate_under(module.WorkspaceManager, "_ensure_workspace_size", tag_of)
-
-
-def patch_sampling(module: ModuleType) -> None:
-    """``vllm.v1.sample.ops.topk_topp_triton``: its scratch, one buffer per device that is never freed."""
-    cache = getattr(module, "_TRITON_BUFFER_CACHE", None)
-    if cache is None:
-        return
-
-    def tag_of(logits: Any, *_: Any, **__: Any) -> str | None:
-        held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
-        needed = min(logits.shape[0], _multiprocessors(logits.device.index))
-        return None if held is not None and held.shape[0] >= needed else WORKSPACE
-
-    allocate_under(module, "apply_top_k_top_p_triton", tag_of)
-
-
-def patch_flashinfer(module: ModuleType) -> None:
-    """``vllm.v1.attention.backends.flashinfer``: its workspaces, allocated at their first use and then kept."""
-
-    def tag_unless(held: Any) -> str | None:
-        return WORKSPACE if held is None else None
-
-    allocate_under(
-        module,
-        "_get_trtllm_workspace_buffer",
-        lambda *_, **__: tag_unless(vars(module).get("trtllm_workspace_buffer", "?")),
-    )
-    allocate_under(
-        getattr(module, "FlashInferMetadataBuilder", None),
-        "_get_workspace_buffer",
-        lambda self, *_, **__: tag_unless(vars(self).get("_workspace_buffer", "?")),
-    )
-
-
-def patch_captures(module: ModuleType) -> None:
-    """``vllm.distributed.parallel_state``: the capture stream gets its cuBLAS workspace before the first capture."""
-
-    @contextmanager
-    def graph_capture(original: Function, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with original(*args, **kwargs) as context:
-            _make_cublas_workspaces()
-            yield context
-
-    wrap(module, "graph_capture", graph_capture)
-
-
-def patch_worker(module: ModuleType) -> None:
-    """``vllm.v1.worker.gpu_worker``: the worker itself."""
-    worker = module.Worker
-    wrap(worker, "__init__", _deciding)
-    call_after(worker, "init_device", _complete_device)
-    wrap(worker, "initialize_from_config", _with_cache_alone)
-    call_after(worker, "compile_or_warm_up_model", _prepare_backup)
-    wrap(worker, "sleep", _asleep)
-    wrap(worker, "wake_up", _without_early_buffers)
-    worker.memsaver = rpc.answer
-
-
-def _deciding(init: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    worker_config.decide(vllm_config)
-    if worker_config.enabled:
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
-    init(self, vllm_config, *args, **kwargs)
-
-
-def _complete_device() -> None:
-    _make_cublas_workspaces()
-    if worker_config.enabled:
-        communicators.warn_of_registered_graphs()
+    if not isinstance(CuMemAllocator.instance, MemsaverAllocator):
+        if CuMemAllocator.instance is not None:
+            raise ConfigurationError(
+                "vLLM's own allocator is in use in this process already; start the engine in a new one"
+            )
+        CuMemAllocator.instance = MemsaverAllocator()
+    return CuMemAllocator.instance
 
 
 def _make_cublas_workspaces() -> None:
@@ -203,22 +110,34 @@ def _make_cublas_workspaces() -> None:
 
     torch allocates them at a stream's first matrix product, and captured graphs then hold their addresses.
     """
-    if not worker_config.enabled or not process.backend().has_memory_pools:
+    if not process.backend().has_memory_pools:
         return
-    with vllm_allocator().use_memory_pool(WORKSPACE), torch.inference_mode():
+    with vllm_allocator().use_memory_pool(allocator.WORKSPACE), torch.inference_mode():
         square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
         torch.mm(square, square)
         torch.nn.functional.linear(square, square, square[0])
 
 
-@functools.lru_cache
-def _multiprocessors(device: int | None) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _complete_device(init_device: Function, *args: Any, **kwargs: Any) -> Any:
+    result = init_device(*args, **kwargs)
+    _make_cublas_workspaces()
+    communicators.warn_of_registered_graphs()
+    return result
 
 
-def _prepare_backup() -> None:
-    if worker_config.enabled and ms.core_settings().prepare_backup:
+@contextmanager
+def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """The capture stream gets its cuBLAS workspaces before the first capture."""
+    with graph_capture(*args, **kwargs) as context:
+        _make_cublas_workspaces()
+        yield context
+
+
+def _prepare_backup(compile_or_warm_up_model: Function, *args: Any, **kwargs: Any) -> Any:
+    result = compile_or_warm_up_model(*args, **kwargs)
+    if ms.core_settings().prepare_backup:
         ms.prepare_backup()  # all that a sleep keeps is allocated now; pin its host memory before the first sleep
+    return result
 
 
 def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,12 +145,10 @@ def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, *
 
     Attention metadata and block tables are written once, and would be lost with the cache.
     """
-
     context = getattr(self, "_maybe_get_memory_pool_context", None)
-    runner = getattr(self, "model_runner", None)
-    if not worker_config.enabled or context is None or not _tags_cache_alone(runner):
+    if context is None or not _tags_cache_alone(getattr(self, "model_runner", None)):
         return initialize_from_config(self, *args, **kwargs)
-    self._maybe_get_memory_pool_context = lambda tag: context(RUNTIME if tag == KV_CACHE else tag)
+    self._maybe_get_memory_pool_context = lambda tag: context(allocator.RUNTIME if tag == allocator.KV_CACHE else tag)
     worker_config.tags_cache_alone = True
     try:
         return initialize_from_config(self, *args, **kwargs)
@@ -241,7 +158,7 @@ def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, *
 
 
 def _tags_cache_alone(runner: Any) -> bool:
-    """Whether the functions in which this runner allocates the cache are patched."""
+    """Whether the functions in which this runner allocates the cache are wrapped."""
     initialize = getattr(runner, "initialize_kv_cache", None)
     if runner is None or (initialize and "kv_cache_allocation_context" in inspect.signature(initialize).parameters):
         return False  # vLLM separates the two itself
@@ -252,49 +169,266 @@ def _tags_cache_alone(runner: Any) -> bool:
 
 def _asleep(sleep: Function, self: Any, level: int = 1) -> None:
     """Keep vLLM from saving buffers of weights that are released already; it has saved them."""
-    if worker_config.enabled and level == 2 and _weights_are_released():
-        level = 1
-    with rpc.sleeping():
-        sleep(self, level)
+    with _rank.sleeping():
+        sleep(self, 1 if level == 2 and _weights_are_released() else level)
 
 
 def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None = None) -> Any:
     """Keep vLLM from writing the buffers that it saved at level 2 back into weights that are still released."""
-    if not worker_config.enabled or tags is None or WEIGHTS in tags or not _weights_are_released():
+    if tags is None or allocator.WEIGHTS in tags or not _weights_are_released():
         return wake_up(self, tags)
-    with saved_buffers.set_aside(self):
+    noted = _notes(self)
+    vars(self).update({name: type(note)() for name, note in noted.items()})
+    try:
         return wake_up(self, tags)
+    finally:
+        vars(self).update(noted)
 
 
 def _weights_are_released() -> bool:
-    return any(tag.tag == WEIGHTS and tag.released_bytes for tag in ms.status().tags)
+    return any(tag.tag == allocator.WEIGHTS and tag.released_bytes for tag in ms.status().tags)
 
 
-#: The patch of each module, applied when vLLM imports it. A module that a version of vLLM lacks is never imported.
-PATCHES = (
-    ("vllm.device_allocator.cumem", patch_allocator),
-    ("vllm.device_allocator.sleep_mode_backend", patch_backends),
-    ("vllm.platforms.interface", patch_platforms),
-    ("vllm.v1.worker.gpu_model_runner", patch_runner),
-    ("vllm.v1.worker.gpu.model_runner", patch_runner),
-    ("vllm.v1.worker.gpu.attn_utils", patch_attention),
-    ("vllm.v1.worker.workspace", patch_workspaces),
-    ("vllm.v1.sample.ops.topk_topp_triton", patch_sampling),
-    ("vllm.v1.attention.backends.flashinfer", patch_flashinfer),
-    ("vllm.distributed.parallel_state", patch_captures),
-    ("vllm.distributed.device_communicators.custom_all_reduce", patch_custom_all_reduce),
-    ("vllm.distributed.device_communicators.symm_mem", patch_symmetric_memory),
-    ("vllm.v1.worker.gpu_worker", patch_worker),
-)
+# The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. vLLM's own
+# sleep and wake-up run around a release and a resume, so that vLLM's state stays in step with the memory.
+
+#: Attributes of ``Worker`` in which it notes something when it sleeps at level 2, to use it once, at a wake-up: named
+#: buffers of the model, and that a draft model has to compute its own again. A version may lack some of them.
+_NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
 
 
-@functools.cache
-def register() -> None:
-    """Make memsaver available to vLLM's sleep mode. Whether an engine uses it is decided when its workers are made.
+class _WorkerRank(Rank):
+    """The worker of this process. A ``Release`` by itself calls no CUDA, as the worker's sleep would: it is for a
+    process that is hibernated."""
 
-    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. A second call does nothing.
+    worker: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: What became of the expected release; None until the worker was put to sleep.
+        self._outcome: OperationReport | Failure | None = None
+        #: What the worker used of its notes in the resume that was the last message.
+        self._used: dict[str, Any] = {}
+        self._sleeping = False
+
+    def enabled(self) -> bool:
+        return worker_config.enabled
+
+    def carry_out(self, request: protocol.Request) -> Result:
+        used, self._used = self._used, {}
+        match request:
+            case protocol.Move("release"):
+                # Another rank could not resume: what this one discards again comes back from these.
+                vars(self.worker).update(used)
+            case protocol.ExpectRelease(options):
+                self._outcome = None
+                vllm_allocator().override = partial(self._release_asleep, options)
+                return None
+            case protocol.TakeOutcome():
+                return self._take_outcome()
+            case protocol.SleepNow(options, level):
+                return self._sleep(options, level)
+        return super().carry_out(request)
+
+    def _release_asleep(self, options: MemoryRequest) -> None:
+        """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
+        try:
+            self._outcome = self.release_own(options)
+        except Exception as error:
+            self._outcome = Failure.of(error, self._failed_phase)
+
+    def sleeping(self) -> AbstractContextManager[None]:
+        """The worker is put to sleep inside: the service sees that this rank is at work, as with a message."""
+        return nullcontext() if self._sleeping else self._progress.answering()
+
+    def _take_outcome(self) -> Result:
+        vllm_allocator().override = None
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def _sleep(self, options: MemoryRequest, level: int) -> Result:
+        vllm_allocator().override = partial(self._release_asleep, options)
+        self._sleeping = True
+        try:
+            self.worker.sleep(level)
+        except Exception:
+            if self._outcome is None:
+                raise
+            logger.exception("the memory was released, but vLLM's worker failed after that")
+        finally:
+            self._sleeping = False
+        return self._take_outcome()
+
+    def resume(self, options: Tagged) -> Result:
+        """Resume inside the worker's wake-up, which must see the error, so as not to restore what it saved."""
+        self._used = _notes(self.worker)
+        reports: list[OperationReport] = []
+        ours = vllm_allocator()
+        ours.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
+        try:
+            # vLLM has to know when nothing stays asleep.
+            tags = options.tags
+            part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
+            self.worker.wake_up(list(tags) if part else None)
+        finally:
+            ours.override = None
+        return reports[0] if reports else None
+
+
+_rank = _WorkerRank()
+
+
+def _answer(worker: Any, message: Plain) -> Plain:
+    """``Worker.memsaver``: answer one message of the rank protocol. Never raises."""
+    _rank.worker = worker
+    return _rank.answer(message)
+
+
+def _notes(worker: Any) -> dict[str, Any]:
+    """Return what the worker has noted and not used; to put it back, ``vars(worker).update(...)``."""
+    return {name: note for name in _NOTES if (note := getattr(worker, name, None))}
+
+
+# Which tag allocations are under; none if vLLM tags them itself.
+
+
+def _cache_tag(*_: Any, **__: Any) -> str | None:
+    # None while vLLM measures how much cache it needs.
+    return allocator.KV_CACHE if worker_config.tags_cache_alone else None
+
+
+def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) -> str | None:
+    # Called in every layer.
+    if hasattr(manager, "_alloc_context") or manager._locked:
+        return None
+    held = manager._current_workspaces
+    if all(each is not None and each.numel() * each.element_size() >= required_bytes for each in held):
+        return None
+    process.backend().forget_pools(allocator.WORKSPACE)  # the smaller buffer returns to the driver, not to the pool
+    return allocator.WORKSPACE
+
+
+def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
+    """Of one buffer per device that is never freed."""
+    if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
+        return None
+    held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
+    needed = min(logits.shape[0], _multiprocessors(logits.device.index))
+    return None if held is not None and held.shape[0] >= needed else allocator.WORKSPACE
+
+
+@functools.lru_cache
+def _multiprocessors(device: int | None) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:
+    """Of workspaces that are allocated at their first use and then kept: one of the module, one of each builder."""
+    names = vars(sys.modules[FLASHINFER] if builder is None else builder)
+    held = names.get("trtllm_workspace_buffer" if builder is None else "_workspace_buffer", "?")
+    return allocator.WORKSPACE if held is None else None
+
+
+# All-reduces. vLLM has each captured all-reduce read its input where it lies, in the memory of every rank's graphs. The
+# ranks share that by CUDA IPC, so it cannot be released. Here a captured all-reduce first copies its input into the
+# buffer that the ranks share from the start, as vLLM does outside of graphs; and that buffer is virtual memory.
+
+#: Size of an entry of ``CustomAllreduce.rank_data``, in bytes: a pointer for each of eight ranks (``RankData`` in
+#: vLLM's csrc/custom_all_reduce.cuh).
+ENTRY_BYTES = 64
+
+#: Of this process, in the order in which they were made.
+_buffers: list[PeerBuffers] = []
+
+
+def _with_filled_table(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Make every entry of the table that captured all-reduces take theirs from point to the shared buffer.
+
+    vLLM fills the first entry when it is made, and one for each captured all-reduce after the capture.
     """
-    if switch() is False:
+    _under(allocator.RUNTIME)(init, self, *args, **kwargs)
+    if self.disabled:
         return
-    for module, patch in PATCHES:
-        when_imported(module, patch)
+    entries = self.rank_data.view(torch.int64).view(-1, ENTRY_BYTES // 8)
+    if entries[0, : self.world_size].tolist() != list(self.buffer_ptrs):
+        raise UnsupportedError(
+            "this version of vLLM keeps another table of its custom all-reduce's buffers; start it with "
+            "--disable-custom-all-reduce, or without MEMSAVER_VLLM=1"
+        )
+    entries[1:] = entries[0]
+
+
+def _from_shared_buffer(all_reduce: Function, self: Any, inp: Any, *, out: Any = None, registered: bool = False) -> Any:
+    return all_reduce(self, inp, out=out, registered=False)
+
+
+def _virtual(
+    _create_shared_buffer: Function, size_in_bytes: int, group: Any = None, uncached: bool | None = False
+) -> list[int]:
+    """Return the address of each rank's buffer."""
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(values, value, group=group)
+        return values
+
+    sockets = PeerSockets(torch.distributed.get_rank(group), gather)
+    buffers = PeerBuffers(size_in_bytes, torch.cuda.current_device(), sockets)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    name = f"vllm:custom_all_reduce_{len(_buffers)}:{','.join(map(str, ranks))}"
+    communicators.register_buffers(name, buffers)
+    _buffers.append(buffers)
+    return buffers.addresses
+
+
+def _forget(free_shared_buffer: Function, pointers: list[int], group: Any = None, rank: int | None = None) -> None:
+    """Do nothing for buffers that are ours: vLLM frees them when the worker ends, and so does the driver."""
+    if not any(buffers.addresses == pointers for buffers in _buffers):
+        free_shared_buffer(pointers, group, rank)
+
+
+def _without_unused_buffer(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Free the buffer of symmetric memory, which every rank maps from every other one, if vLLM finds after its
+    allocation that it cannot use it, as without NVLink multicast."""
+    init(self, *args, **kwargs)
+    if self.disabled:
+        vars(self).pop("buffer", None)
+
+
+_RUNNER = {
+    "GPUModelRunner.__init__": _under(allocator.RUNTIME),
+    "GPUModelRunner._allocate_kv_cache_tensors": _under(_cache_tag),
+    "GPUModelRunner.allocate_uniform_kv_caches": _under(_cache_tag),
+}
+#: By module. One that a version of vLLM lacks is never imported.
+WRAPPERS: dict[str, dict[str, Function]] = {
+    "vllm.device_allocator.cumem": {"CuMemAllocator.get_instance": _our_allocator},
+    "vllm.platforms.interface": {
+        "Platform.get_global_graph_pool": lambda _get, _platform: vllm_allocator().graph_pool()
+    },
+    "vllm.v1.worker.gpu_model_runner": _RUNNER,
+    "vllm.v1.worker.gpu.model_runner": _RUNNER,  # its successor
+    "vllm.v1.worker.gpu.attn_utils": {"_allocate_kv_cache": _under(_cache_tag)},
+    "vllm.v1.worker.workspace": {"WorkspaceManager._ensure_workspace_size": _under(_workspace_tag)},
+    SAMPLING: {"apply_top_k_top_p_triton": _under(_sampling_tag)},
+    FLASHINFER: {
+        "_get_trtllm_workspace_buffer": _under(lambda *_, **__: _flashinfer_tag()),
+        "FlashInferMetadataBuilder._get_workspace_buffer": _under(_flashinfer_tag),
+    },
+    "vllm.distributed.parallel_state": {"graph_capture": _with_workspaces_of_stream},
+    "vllm.distributed.device_communicators.custom_all_reduce": {
+        "CustomAllreduce.__init__": _with_filled_table,
+        "CustomAllreduce.all_reduce": _from_shared_buffer,
+        "CustomAllreduce.register_graph_buffers": lambda _register, _self: None,
+        "CustomAllreduce.create_shared_buffer": _virtual,
+        "CustomAllreduce.free_shared_buffer": _forget,
+    },
+    "vllm.distributed.device_communicators.symm_mem": {"SymmMemCommunicator.__init__": _without_unused_buffer},
+    "vllm.v1.worker.gpu_worker": {
+        "Worker.init_device": _complete_device,
+        "Worker.initialize_from_config": _with_cache_alone,
+        "Worker.compile_or_warm_up_model": _prepare_backup,
+        "Worker.sleep": _asleep,
+        "Worker.wake_up": _without_early_buffers,
+    },
+}

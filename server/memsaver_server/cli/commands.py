@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli import demo, doctor, fleet, fleet_serve, live, memory, serve
+from memsaver_server.cli import demo, doctor, fleet, live, memory, serve
 
 _EPILOG = (
     "Exit codes: 0 success; 1 the operation failed; 2 invalid argument or request (unknown tag); "
@@ -43,6 +43,5 @@ def root(
 
 for command in (serve.serve, memory.release, memory.resume, memory.status, live.watch, live.top, doctor.doctor):
     app.command()(command)
-fleet.fleet.command()(fleet_serve.serve)
 app.add_typer(fleet.fleet, name="fleet")
 app.command(context_settings={"allow_extra_args": True})(demo.demo)

@@ -9,58 +9,67 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.options import Connection, ExitCode
 from memsaver_server.cli.units import like, parse_size
-from memsaver_server.client import errors
-from memsaver_server.client.errors import AnswerError, ClientError, UnreachableError
+from memsaver_server.client.errors import AnswerError, ClientError
 
 if TYPE_CHECKING:
     from memsaver_server.client import Client
 
-_BY_ERROR: dict[type[ClientError], ExitCode] = {
-    errors.UnreachableError: ExitCode.UNREACHABLE,
-    errors.InvalidRequestError: ExitCode.INVALID,
-    errors.UnauthorizedError: ExitCode.UNAUTHORIZED,
-    errors.ConflictError: ExitCode.CONFLICT,
-    errors.DeviceMemoryError: ExitCode.OUT_OF_MEMORY,  # before its base, UnavailableError
-    errors.HostMemoryError: ExitCode.OUT_OF_MEMORY,
-    errors.DrainDeadlineError: ExitCode.DEADLINE,
-    errors.PhaseDeadlineError: ExitCode.DEADLINE,
-    errors.UnavailableError: ExitCode.NOT_NOW,
+#: By the kind of an error; by its HTTP status if the kind has no entry. Other statuses from 400 to 499 are INVALID.
+_CODES: dict[str | int, ExitCode] = {
+    "unreachable": ExitCode.UNREACHABLE,
+    "silent": ExitCode.UNREACHABLE,
+    "out_of_device_memory": ExitCode.OUT_OF_MEMORY,
+    "drain_timeout": ExitCode.DEADLINE,
+    "phase_timeout": ExitCode.DEADLINE,
+    "hung": ExitCode.DEADLINE,
+    "cancelled": ExitCode.FAILED,
+    "cannot_prepare": ExitCode.FAILED,
+    401: ExitCode.UNAUTHORIZED,
+    403: ExitCode.UNAUTHORIZED,
+    409: ExitCode.CONFLICT,
+    503: ExitCode.NOT_NOW,
+    507: ExitCode.OUT_OF_MEMORY,
 }
+
+_HINTS = {
+    ExitCode.UNREACHABLE: "Is the service running there? Set --url (MEMSAVER_URL) or --uds.",
+    ExitCode.UNAUTHORIZED: "Set --api-key or MEMSAVER_API_KEY.",
+}
+
+
+def exit_code(kind: str, status: int) -> ExitCode:
+    """Return the exit code of a command that an error of this kind and status ends."""
+    fallback = ExitCode.INVALID if 400 <= status < 500 else ExitCode.FAILED
+    return _CODES.get(kind) or _CODES.get(status, fallback)
 
 
 def exit_code_for(error: ClientError) -> ExitCode:
     """Return the exit code of a command that ``error`` ends."""
-    return next((code for kind, code in _BY_ERROR.items() if isinstance(error, kind)), ExitCode.FAILED)
+    return exit_code(error.kind, error.status) if isinstance(error, AnswerError) else ExitCode.UNREACHABLE
 
 
 @contextmanager
-def connected(url: str, uds: str | None, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
+def connected(connection: Connection, *, as_json: bool = False) -> Iterator[Client]:
     """Yield a client. A ClientError inside ends the command with its message on stderr and its exit code."""
     from memsaver_server.client import Client
 
     try:
-        connection = Client(url, uds=uds or None, api_key=api_key or None)
+        made = Client(connection.url, uds=connection.uds or None, api_key=connection.api_key or None)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with connection as client:
+    with made as client:
         try:
             yield client
         except ClientError as error:
-            raise failure(error, as_json=as_json) from error
-
-
-def failure(error: ClientError, *, as_json: bool = False) -> typer.Exit:
-    """Print ``error`` and return the exit with its code."""
-    code = exit_code_for(error)
-    if as_json:
-        body = dict(error.body) if isinstance(error, AnswerError) else {}
-        status = error.status if isinstance(error, AnswerError) else None
-        typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
-    else:
-        print_error(str(error), _hint(error))
-    return typer.Exit(int(code))
+            code = exit_code_for(error)
+            if as_json:
+                body, status = (error.body, error.status) if isinstance(error, AnswerError) else ({}, None)
+                typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
+            else:
+                print_error(str(error), _HINTS.get(code, ""))
+            raise typer.Exit(int(code)) from error
 
 
 def print_error(message: str, hint: str = "") -> None:
@@ -92,7 +101,7 @@ def size_of(text: str | None) -> int | None:
 
 @contextmanager
 def sizes_as_asked(at_least: str | None) -> Iterator[None]:
-    """Tell what the tags hold in the unit in which ``--at-least`` was asked, if it is more than they hold."""
+    """Report what the tags hold in the unit in which ``--at-least`` was asked, if it is more than they hold."""
     try:
         yield
     except AnswerError as error:
@@ -101,11 +110,3 @@ def sizes_as_asked(at_least: str | None) -> Iterator[None]:
         held = like(at_least, error.held_bytes)
         message = f"--at-least {at_least}: the tags hold {held} on the device; nothing was released"
         raise type(error)(error.status, message, error.body) from None
-
-
-def _hint(error: ClientError) -> str:
-    if isinstance(error, UnreachableError):
-        return "Is the service running there? Set --url (MEMSAVER_URL) or --uds."
-    if exit_code_for(error) is ExitCode.UNAUTHORIZED:
-        return "Set --api-key or MEMSAVER_API_KEY."
-    return ""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.status import Status
 from rich.text import Text
 
@@ -54,7 +54,7 @@ def demo(context: typer.Context) -> None:
             with _engine(context.args) as url, Client(url) as client:
                 ready = f"Engine ready after {format_seconds(time.monotonic() - began)} at {client.address}"
                 console.print(Text(ready, style="bold"))
-                _Demo(client, console, spinner).run()
+                _run(client, console, spinner)
     except (DemoError, ClientError) as error:
         console.print(Text.assemble(("✗ ", "bold red"), plain(str(error))))
         raise typer.Exit(int(ExitCode.FAILED)) from error
@@ -64,65 +64,53 @@ def demo(context: typer.Context) -> None:
     console.print("[green]✓[/] tokens equal before and after")
 
 
-class _Demo:
-    def __init__(self, client: Client, console: Console, spinner: Status) -> None:
-        self._client = client
-        self._console = console
-        self._spinner = spinner
+def _run(client: Client, console: Console, spinner: Status) -> None:
+    """Generate, release, resume, generate again and compare the tokens.
 
-    def run(self) -> None:
-        """Generate, release, resume, generate again and compare the tokens.
+    Raises:
+        DemoError: a step failed, or the tokens differ.
+        ClientError: a call failed.
+    """
 
-        Raises:
-            DemoError: a step failed, or the tokens differ.
-            ClientError: a call failed.
-        """
-        client, console = self._client, self._console
-        occupation = client.occupation()
-        where = ", ".join(device.name for device in occupation.devices) or occupation.driver
-        held = format_bytes(sum(tag.resident_bytes for tag in occupation.tags))
-        console.print(f"  {where}; {held} in regions\n", markup=False)
-        before = self._generate()
+    def show(title: str, what: RenderableType) -> None:
+        console.print(Text(title, style="bold"))
+        console.print(what, markup=False)
 
-        self._spinner.update("releasing ...")
-        released = client.release()
-        self._title("Release")
-        console.print(operation_view(released))
-        if released.enabled and released.released_bytes == 0:
-            raise DemoError("the release freed no memory")
-        try:
-            client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
-        except UnavailableError as refusal:
-            self._title("Generate while released")
-            console.print(f"  503, retry later: {refusal}\n", markup=False)
-        else:
-            if released.enabled:
-                raise DemoError("the engine generated while its memory was released")
-        self._title("Status")
-        console.print(status_view(client.occupation()))
-        console.print()
-
-        self._spinner.update("resuming ...")
-        resumed = client.resume()
-        self._title("Resume")
-        console.print(operation_view(resumed))
-        after = self._generate()
-        if after != before:
-            raise DemoError(f"the tokens differ: {before} before, {after} after")
-
-    def _generate(self) -> list[int]:
-        self._spinner.update("generating ...")
-        answer = self._client.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    def generate() -> list[int]:
+        spinner.update("generating ...")
+        answer = client.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         tokens = [int(token) for token in answer["output_ids"]]
         if not tokens:
             raise DemoError("the engine generated no tokens")
-        self._title("Generate")
         shown = " ".join(map(str, tokens[:12]))
-        self._console.print(f"  {len(tokens)} tokens: {shown}{' ...' if len(tokens) > 12 else ''}\n", markup=False)
+        show("Generate", f"  {len(tokens)} tokens: {shown}{' ...' if len(tokens) > 12 else ''}\n")
         return tokens
 
-    def _title(self, text: str) -> None:
-        self._console.print(Text(text, style="bold"))
+    occupation = client.occupation()
+    where = ", ".join(device.name for device in occupation.devices) or occupation.driver
+    held = format_bytes(sum(tag.resident_bytes for tag in occupation.tags))
+    console.print(f"  {where}; {held} in regions\n", markup=False)
+    before = generate()
+
+    spinner.update("releasing ...")
+    released = client.release()
+    show("Release", operation_view(released))
+    if released.enabled and released.released_bytes == 0:
+        raise DemoError("the release freed no memory")
+    try:
+        client.generate(PROMPT, max_new_tokens=1, temperature=0.0)
+    except UnavailableError as refusal:
+        show("Generate while released", f"  503, retry later: {refusal}\n")
+    else:
+        if released.enabled:
+            raise DemoError("the engine generated while its memory was released")
+    show("Status", Group(status_view(client.occupation()), ""))
+
+    spinner.update("resuming ...")
+    show("Resume", operation_view(client.resume()))
+    after = generate()
+    if after != before:
+        raise DemoError(f"the tokens differ: {before} before, {after} after")
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""``memsaver watch`` and ``memsaver top``."""
+"""Operations while they run: ``memsaver watch``, ``memsaver top``, and those that a command has started."""
 
 from __future__ import annotations
 
 import json
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,27 +18,29 @@ from rich.table import Table
 from rich.text import Text
 
 from memsaver_server.cli.connection import connected
-from memsaver_server.cli.options import DEFAULT_URL, ApiKey, Json, Uds, Url
-from memsaver_server.cli.tables import make_console, plain, progress_line, state_text, status_view
+from memsaver_server.cli.options import Connection, ExitCode, Interval, Json, grouped
+from memsaver_server.cli.tables import Cell, make_console, plain, progress_line, state_text, status_view, table_of
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
+from memsaver_server.client.errors import ClientError, error_for
 
 if TYPE_CHECKING:
-    from memsaver_server.client import Client, OperationStatusAnswer
-    from memsaver_server.schemas import PhaseAnswer
+    from memsaver_core.contract.reports import PhaseReport
+    from memsaver_server.client import AcceptedAnswer, Client, OperationAnswer, OperationStatusAnswer
 
 _POLL_S = 0.25
-_STATUS_STYLES = {"succeeded": "green", "failed": "bold red", "running": "yellow", "queued": "dim", "cancelled": "dim"}
+#: The first interval at which a started operation is asked for, which doubles up to the longest, seconds.
+_FIRST_S, _LONGEST_S = 0.01, 0.15
+#: Delay before its progress is drawn, seconds. Most operations end earlier.
+_DRAWN_AFTER_S = 0.4
 
-Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.", metavar="SECONDS")]
 
-
+@grouped
 def watch(
     operation_id: Annotated[
         str | None, typer.Argument(help="One operation. Default: all new ones.", show_default=False)
     ] = None,
-    url: Url = DEFAULT_URL,
-    uds: Uds = None,
-    api_key: ApiKey = None,
+    *,
+    connection: Connection,
     as_json: Json = False,
 ) -> None:
     """Follow operations phase by phase; ends with the operation, or with Ctrl-C.
@@ -44,7 +48,7 @@ def watch(
     With --json each event is a line of JSON.
     """
     console = make_console()
-    with connected(url, uds, api_key, as_json=as_json) as client:
+    with connected(connection, as_json=as_json) as client:
         try:
             for operation in [operation_id] if operation_id else _new_operations(client):
                 _follow(client, operation, console, as_json)
@@ -52,10 +56,11 @@ def watch(
             raise typer.Exit from None
 
 
-def top(url: Url = DEFAULT_URL, uds: Uds = None, api_key: ApiKey = None, interval: Interval = 1.0) -> None:
+@grouped
+def top(connection: Connection, interval: Interval = 1.0) -> None:
     """Show devices, tags and the latest operations, updated each second until Ctrl-C; once if piped."""
     console = make_console()
-    with connected(url, uds, api_key) as client:
+    with connected(connection) as client:
         if not console.is_terminal:
             console.print(_overview(client))
             return
@@ -78,7 +83,7 @@ def _new_operations(client: Client) -> Iterator[str]:
 
 
 def _follow(client: Client, operation_id: str, console: Console, as_json: bool) -> None:
-    from memsaver_server.schemas import PhaseAnswer, ProgressAnswer, StallAnswer
+    from memsaver_core.contract.reports import PhaseReport, ProgressAnswer, Stall
 
     if as_json:
         for event in client.events(operation_id):
@@ -96,14 +101,14 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
             elif event.name == "progress":
                 spinner.update(progress_line(ProgressAnswer.model_validate(event.data)))
             elif event.name == "stalled":
-                stall = StallAnswer.model_validate(event.data)
+                stall = Stall.model_validate(event.data)
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
-                console.print(_phase_line(PhaseAnswer.model_validate(event.data)))
+                console.print(_phase_line(PhaseReport.model_validate(event.data)))
     console.print(_outcome(client.operation(operation_id)))
 
 
-def _phase_line(phase: PhaseAnswer) -> Text:
+def _phase_line(phase: PhaseReport) -> Text:
     line = Text(f"  {phase.name:<16}{format_seconds(phase.seconds):>10}")
     for device in phase.devices:
         line.append(f"{format_delta(device.delta_bytes):>12}", style="dim" if device.delta_bytes == 0 else "")
@@ -112,8 +117,8 @@ def _phase_line(phase: PhaseAnswer) -> Text:
 
 def _outcome(operation: OperationStatusAnswer) -> Text:
     message = operation.answer.message if operation.answer else operation.status
-    good = operation.status == "succeeded"
-    return Text.assemble(("  ✓ " if good else "  ✗ ", _STATUS_STYLES.get(operation.status, "")), plain(message))
+    mark = "  ✓ " if operation.status == "succeeded" else "  ✗ "
+    return Text.assemble((mark, state_text(operation.status).style), plain(message))
 
 
 def _overview(client: Client) -> RenderableType:
@@ -138,10 +143,10 @@ def _overview(client: Client) -> RenderableType:
 def _running_line(operation: OperationStatusAnswer) -> RenderableType:
     progress = operation.progress
     state = state_text("releasing" if operation.operation == "release" else "resuming")
-    cells: list[RenderableType] = [state, Text(operation.phase, style="bold")]
+    cells: list[RenderableType] = [state, Text(operation.phase or operation.status, style="bold")]
     if progress and progress.total_bytes:
         cells += [ProgressBar(progress.total_bytes, progress.done_bytes, width=40), progress_line(progress)]
-    return _line(*cells)
+    return _line(*cells, format_seconds(operation.seconds))
 
 
 def _line(*cells: RenderableType) -> Table:
@@ -150,17 +155,98 @@ def _line(*cells: RenderableType) -> Table:
     return line
 
 
-def _operations_table(operations: list[OperationStatusAnswer]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("at", "operation", "tags", "outcome", "time", "client"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "time" else "left")
-    for one in operations:
-        table.add_row(
-            f"{datetime.fromtimestamp(one.created_at):%H:%M:%S}",
-            one.operation,
-            plain("all" if one.tags is None else " ".join(one.tags)),
-            Text(one.status, style=_STATUS_STYLES.get(one.status, "")),
-            format_seconds(one.seconds),
-            plain(one.client),
+def _operations_table(operations: Iterable[OperationStatusAnswer]) -> Table:
+    def cells(one: OperationStatusAnswer) -> list[Cell]:
+        tags, at = "all" if one.tags is None else " ".join(one.tags), datetime.fromtimestamp(one.created_at)
+        return [f"{at:%H:%M:%S}", one.operation, tags, state_text(one.status), format_seconds(one.seconds), one.client]
+
+    return table_of(["at", "operation", "tags", "outcome", ">time", "client"], map(cells, operations))
+
+
+def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> OperationAnswer:
+    """Start an operation by ``start`` and return its answer.
+
+    Raises:
+        AnswerError: it failed or stalls, as the synchronous call would.
+        typer.Exit: Ctrl-C was pressed; stderr says what became of the operation.
+    """
+    accepted = None
+    try:
+        with _interrupt_held():
+            accepted = start()
+        return _poll(client, accepted)
+    except KeyboardInterrupt:
+        if accepted is not None:
+            typer.echo(f"memsaver: {_cancel(client, accepted.operation_id)}", err=True)
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Raise the first KeyboardInterrupt at the end of the block, since the service may have begun what it asks for.
+
+    The second is raised at once.
+    """
+    pressed = False
+
+    def hold(_number: int, _frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and before is signal.default_int_handler:  # else it was ignored
+        raise KeyboardInterrupt
+
+
+def _poll(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
+    from memsaver_server.client import OperationAnswer
+
+    console = make_console(stderr=True)
+    live = Live(console=console, transient=True, auto_refresh=False)
+    draws_at, interval = time.monotonic() + _DRAWN_AFTER_S, _FIRST_S
+    try:
+        while True:
+            now = client.operation(accepted.operation_id)
+            if isinstance(now.answer, OperationAnswer):
+                return now.answer
+            if now.answer is not None:
+                body = now.answer.model_dump()
+                raise error_for(body["error"].get("status", 500), body, "", None)
+            _check_stall(client, now)
+            if console.is_terminal and time.monotonic() >= draws_at:
+                live.start()
+                live.update(_running_line(now), refresh=True)
+            time.sleep(interval)
+            interval = min(2 * interval, _LONGEST_S)
+    finally:
+        live.stop()
+
+
+def _check_stall(client: Client, now: OperationStatusAnswer) -> None:
+    """Raise PhaseDeadlineError if the operation, or the one that it waits for, makes no progress."""
+    running = (
+        next((one for one in client.operations() if one.status == "running"), now) if now.status == "queued" else now
+    )
+    if running.stalled is not None:
+        message = (
+            f"{running.operation} {running.operation_id} has made no progress in phase {running.stalled.phase!r} for "
+            f"{running.stalled.seconds:.0f} s. It continues; memsaver watch {running.operation_id} follows it"
         )
-    return table
+        raise error_for(504, {"message": message, "error": {"type": "phase_timeout"}}, "", None)
+
+
+def _cancel(client: Client, operation_id: str) -> str:
+    """Cancel the operation unless other callers wait for it, too; return what became of it."""
+    try:
+        now = client.operation(operation_id)
+        if now.callers > 1:
+            return f"{now.operation} {operation_id} answers other calls, too, and continues"
+        ended = client.cancel(operation_id)
+    except ClientError as error:
+        return str(error)
+    return ended.answer.message if ended.answer else ended.status

@@ -6,23 +6,14 @@ import gc
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 from rich.text import Text
 
 from memsaver_server.cli.connection import size_of
-from memsaver_server.cli.serving import (
-    Certificate,
-    Host,
-    Port,
-    PrivateKey,
-    UnixSocket,
-    end_at_once,
-    settings_of,
-    starting,
-    until_ended,
-)
+from memsaver_server.cli.options import Options, grouped
+from memsaver_server.cli.serving import Listening, end_at_once, settings_of, starting, until_ended
 from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_seconds
 
@@ -37,46 +28,54 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers; write for example 1,2,4") from None
 
 
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise typer.BadParameter(f"{name!r} is not an element type of torch; write for example bfloat16")
+    return dtype
+
+
+class EngineOptions(Options):
+    """The arguments of ``TransformersEngine``, with its defaults."""
+
+    convert: ClassVar = {"kv_cache_bytes": size_of, "batch_sizes": _numbers, "dtype": _dtype}
+
+    model: Path | None = typer.Option(
+        None,
+        help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.",
+        exists=True,
+        show_default=False,
+    )
+    random_weights: Path | None = typer.Option(
+        None,
+        help="Serve a model of this config.json with random weights.",
+        metavar="CONFIG.json",
+        exists=True,
+        show_default=False,
+    )
+    enforce_eager: bool = typer.Option(False, "--enforce-eager", help="Run without CUDA graphs.")
+    kv_cache_bytes: str | None = typer.Option(
+        None, help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE"
+    )
+    max_len: int | None = typer.Option(
+        None, help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2
+    )
+    batch_sizes: str = typer.Option(
+        "1,2,4,8,16,32,64", help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,..."
+    )
+    tensor_parallel: int = typer.Option(
+        1, help="Processes among which the model is divided, each on a device.", metavar="N", min=1
+    )
+    dtype: str | None = typer.Option(None, help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
+    seed: int = typer.Option(0, help="Seed of random weights.")
+
+
+@grouped
 def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint folder: config.json and safetensors. Default: a small built-in Qwen2.",
-            exists=True,
-            show_default=False,
-        ),
-    ] = None,
-    random_weights: Annotated[
-        Path | None,
-        typer.Option(
-            help="Serve a model of this config.json with random weights.",
-            metavar="CONFIG.json",
-            exists=True,
-            show_default=False,
-        ),
-    ] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")] = False,
-    kv_cache_bytes: Annotated[
-        str | None, typer.Option(help="Size of the KV cache, e.g. 4GiB [1GiB on a GPU, else 64MiB].", metavar="SIZE")
-    ] = None,
-    max_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer per request [2048 on a GPU, else 512].", min=2)
-    ] = None,
-    batch_sizes: Annotated[
-        str, typer.Option(help="Decode batch sizes; on a GPU a CUDA graph is captured for each.", metavar="N,N,...")
-    ] = "1,2,4,8,16,32,64",
-    tensor_parallel: Annotated[
-        int, typer.Option(help="Processes among which the model is divided, each on a device.", metavar="N", min=1)
-    ] = 1,
-    dtype: Annotated[
-        str | None, typer.Option(help="Element type, e.g. bfloat16 [the checkpoint's].", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
-    host: Host = "127.0.0.1",
-    port: Port = 30000,
-    uds: UnixSocket = None,
-    ssl_keyfile: PrivateKey = None,
-    ssl_certfile: Certificate = None,
+    options: EngineOptions,
+    at: Listening,
     while_released: Annotated[
         str | None,
         typer.Option(help="Requests that arrive while memory is released: refuse or queue [refuse].", metavar="WHAT"),
@@ -92,37 +91,17 @@ def serve(
     began = time.monotonic()
     with starting("engine"):
         console = make_console(stderr=True)
-        sizes = _numbers(batch_sizes)
-        cache = size_of(kv_cache_bytes)
+        given = options.given()
         settings = settings_of(while_released=while_released, verify_tokens=verify_tokens)
         from memsaver_server import audit
         from memsaver_server.attachment import GRACE_S, attach, check_place
 
-        check_place(host, port, uds, settings)
-        element_type = _dtype(dtype)
+        check_place(at.host, at.port, at.uds, settings)
         # It imports transformers, which takes seconds; what is refused above is refused sooner.
         from memsaver_server.reference.engine import TransformersEngine
 
-        engine = TransformersEngine(
-            model,
-            random_weights=random_weights,
-            dtype=element_type,
-            kv_cache_bytes=cache,
-            max_len=max_len,
-            batch_sizes=sizes,
-            enforce_eager=enforce_eager,
-            seed=seed,
-            tensor_parallel=tensor_parallel,
-        )
-        attachment = attach(
-            engine,
-            host=host,
-            port=port,
-            uds=uds,
-            settings=settings,
-            ssl_keyfile=ssl_keyfile,
-            ssl_certfile=ssl_certfile,
-        )
+        engine = TransformersEngine(**given)
+        attachment = attach(engine, settings=settings, **vars(at))
     try:
         with until_ended():
             audit.to_stderr()
@@ -146,14 +125,3 @@ def serve(
         engine.close()
         late.cancel()
         end_at_once(failed=failed)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"{name!r} is not an element type of torch; write for example bfloat16")
-    return dtype

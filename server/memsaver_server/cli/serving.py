@@ -5,33 +5,36 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from memsaver_server.cli.connection import print_error
-from memsaver_server.cli.options import ExitCode
+from memsaver_server.cli.options import ExitCode, Options
 from memsaver_server.log_output import LogStream, hold_standard_files
 from memsaver_server.missing_package import missing_package
-from memsaver_server.systemd import notify
 
 if TYPE_CHECKING:
     from memsaver_server.settings import Settings
 
-Host = Annotated[str, typer.Option(help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")]
-Port = Annotated[int, typer.Option(help="Port to serve on; 0 chooses a free one.", min=0, max=65535)]
-UnixSocket = Annotated[
-    Path | None, typer.Option(help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
-]
-PrivateKey = Annotated[
-    Path | None, typer.Option(help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False)
-]
-Certificate = Annotated[Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).", show_default=False)]
+
+class Listening(Options):
+    """Where a server listens: arguments of ``attach`` and ``serve_app``."""
+
+    host: str = typer.Option("127.0.0.1", help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
+    port: int = typer.Option(30000, help="Port to serve on; 0 chooses a free one.", min=0, max=65535)
+    uds: Path | None = typer.Option(None, help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
+    ssl_keyfile: Path | None = typer.Option(
+        None, help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False
+    )
+    ssl_certfile: Path | None = typer.Option(None, help="Serve HTTPS with this certificate (PEM).", show_default=False)
+
 
 #: Time for what is left for stderr to be written at the end, seconds.
 END_S = 1.0
@@ -68,11 +71,23 @@ def starting(extra: str) -> Iterator[None]:
 def until_ended() -> Iterator[None]:
     """Serve until SIGTERM or SIGINT is received. What is inside tells that requests are answered."""
     try:
-        notify("READY=1")
+        _notify("READY=1")
         yield
         _wait_for_signal()
     except Ended:
-        notify("STOPPING=1")
+        _notify("STOPPING=1")
+
+
+def _notify(state: str) -> None:
+    """Tell systemd ``state``, for example ``READY=1``, if this is a unit of ``Type=notify``: NOTIFY_SOCKET is set then.
+
+    The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it.
+    """
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address.startswith(("/", "@")):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(state.encode(), f"\0{address[1:]}" if address[0] == "@" else address)
 
 
 def end_at_once(*, failed: bool) -> None:

@@ -1,30 +1,26 @@
-"""The service's answers as tables for a terminal."""
+"""The answers of services and fleets as tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 
 if TYPE_CHECKING:
-    from memsaver_server.backup_schemas import HostBackupAnswer, SharedStoreAnswer
-    from memsaver_server.schemas import (
-        DeviceAnswer,
-        MeteredDeviceAnswer,
-        OccupationAnswer,
-        OccupiedDeviceAnswer,
-        OperationAnswer,
-        PhaseAnswer,
-        ProgressAnswer,
-        TagAnswer,
-        TagStatusAnswer,
-    )
+    from pydantic import BaseModel
+
+    from memsaver_core.contract import reports, status
+    from memsaver_server.fleet import EngineResult, EngineStatus, FleetResult, FleetStatus
+
+AnswerT = TypeVar("AnswerT", bound="BaseModel")
+Cell = str | int | Text
 
 _STATE_STYLES = {
     "resident": "green",
@@ -33,6 +29,10 @@ _STATE_STYLES = {
     "releasing": "yellow",
     "resuming": "yellow",
     "mixed": "yellow",
+    "succeeded": "green",
+    "running": "yellow",
+    "queued": "dim",
+    "cancelled": "dim",
     "failed": "bold red",
     "dead": "bold red",
     "stopped": "bold red",
@@ -50,13 +50,21 @@ def make_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PIPE_WIDTH)
 
 
+def show(answer: AnswerT, view: Callable[[AnswerT], RenderableType], *, as_json: bool) -> None:
+    """Print an answer: its JSON, or ``view`` of it."""
+    if as_json:
+        typer.echo(answer.model_dump_json(indent=2))
+    else:
+        make_console().print(view(answer))
+
+
 def plain(text: str) -> Text:
     """Return ``text`` as it is: without markup, and without characters that a terminal obeys or cannot show."""
     seen = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
     return Text("".join(seen))
 
 
-def progress_line(progress: ProgressAnswer) -> str:
+def progress_line(progress: reports.ProgressAnswer) -> str:
     left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left is not None else ""
     done, total = format_bytes(progress.done_bytes), format_bytes(progress.total_bytes)
     return f"{done} of {total}, {progress.gb_per_s:.1f} GB/s{left}"
@@ -70,88 +78,89 @@ def _delta_text(count: int) -> Text:
     return Text(format_delta(count), style="green" if count < 0 else "yellow" if count > 0 else "dim")
 
 
-def _size_text(count: int) -> Text:
-    return Text(format_bytes(count), style="dim" if count == 0 else "")
+def _cell(content: Cell) -> Text:
+    if isinstance(content, int):
+        return Text(format_bytes(content), style="dim" if content == 0 else "")
+    return plain(content) if isinstance(content, str) else content
 
 
-def _table(columns: Sequence[str], *, right_from: int) -> Table:
+def table_of(columns: Iterable[str], rows: Iterable[Iterable[Cell]], total: Iterable[Cell] = ()) -> Table:
+    """Return a table. A number is a size in bytes; the names of columns of figures begin with ``>``."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
-    for number, column in enumerate(columns):
-        width = None if number else _NAME_WIDTH
-        table.add_column(column, justify="right" if number >= right_from else "left", no_wrap=True, max_width=width)
+    for name in columns:
+        justify: JustifyMethod = "right" if name.startswith(">") else "left"
+        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=True, max_width=_NAME_WIDTH)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    if cells := [*map(_cell, total)]:
+        table.add_section()
+        table.add_row(*cells, style="bold")
     return table
 
 
-def operation_tags_table(tags: Iterable[TagAnswer], operation: str) -> Table:
+def operation_tags_table(tags: Iterable[reports.TagReport], operation: str) -> Table:
     """Return one row per tag: what the release or resume did to it."""
-    released = operation == "release"
-    table = _table(["tag", "state", "restore", "size", "released" if released else "resumed"], right_from=3)
-    for tag in tags:
-        state = Text.assemble(state_text(tag.state), (" already", "dim") if tag.already else "")
-        moved = tag.released_bytes if released else tag.resumed_bytes
-        table.add_row(plain(tag.tag), state, tag.restore, _size_text(tag.bytes), _size_text(moved))
-    return table
+    moved = "released" if operation == "release" else "resumed"
+    return table_of(
+        ["tag", "state", "restore", ">size", f">{moved}"],
+        ([tag.tag, _state(tag), tag.restore, tag.bytes, getattr(tag, f"{moved}_bytes")] for tag in tags),
+    )
 
 
-def operation_backups_table(tags: Sequence[TagAnswer]) -> Table | None:
+def _state(tag: reports.TagReport | status.TagOccupation) -> Text:
+    already = (" already", "dim") if getattr(tag, "already", False) else ""
+    lost = (", content lost", "bold red") if getattr(tag, "content", "ok") == "lost" else ""
+    return Text.assemble(state_text(tag.state), already, lost)
+
+
+def operation_backups_table(tags: Iterable[reports.TagReport]) -> Table | None:
     """Return one row per tag whose content a release kept: what it copied, what that takes and the ratio of the two,
     what was unchanged, and what the shared store had. None if there is no such tag."""
-    rows = [tag for tag in tags if tag.backed_up_bytes or tag.unchanged_bytes or tag.shared_bytes]
-    shared = ["shared"] if any(tag.shared_bytes for tag in rows) else []
-    table = _table(["backup of", "copied", "kept", "ratio", "unchanged", *shared], right_from=1)
-    for tag in rows:
-        found = [tag.unchanged_bytes, *([tag.shared_bytes] if shared else [])]
-        table.add_row(plain(tag.tag), *_kept_cells(tag), *map(_size_text, found))
-    return table if rows else None
+    kept = [tag for tag in tags if tag.backed_up_bytes or tag.unchanged_bytes or tag.shared_bytes]
+    found = ["unchanged", *(["shared"] if any(tag.shared_bytes for tag in kept) else [])]
+    rows = ([*_kept_cells(tag), *(getattr(tag, f"{name}_bytes") for name in found)] for tag in kept)
+    return (
+        table_of(["backup of", ">copied", ">kept", ">ratio", *(f">{name}" for name in found)], rows) if kept else None
+    )
 
 
-def _kept_cells(tag: TagAnswer | TagStatusAnswer) -> tuple[Text, Text, str]:
+def _kept_cells(tag: reports.TagReport | status.TagOccupation) -> list[Cell]:
     content, kept = tag.backed_up_bytes, tag.kept_bytes
-    return _size_text(content), _size_text(kept), f"{100 * kept / content:.0f} %" if content else ""
+    return [tag.tag, content, kept, f"{100 * kept / content:.0f} %" if content else ""]
 
 
-def phases_table(phases: Sequence[PhaseAnswer], devices: Sequence[MeteredDeviceAnswer], seconds: float) -> Table:
+def phases_table(
+    phases: Sequence[reports.PhaseReport], devices: Sequence[reports.MeteredDelta], seconds: float
+) -> Table:
     """Return one row per phase with device memory: before, after and delta for one device, deltas for several."""
-    one = len(devices) == 1
-    names = ["before", "after", "delta"] if one else [f"device {device.index}" for device in devices]
-    copies = ["copied"] if any(phase.details.get("copied_bytes") for phase in phases) else []
-    table = _table(["phase", "time", *names, *copies], right_from=1)
-    for phase in phases:
-        cells = _device_cells(phase.devices, devices, one)
-        copied = [_copied_text(phase)] if copies else []
-        table.add_row(phase.name, format_seconds(phase.seconds), *cells, *copied)
-    if phases:
-        table.add_section()
-    table.add_row("in all", format_seconds(seconds), *_device_cells(devices, devices, one), style="bold")
-    return table
+    names = ["before", "after", "delta"] if len(devices) == 1 else [f"device {device.index}" for device in devices]
+    rows: list[list[Cell]] = [
+        [phase.name, format_seconds(phase.seconds), *_device_cells(phase.devices, devices)] for phase in phases
+    ]
+    if any(phase.details.get("copied_bytes") for phase in phases):
+        names.append("copied")
+        rows = [[*row, _copied_text(phase)] for row, phase in zip(rows, phases, strict=True)]
+    total = ["in all", format_seconds(seconds), *_device_cells(devices, devices)]
+    return table_of(["phase", ">time", *(f">{name}" for name in names)], rows, total)
 
 
-def _copied_text(phase: PhaseAnswer) -> Text:
+def _copied_text(phase: reports.PhaseReport) -> Text:
     copied = int(phase.details.get("copied_bytes", 0))
-    if not copied:
-        return Text("")
     rate = phase.details.get("gigabytes_per_second")
-    return Text(format_bytes(copied) + (f" at {rate:.1f} GB/s" if rate else ""), style="dim")
+    return Text(format_bytes(copied) + (f" at {rate:.1f} GB/s" if rate else "") if copied else "", style="dim")
 
 
-def _device_cells(readings: Sequence[DeviceAnswer], devices: Sequence[MeteredDeviceAnswer], one: bool) -> list[Text]:
+def _device_cells(readings: Iterable[reports.DeviceDelta], devices: Sequence[reports.MeteredDelta]) -> list[Cell]:
     by_index = {reading.index: reading for reading in readings}
-    cells: list[Text] = []
-    for device in devices:
-        reading = by_index.get(device.index)
-        if reading is None:
-            cells += [Text("")] * (3 if one else 1)
-            continue
-        if one:
-            cells += [Text(format_bytes(reading.used_before_bytes)), Text(format_bytes(reading.used_after_bytes))]
-        cells.append(_delta_text(reading.delta_bytes))
-    return cells
+    found = [by_index.get(device.index) for device in devices]
+    if len(found) == 1 and found[0] is not None:
+        return [found[0].used_before_bytes, found[0].used_after_bytes, _delta_text(found[0].delta_bytes)]
+    return [_delta_text(reading.delta_bytes) if reading else "" for reading in found]
 
 
-def operation_view(result: OperationAnswer) -> RenderableType:
+def operation_view(result: reports.OperationAnswer) -> RenderableType:
     """Return the whole answer of a release or a resume."""
-    mark = Text("✓ " if result.success else "✗ ", style="green" if result.success else "red")
-    parts: list[RenderableType] = [Text.assemble(mark, plain(result.message))]
+    parts: list[RenderableType] = [_outcome(result)]
     if result.tags:
         parts += ["", operation_tags_table(result.tags, result.operation)]
         if (backups := operation_backups_table(result.tags)) is not None:
@@ -161,19 +170,29 @@ def operation_view(result: OperationAnswer) -> RenderableType:
     return Group(*parts, "")
 
 
-def _devices_caption(devices: Sequence[MeteredDeviceAnswer]) -> Text:
+def accepted_view(answer: reports.AcceptedAnswer) -> RenderableType:
+    """Return the answer of an operation that continues in the background."""
+    return Group(plain(answer.message), Text(f"follow it with: memsaver watch {answer.operation_id}", style="dim"))
+
+
+def _outcome(result: reports.OperationAnswer | FleetResult) -> Text:
+    mark = ("✓ ", "green") if result.success else ("✗ ", "red")
+    return Text.assemble(mark, plain(result.message))
+
+
+def _devices_caption(devices: Sequence[reports.MeteredDelta]) -> Text:
     names = {device.name for device in devices if device.name}
     what = f"{len(devices)} x {names.pop()}" if len(devices) > 1 and len(names) == 1 else ", ".join(sorted(names))
     return Text.assemble(plain(f"in use by all processes on {what or 'the device'}"), style="dim")
 
 
-def status_view(occupation: OccupationAnswer) -> RenderableType:
+def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     """Return what the engine holds now."""
     admission = occupation.admission
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
     head = Text.assemble("state ", state_text(state), "   admission ", opened)
-    model = plain(f", model {name}" if (name := getattr(occupation, "model", "")) else "")
+    model = plain(f", model {occupation.model}" if occupation.model else "")
     head.append_text(
         Text.assemble("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}", style="dim")
     )
@@ -201,14 +220,14 @@ def status_view(occupation: OccupationAnswer) -> RenderableType:
     return Group(*parts)
 
 
-def _backup_line(backup: HostBackupAnswer) -> str:
+def _backup_line(backup: status.HostBackup) -> str:
     line = f"host backup: {format_bytes(backup.bytes)} kept, {format_bytes(backup.capacity_bytes)} of memory ready"
     line += f" of at most {format_bytes(backup.limit_bytes)}" if backup.limit_bytes else ""
     line += f", {format_bytes(backup.unused_bytes)} of it for the next release" if backup.unused_bytes else ""
     return line + (f", {format_bytes(backup.file_bytes)} in files" if backup.file_bytes else "")
 
 
-def _store_line(store: SharedStoreAnswer) -> str:
+def _store_line(store: status.SharedStoreStatus) -> str:
     held, share, used = map(format_bytes, (store.held_bytes, store.share_bytes, store.used_bytes))
     size, limit = map(format_bytes, (store.total_bytes, store.limit_bytes))
     return (
@@ -217,76 +236,103 @@ def _store_line(store: SharedStoreAnswer) -> str:
     )
 
 
-def status_tags_table(tags: Sequence[TagStatusAnswer]) -> Table:
-    table = _table(["tag", "state", "restore", "size", "on device", "released"], right_from=3)
-    for tag in tags:
-        lost = (", content lost", "bold red") if getattr(tag, "content", "ok") == "lost" else ""
-        state = Text.assemble(state_text(tag.state), lost)
-        table.add_row(plain(tag.tag), state, tag.restore, *map(_size_text, _tag_sizes(tag)))
-    if len(tags) > 1:
-        table.add_section()
-        totals = (sum(sizes) for sizes in zip(*map(_tag_sizes, tags), strict=True))
-        table.add_row("in all", "", "", *map(format_bytes, totals), style="bold")
-    return table
+def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:
+    sizes = [(tag.bytes, tag.resident_bytes, tag.released_bytes) for tag in tags]
+    return table_of(
+        ["tag", "state", "restore", ">size", ">on device", ">released"],
+        ([tag.tag, _state(tag), tag.restore, *its] for tag, its in zip(tags, sizes, strict=True)),
+        ["in all", "", "", *map(sum, zip(*sizes, strict=True))] if len(tags) > 1 else (),
+    )
 
 
-def _tag_sizes(tag: TagStatusAnswer) -> tuple[int, ...]:
-    return tag.bytes, tag.resident_bytes, tag.released_bytes
-
-
-def backups_table(tags: Iterable[TagStatusAnswer]) -> Table:
+def backups_table(tags: Iterable[status.TagOccupation]) -> Table:
     """Return one row per tag with a backup: its content, what is kept for it, and the ratio of the two."""
-    table = _table(["backup of", "content", "kept", "ratio"], right_from=1)
-    for tag in tags:
-        if tag.backed_up_bytes:
-            table.add_row(plain(tag.tag), *_kept_cells(tag))
-    return table
+    return table_of(
+        ["backup of", ">content", ">kept", ">ratio"], (_kept_cells(tag) for tag in tags if tag.backed_up_bytes)
+    )
 
 
-def devices_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
-    table = _table(["device", "name", "total", "in use", "this process", "free"], right_from=2)
-    for device in devices:
-        total, used, free = map(format_bytes, (device.total_bytes, device.used_bytes, device.free_bytes))
-        own = "unknown" if device.process_bytes is None else format_bytes(device.process_bytes)
-        table.add_row(str(device.index), plain(device.name), total, used, own, free)
-    return table
+def devices_table(devices: Iterable[status.OccupiedDevice]) -> Table:
+    def cells(device: status.OccupiedDevice) -> list[Cell]:
+        own = "unknown" if device.process_bytes is None else device.process_bytes
+        return [str(device.index), device.name, device.total_bytes, device.used_bytes, own, device.free_bytes]
+
+    return table_of(["device", "name", ">total", ">in use", ">this process", ">free"], map(cells, devices))
 
 
-def holders_table(devices: Sequence[OccupiedDeviceAnswer]) -> Table:
+def holders_table(devices: Sequence[status.OccupiedDevice]) -> Table:
     """Return one row per consumer of device memory: the tags together, what this process holds beside them, others."""
-    table = _table(["in use by", *(f"device {device.index}" for device in devices)], right_from=1)
     held: dict[str, list[int]] = {"tags": [0] * len(devices)}
     for number, device in enumerate(devices):
         for source in device.sources:
             name = "tags" if source.kind == "tag" else source.name
             held.setdefault(name, [0] * len(devices))[number] += source.bytes
-    for name, sizes in held.items():
-        if name == "tags" or any(sizes):
-            table.add_row(plain(name), *map(_size_text, sizes))
-    return table
+    return table_of(
+        ["in use by", *(f">device {device.index}" for device in devices)],
+        ([name, *sizes] for name, sizes in held.items() if name == "tags" or any(sizes)),
+    )
 
 
-def communicators_table(communicators: Sequence[Mapping[str, Any]]) -> Table:
+def communicators_table(communicators: Sequence[status.CommunicatorStatus]) -> Table:
     """Return one row per NCCL communicator, of all its ranks here; ``communicators`` as in ``OccupationAnswer``."""
-    table = _table(["communicator", "ranks", "can be suspended", "suspended", "stays"], right_from=1)
-    fields = ("suspendable_bytes", "suspended_bytes", "persistent_bytes")
-    for name in dict.fromkeys(each["name"] for each in communicators):
-        same = [each for each in communicators if each["name"] == name]
-        sizes = (sum(each[field] for each in same) for field in fields)
-        table.add_row(plain(name), str(same[0]["ranks"]), *map(_size_text, sizes))
-    return table
+    rows: list[list[Cell]] = []
+    for name in dict.fromkeys(each.name for each in communicators):
+        same = [each for each in communicators if each.name == name]
+        sizes = ((each.suspendable_bytes, each.suspended_bytes, each.persistent_bytes) for each in same)
+        rows.append([name, str(same[0].ranks), *map(sum, zip(*sizes, strict=True))])
+    return table_of(["communicator", ">ranks", ">can be suspended", ">suspended", ">stays"], rows)
 
 
-def _obstacles(communicators: Sequence[Mapping[str, Any]]) -> list[Text]:
+def _obstacles(communicators: Sequence[status.CommunicatorStatus]) -> list[Text]:
     """Return why communicators cannot be suspended, and what to do."""
-    told = dict.fromkeys((each["name"], each["obstacle"]) for each in communicators if each["obstacle"])
-    return [Text.assemble(plain(f"{name} stays: {obstacle}"), style="yellow") for name, obstacle in told]
+    obstacles = dict.fromkeys((each.name, each.obstacle) for each in communicators if each.obstacle)
+    return [Text.assemble(plain(f"{name} stays: {obstacle}"), style="yellow") for name, obstacle in obstacles]
 
 
-def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+def ranks_table(ranks: Iterable[status.RankStatus]) -> Table:
     """Return one row per process of the engine; ``ranks`` as in ``OccupationAnswer``."""
-    table = _table(["rank", "process", "state"], right_from=3)
-    for rank in ranks:
-        state = "dead" if rank["alive"] is False else "stopped" if rank.get("stopped") else rank["state"]
-        table.add_row(str(rank["rank"]), "elsewhere" if rank["pid"] is None else str(rank["pid"]), state_text(state))
-    return table
+
+    def cells(rank: status.RankStatus) -> list[Cell]:
+        state = "dead" if rank.alive is False else "stopped" if rank.stopped else rank.state
+        return [str(rank.rank), str(rank.pid or "elsewhere"), state_text(state)]
+
+    return table_of(["rank", "process", "state"], map(cells, ranks))
+
+
+# -- of a fleet -----------------------------------------------------------------------------------------------------
+
+
+def fleet_status_view(status: FleetStatus) -> RenderableType:
+    """Return one row per engine, and what is wrong below."""
+    alive = sum(engine.alive for engine in status.engines)
+    count = f"   {alive} of {len(status.engines)} engines answer"
+    head = Text.assemble("fleet ", state_text(status.state or "empty"), (count, "dim"))
+    columns = ["engine", "state", "wanted", "model", "host", ">on device", ">released", "GPUs"]
+    return Group(head, "", table_of(columns, map(_engine_cells, status.engines)), *_wrong(status.engines))
+
+
+def fleet_result_view(result: FleetResult) -> RenderableType:
+    """Return what happened, and one row per engine."""
+    table = table_of(["engine", "", "state", ">time", ">moved", "operation"], map(_result_cells, result.engines))
+    return Group(_outcome(result), "", table, *_wrong(result.failed))
+
+
+def _engine_cells(engine: EngineStatus) -> list[Cell]:
+    state = state_text(engine.state) if engine.alive else Text("no answer", style="bold red")
+    tags = engine.occupation.tags if engine.occupation else ()
+    sizes = (sum(tag.resident_bytes for tag in tags), sum(tag.released_bytes for tag in tags))
+    held: tuple[Cell, ...] = sizes if engine.alive else ("", "")
+    return [engine.name, state, engine.wanted, engine.model, engine.host, *held, " ".join(engine.gpus)]
+
+
+def _result_cells(engine: EngineResult) -> list[Cell]:
+    done = Text("done", style="green") if engine.success else Text("as before", style="yellow")
+    became = Text("failed", style="bold red") if engine.error else done
+    took = format_seconds(engine.seconds) if engine.seconds else ""
+    moved = engine.released_bytes + engine.resumed_bytes
+    return [engine.name, became, state_text(engine.state), took, moved, engine.operation_id]
+
+
+def _wrong(engines: Iterable[EngineStatus | EngineResult]) -> list[RenderableType]:
+    wrong = [Text.assemble((f"{each.name}: ", "bold"), plain(each.error)) for each in engines if each.error]
+    return ["", *wrong, ""] if wrong else [""]

@@ -10,26 +10,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from memsaver_server.client.address import DEFAULT_URL
+from memsaver_server.client.errors import (
+    AnswerError,
+    ClientError,
+    ConflictError,
+    DeviceMemoryError,
+    DrainDeadlineError,
+    HostMemoryError,
+    InvalidRequestError,
+    OperationCancelledError,
+    PhaseDeadlineError,
+    UnauthorizedError,
+    UnavailableError,
+    UnreachableError,
+)
 
 if TYPE_CHECKING:
+    from memsaver_core.contract.reports import AcceptedAnswer, OperationAnswer, OperationStatusAnswer
+    from memsaver_core.contract.status import OccupationAnswer
     from memsaver_server.client.aio import AsyncClient
-    from memsaver_server.client.errors import (
-        AnswerError,
-        ClientError,
-        ConflictError,
-        DeviceMemoryError,
-        DrainDeadlineError,
-        HostMemoryError,
-        InvalidRequestError,
-        OperationCancelledError,
-        PhaseDeadlineError,
-        UnauthorizedError,
-        UnavailableError,
-        UnreachableError,
-    )
     from memsaver_server.client.requests import Event
     from memsaver_server.client.sync import Client
-    from memsaver_server.schemas import AcceptedAnswer, OccupationAnswer, OperationAnswer, OperationStatusAnswer
 
 __all__ = [
     "DEFAULT_URL",
@@ -54,21 +55,20 @@ __all__ = [
     "UnreachableError",
 ]
 
-#: Modules of the names that are not in ``client.errors``. They are imported at the first use of a name: httpx and the
-#: schemas take longer than the help of a command.
+#: The modules of what is imported at its first use: httpx and the models take longer than the help of a command.
 _MODULES = {
-    "AcceptedAnswer": "schemas",
-    "AsyncClient": "client.aio",
-    "Client": "client.sync",
-    "Event": "client.requests",
-    "OccupationAnswer": "schemas",
-    "OperationAnswer": "schemas",
-    "OperationStatusAnswer": "schemas",
+    "AcceptedAnswer": "memsaver_core.contract.reports",
+    "AsyncClient": "memsaver_server.client.aio",
+    "Client": "memsaver_server.client.sync",
+    "Event": "memsaver_server.client.requests",
+    "OccupationAnswer": "memsaver_core.contract.status",
+    "OperationAnswer": "memsaver_core.contract.reports",
+    "OperationStatusAnswer": "memsaver_core.contract.reports",
 }
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"memsaver_server.{_MODULES.get(name, 'client.errors')}"), name)
+        return getattr(import_module(_MODULES[name]), name)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import ssl
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from memsaver_core.contract.requests import Verb
 from memsaver_server.api_key import parse_api_key
 from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
 from memsaver_server.client.address import parse_address
-from memsaver_server.client.errors import AnswerError, error_for
-from memsaver_server.schemas import ReleaseArguments
+from memsaver_server.client.errors import AnswerError, UnreachableError, error_for
+from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
 from memsaver_server.wrong_fields import wrong_fields
 
 #: Delay before the second attempt, seconds; doubled before each further one.
@@ -70,68 +71,40 @@ class Target:
         """Return httpx's option of that name. Without HTTPS it loads no authorities, which takes 20 ms."""
         return not self.address.startswith(("http://", "unix://")) and verify
 
-    def timeout(self, call: Call) -> httpx.Timeout:
-        return httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)
+    def options(self, call: Call) -> dict[str, Any]:
+        """Return the arguments of httpx for one attempt."""
+        timeout = httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)
+        return {"method": call.method, "url": call.path, "json": call.body, "headers": call.headers, "timeout": timeout}
+
+    def unreachable(self, error: httpx.TransportError, attempts: int = 1) -> UnreachableError:
+        return UnreachableError(self.address, str(error) or type(error).__name__, attempts)
 
 
 def operation_call(
-    path: str, tags: Iterable[str] | None, options: Mapping[str, object], *, run_async: bool = False
-) -> Call:
-    """Return the call of an operation on ``tags`` (None: all), without options that are None."""
-    body: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    if run_async:
-        body["async"] = True
-    if tags is not None:
-        body["tags"] = [tags] if isinstance(tags, str) else list(tags)
-    return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
-
-
-def release_call(
+    verb: Verb,
     tags: Iterable[str] | None,
-    arguments: ReleaseArguments,
+    keywords: Mapping[str, object],
     *,
-    prepare: bool | None = None,
-    lease_s: float | None = None,
+    prepare: bool = False,
     run_async: bool = False,
 ) -> Call:
-    """Return the call of a release.
+    """Return the call of an operation on ``tags`` (None: all), without options that are None.
 
     Raises:
         TypeError: a keyword argument does not exist.
     """
-    unknown = sorted(arguments.keys() - ReleaseArguments.__annotations__.keys())
-    if unknown:
-        raise TypeError(
-            f"unknown keyword argument {unknown[0]!r}; release takes {', '.join(ReleaseArguments.__annotations__)}"
-        )
-    restore = dict(arguments.get("restore") or {}) or None
-    options = {**arguments, "restore": restore, "prepare": prepare or None, "lease_s": lease_s}
-    return operation_call("/release_memory_occupation", tags, options, run_async=run_async)
-
-
-def resume_call(
-    tags: Iterable[str] | None,
-    wait_for_memory_s: float | None,
-    wait: bool,
-    verify: str | None = None,
-    *,
-    prepare: bool | None = None,
-    lease_s: float | None = None,
-    run_async: bool = False,
-) -> Call:
-    """Return the call of a resume."""
-    options = {"wait_for_memory_s": wait_for_memory_s, "wait": wait, "verify": verify}
-    options |= {"prepare": prepare or None, "lease_s": lease_s}
-    return operation_call("/resume_memory_occupation", tags, options, run_async=run_async)
-
-
-def generate_call(text: str | None, input_ids: Sequence[int] | None, sampling_params: Mapping[str, Any]) -> Call:
-    body: dict[str, Any] = {"sampling_params": dict(sampling_params)}
-    if input_ids is not None:
-        body["input_ids"] = list(input_ids)
-    else:
-        body["text"] = text or ""
-    return Call("POST", "/generate", body, repeatable=False, long=True)
+    known = (ReleaseKeywords if verb == "release" else ResumeKeywords).__annotations__
+    if unknown := sorted(keywords.keys() - known.keys()):
+        raise TypeError(f"unknown keyword argument {unknown[0]!r}; {verb} takes {', '.join(known)}")
+    body: dict[str, Any] = {
+        key: dict(value) if isinstance(value, Mapping) else value
+        for key, value in keywords.items()
+        if value is not None
+    }
+    body |= {key: True for key, given in (("prepare", prepare), ("async", run_async)) if given}
+    if tags is not None:
+        body["tags"] = [tags] if isinstance(tags, str) else list(tags)
+    return Call("POST", f"/{verb}_memory_occupation", body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
 
 
 def parse_json(response: httpx.Response) -> Any:

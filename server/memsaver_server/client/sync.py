@@ -1,45 +1,56 @@
-"""The sync client. Generated from aio.py by .ci/generate_sync_client.py; do not edit."""
+"""The sync client."""
 
 from __future__ import annotations
 
 import ssl
 import time
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
-from os import PathLike, fspath
-from typing import Any, Literal, overload
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import httpx
-from typing_extensions import Unpack
 
-from memsaver_server.client.errors import UnreachableError
-from memsaver_server.client.requests import (
-    DEFAULT_URL,
-    FIRST_DELAY_S,
-    Call,
-    Event,
-    EventParser,
-    Target,
-    generate_call,
-    parse,
-    parse_json,
-    release_call,
-    resume_call,
-)
-from memsaver_server.schemas import (
-    AcceptedAnswer,
-    MessageAnswer,
-    OccupationAnswer,
-    OperationAnswer,
-    OperationsAnswer,
-    OperationStatusAnswer,
-    ReleaseArguments,
-)
-from memsaver_server.two_phases import PreparedAnswer
+from memsaver_server.client.calls import Calls
+from memsaver_server.client.requests import DEFAULT_URL, Call, Event, EventParser, Target, parse_json
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _BlockingCalls(Calls):
+    """Calls that never wait: each coroutine returns at its first step."""
+
+    def __init__(self, target: Target, attempts: int, http: httpx.Client) -> None:
+        super().__init__(target, attempts)
+        self._http = http
+
+    async def _request(self, call: Call) -> httpx.Response:
+        return self._http.request(**self._target.options(call))
+
+    async def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _blocking(
+    method: Callable[Concatenate[Calls, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[Client, _P], _T]:
+    """Return the method of ``Client`` for one of ``Calls``."""
+
+    @wraps(method)
+    def call(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        coroutine = method(client._calls, *arguments, **options)
+        try:
+            coroutine.send(None)
+        except StopIteration as returned:
+            result: _T = returned.value
+            return result
+        raise AssertionError(f"{method.__name__} waits")
+
+    return call
 
 
 class Client:
-    """Client of one service. Use it in one event loop.
+    """Client of one service. Safe to use from several threads.
 
     Args:
         url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``. Ignored if ``uds``
@@ -68,164 +79,37 @@ class Client:
         verify: ssl.SSLContext | bool = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
-        self._attempts = attempts
+        self._target = target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
         self._http = httpx.Client(
-            base_url=self._target.base_url,
-            headers=self._target.headers,
-            transport=transport or httpx.HTTPTransport(uds=self._target.uds, verify=self._target.verifies(verify)),
+            base_url=target.base_url,
+            headers=target.headers,
+            transport=transport or httpx.HTTPTransport(uds=target.uds, verify=target.verifies(verify)),
         )
+        self._calls = _BlockingCalls(target, attempts, self._http)
 
     @property
     def address(self) -> str:
         """The service's address, for messages."""
         return self._target.address
 
-    @overload
-    def release(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: Literal[False] = False,
-        **options: Unpack[ReleaseArguments],
-    ) -> OperationAnswer: ...
-
-    @overload
-    def release(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: Literal[True],
-        lease_s: float | None = None,
-        **options: Unpack[ReleaseArguments],
-    ) -> PreparedAnswer: ...
-
-    def release(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: bool = False,
-        lease_s: float | None = None,
-        **options: Unpack[ReleaseArguments],
-    ) -> OperationAnswer | PreparedAnswer:
-        """Release the device memory of ``tags`` (None: of all) to the driver.
-
-        Args:
-            prepare: do everything but that: close admission, drain, check; then wait for ``commit`` or ``abort``.
-            lease_s: with ``prepare``: undo it after this many seconds without a commit.
-            options: ``timeout_s``, ``mode``, ``restore``, ``at_least_bytes``, ``hibernate`` and the others of
-                ``schemas.ReleaseFields``. ``wait`` waits for a conflicting operation instead of raising ConflictError.
-
-        Raises:
-            InvalidRequestError: a tag is unknown; the message lists those that exist.
-            DrainDeadlineError: requests were still in flight at the deadline.
-            HostMemoryError: host memory for the backup is short.
-        """
-        response = self._send(release_call(tags, options, prepare=prepare, lease_s=lease_s))
-        return parse(PreparedAnswer, response) if prepare else parse(OperationAnswer, response)
-
-    def start_release(self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseArguments]) -> AcceptedAnswer:
-        """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return parse(AcceptedAnswer, self._send(release_call(tags, options, run_async=True)))
-
-    @overload
-    def resume(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: Literal[False] = False,
-        wait_for_memory_s: float | None = None,
-        wait: bool = False,
-        verify: str | None = None,
-    ) -> OperationAnswer: ...
-
-    @overload
-    def resume(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: Literal[True],
-        lease_s: float | None = None,
-        wait_for_memory_s: float | None = None,
-        wait: bool = False,
-        verify: str | None = None,
-    ) -> PreparedAnswer: ...
-
-    def resume(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        prepare: bool = False,
-        lease_s: float | None = None,
-        wait_for_memory_s: float | None = None,
-        wait: bool = False,
-        verify: str | None = None,
-    ) -> OperationAnswer | PreparedAnswer:
-        """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
-
-        Args:
-            prepare: only take the device memory, and wait for ``commit`` or ``abort``.
-            lease_s: as of ``release``.
-            wait_for_memory_s: how long to retry while other processes hold the device's memory, seconds.
-            wait: wait for a conflicting operation instead of raising ConflictError.
-            verify: ``"token"``: fail if a fixed prompt gives other tokens than before the release.
-
-        Raises:
-            InvalidRequestError: a tag is unknown; the message lists those that exist.
-            DeviceMemoryError: the device has too little free memory. All is still released; call again later.
-        """
-        call = resume_call(tags, wait_for_memory_s, wait, verify, prepare=prepare, lease_s=lease_s)
-        response = self._send(call)
-        return parse(PreparedAnswer, response) if prepare else parse(OperationAnswer, response)
-
-    def start_resume(
-        self,
-        tags: Iterable[str] | None = None,
-        *,
-        wait_for_memory_s: float | None = None,
-        wait: bool = False,
-        verify: str | None = None,
-    ) -> AcceptedAnswer:
-        """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return parse(AcceptedAnswer, self._send(resume_call(tags, wait_for_memory_s, wait, verify, run_async=True)))
-
-    def commit(self, operation_id: str) -> OperationAnswer:
-        """Do what was prepared; return as ``release`` and ``resume`` do. Idempotent.
-
-        Raises:
-            ConflictError: its lease has ended, or it was aborted; all is as before it was prepared.
-            Also as ``release`` and ``resume``.
-        """
-        return parse(OperationAnswer, self._send(Call("POST", f"/operations/{operation_id}/commit", long=True)))
-
-    def abort(self, operation_id: str) -> OperationStatusAnswer:
-        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
-
-        Raises:
-            ConflictError: it was committed.
-        """
-        call = Call("POST", f"/operations/{operation_id}/abort", long=True)
-        return parse(OperationStatusAnswer, self._send(call))
-
-    def occupation(self) -> OccupationAnswer:
-        """Return what the engine holds on its devices now."""
-        return parse(OccupationAnswer, self._send(Call("GET", "/memory_occupation")))
-
-    def operations(self) -> list[OperationStatusAnswer]:
-        """Return the operations that the service remembers, newest first."""
-        return parse(OperationsAnswer, self._send(Call("GET", "/operations"))).operations
-
-    def operation(self, operation_id: str) -> OperationStatusAnswer:
-        """Return the status of one operation."""
-        return parse(OperationStatusAnswer, self._send(Call("GET", f"/operations/{operation_id}")))
-
-    def cancel(self, operation_id: str) -> OperationStatusAnswer:
-        """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
-
-        Raises:
-            ConflictError: it moves memory already and will complete, or it has ended otherwise.
-        """
-        return parse(OperationStatusAnswer, self._send(Call("DELETE", f"/operations/{operation_id}", long=True)))
+    release = _blocking(Calls.release)
+    start_release = _blocking(Calls.start_release)
+    resume = _blocking(Calls.resume)
+    start_resume = _blocking(Calls.start_resume)
+    commit = _blocking(Calls.commit)
+    abort = _blocking(Calls.abort)
+    occupation = _blocking(Calls.occupation)
+    operations = _blocking(Calls.operations)
+    operation = _blocking(Calls.operation)
+    cancel = _blocking(Calls.cancel)
+    ready = _blocking(Calls.ready)
+    alive = _blocking(Calls.alive)
+    generate = _blocking(Calls.generate)
+    update_weights_from_disk = _blocking(Calls.update_weights_from_disk)
+    update_weights_from_tensor = _blocking(Calls.update_weights_from_tensor)
+    flush_cache = _blocking(Calls.flush_cache)
+    pause_generation = _blocking(Calls.pause_generation)
+    continue_generation = _blocking(Calls.continue_generation)
 
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended."""
@@ -240,54 +124,7 @@ class Client:
                     if event := parser.feed(line):
                         yield event
         except httpx.TransportError as error:
-            raise UnreachableError(self.address, str(error) or type(error).__name__, 1) from error
-
-    def ready(self) -> bool:
-        """Return whether the engine accepts requests now. Raises only UnreachableError."""
-        return (self._send(Call("GET", "/readyz"))).is_success
-
-    def alive(self) -> bool:
-        """Return whether the engine's process and device context work. Raises only UnreachableError."""
-        return (self._send(Call("GET", "/livez"))).is_success
-
-    def generate(
-        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
-    ) -> dict[str, Any]:
-        """Generate from ``text`` or ``input_ids``; returns ``text``, ``output_ids`` and ``meta_info``.
-
-        Raises:
-            UnavailableError: memory is released.
-        """
-        return dict(parse_json(self._send(generate_call(text, input_ids, sampling_params))))
-
-    def update_weights_from_disk(self, model_path: str | PathLike[str]) -> str:
-        """Overwrite resident weights with a checkpoint folder that the server can read; returns the service's message.
-
-        Raises:
-            InvalidRequestError: the folder's model has another shape; nothing was written.
-            ConflictError: the weights are released.
-        """
-        call = Call("POST", "/update_weights_from_disk", {"model_path": fspath(model_path)}, long=True)
-        return parse(MessageAnswer, self._send(call)).message
-
-    def update_weights_from_tensor(self, *safetensors: bytes) -> str:
-        """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
-        payloads = [b64encode(image).decode() for image in safetensors]
-        call = Call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": payloads}, long=True)
-        return parse(MessageAnswer, self._send(call)).message
-
-    def flush_cache(self) -> None:
-        """Forget cached prefixes."""
-        parse(MessageAnswer, self._send(Call("POST", "/flush_cache")))
-
-    def pause_generation(self, mode: str = "abort", *, timeout_s: float | None = None) -> None:
-        """Stop generating until ``continue_generation``. Requests in flight: ``abort``, ``wait`` or ``keep``."""
-        body = {"mode": mode} if timeout_s is None else {"mode": mode, "timeout_s": timeout_s}
-        parse(MessageAnswer, self._send(Call("POST", "/pause_generation", body, long=True)))
-
-    def continue_generation(self) -> str:
-        """Generate again, at once or when all memory is resident; the message says which."""
-        return parse(MessageAnswer, self._send(Call("POST", "/continue_generation"))).message
+            raise self._target.unreachable(error) from error
 
     def close(self) -> None:
         self._http.close()
@@ -297,16 +134,3 @@ class Client:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def _send(self, call: Call) -> httpx.Response:
-        attempt = 1
-        while True:
-            try:
-                return self._http.request(
-                    call.method, call.path, json=call.body, headers=call.headers, timeout=self._target.timeout(call)
-                )
-            except httpx.TransportError as error:
-                if attempt >= self._attempts or not call.may_repeat(error):
-                    raise UnreachableError(self.address, str(error) or type(error).__name__, attempt) from error
-            time.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
-            attempt += 1

@@ -5,33 +5,80 @@ No check creates a device context, which would take device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ctypes
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from memsaver_server.doctor import cuda, software
-from memsaver_server.doctor.finding import Finding, Level, Machine, look
 from memsaver_server.missing_package import missing_package
+from memsaver_server.port_holders import port_holders
 
-__all__ = ["Finding", "Level", "examine"]
+_MIN_TORCH = (2, 6)
+#: The default of memsaver serve.
+_PORT = 30000
+#: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
+_SHORT_KEY = 16
+_CU_VMM_SUPPORTED = 102
+_CU_RDMA_WITH_VMM_SUPPORTED = 110
+_CU_MODULE_LAZY_LOADING = 2
 
-_CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    software.check_python,
-    software.check_torch,
-    software.check_extras,
-    software.check_settings,
-    software.check_core,
-    cuda.check_cuda_driver,
-    cuda.check_devices,
-    cuda.check_nvml,
-    cuda.check_expandable_segments,
-    cuda.check_nccl,
-    software.check_hibernation,
-    cuda.check_module_loading,
-    software.check_host_driver,
-    software.check_host_memory,
-    software.check_backup_folder,
-    software.check_key,
-    software.check_port,
-)
+#: Both names are read by torch; the second since torch 2.9.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+class Level(str, Enum):
+    """The result of a check. Only ``BLOCKED`` prevents memsaver from working."""
+
+    OK = "ok"
+    NOTE = "note"
+    WARNING = "warning"
+    BLOCKED = "blocked"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check. ``remedy`` says what to do, if anything."""
+
+    subject: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The CUDA driver as all checks see it: its library if there is one, why it does not work, its devices."""
+
+    cuda: ctypes.CDLL | None
+    cuda_error: str
+    device_count: int
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device_count > 0
+
+
+def look() -> Machine:
+    """Load the CUDA driver, without creating a context."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return Machine(None, str(error), 0)
+    code = cuda.cuInit(0)
+    if code != 0:
+        return Machine(cuda, f"cuInit failed with error {code}", 0)
+    count = ctypes.c_int()
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    return Machine(cuda, "", count.value)
 
 
 def examine() -> tuple[Finding, ...]:
@@ -41,7 +88,8 @@ def examine() -> tuple[Finding, ...]:
     for check in _CHECKS:
         subject = check.__name__.removeprefix("check_").replace("_", " ")
         try:
-            findings.extend(check(machine))
+            found = check(machine)
+            findings.extend([found] if isinstance(found, Finding) else found or ())
         except ModuleNotFoundError as error:
             findings.append(Finding(subject, Level.BLOCKED, "could not be checked", missing_package(error, "server")))
         except Exception as error:
@@ -49,3 +97,291 @@ def examine() -> tuple[Finding, ...]:
                 continue  # an invalid setting, which is reported already
             findings.append(Finding(subject, Level.WARNING, f"could not be checked: {type(error).__name__}: {error}"))
     return tuple(findings)
+
+
+def check_python(machine: Machine) -> Finding:
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    if (3, 10) <= sys.version_info[:2] < (3, 15):
+        return Finding("python", Level.OK, found)
+    return Finding("python", Level.BLOCKED, found, "use Python 3.10 to 3.14")
+
+
+def check_torch(machine: Machine) -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("torch", Level.BLOCKED, f"not importable: {error}", "pip install 'torch>=2.6'")
+    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if numbers < _MIN_TORCH:
+        return Finding("torch", Level.BLOCKED, torch.__version__, "memsaver needs torch 2.6 or newer")
+    if machine.has_gpu and torch.version.cuda is None:
+        found = f"{torch.__version__}, a build without CUDA, on a machine with a GPU"
+        remedy = "install torch's CUDA build, or set MEMSAVER_DRIVER=host to run without the GPU"
+        return Finding("torch", Level.BLOCKED, found, remedy)
+    if machine.has_gpu and not torch.cuda.is_available():
+        found = f"{torch.__version__} for CUDA {torch.version.cuda}, but torch sees no device"
+        remedy = "the driver is too old for this build, or CUDA_VISIBLE_DEVICES hides the devices"
+        return Finding("torch", Level.BLOCKED, found, remedy)
+    build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding("torch", Level.OK, f"{torch.__version__}, {build}")
+
+
+def check_extras(machine: Machine) -> Iterator[Finding]:
+    for extra, packages, level in (
+        ("server", ("fastapi", "uvicorn", "prometheus_client"), Level.BLOCKED),
+        ("engine", ("transformers", "safetensors"), Level.NOTE),
+    ):
+        missing = [name for name in packages if not _is_installed(name)]
+        if missing:
+            found = f"the extra {extra!r} is not installed: {', '.join(missing)} missing"
+            what = "no service can run without it" if extra == "server" else "memsaver serve and demo need it"
+            remedy = f"pip install 'memsaver[{extra}]', or in a checkout pip install '.[{extra}]'"
+            yield Finding("packages", level, f"{found}; {what}", remedy)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # its entry in sys.modules has no specification
+        return False
+
+
+def check_settings(machine: Machine) -> Iterator[Finding]:
+    from memsaver_core.settings import CoreSettings
+    from memsaver_server.settings import Settings, misspelt_variables
+
+    for subject, model in (("settings of the core", CoreSettings), ("settings of the service", Settings)):
+        try:
+            model()
+        except ValueError as error:
+            yield Finding(subject, Level.BLOCKED, str(error), "correct or unset it in the environment")
+    for name, near in misspelt_variables().items():
+        yield Finding("environment", Level.WARNING, f"{name} has no effect: no setting has that name", f"use {near}")
+
+
+def check_core(machine: Machine) -> Finding:
+    try:
+        import memsaver_core
+    except ImportError as error:
+        return Finding("native module", Level.BLOCKED, f"not importable: {error}", "build it: pip install -e .")
+    if not memsaver_core.enabled():
+        remedy = "unset MEMSAVER_ENABLED, or set it to 1"
+        return Finding("saver", Level.WARNING, "disabled: release and resume change nothing", remedy)
+    from memsaver_core.process import backend
+
+    if backend().name == "none":
+        return Finding("saver", Level.BLOCKED, "no driver works", "see the findings on CUDA and the host driver")
+    if backend().has_context:
+        return Finding("saver", Level.OK, "enabled, on the CUDA driver")
+    why = "" if machine.has_gpu else "; there is no GPU here"
+    return Finding("saver", Level.OK, f"enabled, on the host driver{why}")
+
+
+def check_cuda_driver(machine: Machine) -> Finding:
+    if machine.cuda is None:
+        return Finding("CUDA driver", Level.NOTE, "none (libcuda.so.1 not found): the host driver is used")
+    if machine.cuda_error:
+        level = Level.BLOCKED if Path("/dev/nvidiactl").exists() else Level.NOTE
+        remedy = "check nvidia-smi; in a container, that it was started with the GPU"
+        return Finding("CUDA driver", level, machine.cuda_error, remedy)
+    number = ctypes.c_int()
+    machine.cuda.cuDriverGetVersion(ctypes.byref(number))
+    found = f"{_driver_release()}CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    if number.value >= 11040:
+        return Finding("CUDA driver", Level.OK, found)
+    return Finding("CUDA driver", Level.BLOCKED, found, "update the driver: memsaver needs CUDA 11.4 or newer")
+
+
+def _driver_release() -> str:
+    try:
+        return f"{_nvml().nvmlSystemGetDriverVersion()}, "
+    except Exception:
+        return ""
+
+
+def _nvml() -> Any:
+    """Return the module of NVML, ready for calls."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    if machine.cuda is None or not machine.has_gpu:
+        return
+    for index in range(machine.device_count):
+        device = ctypes.c_int()
+        machine.cuda.cuDeviceGet(ctypes.byref(device), index)
+        name = ctypes.create_string_buffer(128)
+        machine.cuda.cuDeviceGetName(name, len(name), device)
+        total = ctypes.c_size_t()
+        machine.cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        vmm = _attribute(machine.cuda, device, _CU_VMM_SUPPORTED)
+        rdma = _attribute(machine.cuda, device, _CU_RDMA_WITH_VMM_SUPPORTED)
+        found = f"{name.value.decode()}, {total.value / 2**30:.1f} GiB, virtual memory management "
+        found += f"{'yes' if vmm else 'no'}, GPUDirect RDMA on it {'yes' if rdma else 'no'}"
+        remedy = "" if vmm else "this device (or its vGPU profile) cannot unmap memory: hide it by CUDA_VISIBLE_DEVICES"
+        yield Finding(f"device {index}", Level.OK if vmm else Level.BLOCKED, found, remedy)
+
+
+def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> bool:
+    value = ctypes.c_int()
+    return cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device) == 0 and value.value == 1
+
+
+def check_nvml(machine: Machine) -> Finding | None:
+    if not machine.has_gpu:
+        return None
+    try:
+        nvml = _nvml()
+        used = int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).used)
+    except Exception as error:
+        remedy = "reports then use the CUDA driver's count; in a container, request the 'utility' driver capability"
+        return Finding("NVML", Level.WARNING, f"does not work: {error}", remedy)
+    return Finding("NVML", Level.OK, f"device 0 has {used / 2**20:,.0f} MiB in use")
+
+
+def check_expandable_segments(machine: Machine) -> Finding:
+    on = [name for name in _ALLOCATOR_VARIABLES if _turns_expandable_segments_on(os.environ.get(name, ""))]
+    if on:
+        by = " and ".join(on)
+        found = f"on by {by}: torch 2.11 honours regions, but older versions place tensors outside them"
+        return Finding("expandable segments", Level.WARNING, found, f"remove expandable_segments:True from {by}")
+    return Finding("expandable segments", Level.OK, f"off ({' and '.join(_ALLOCATOR_VARIABLES)})")
+
+
+def _turns_expandable_segments_on(value: str) -> bool:
+    return "expandable_segments:true" in "".join(value.lower().split()).split(",")
+
+
+def check_nccl(machine: Machine) -> Finding:
+    subject = "NCCL graph registration"
+    value = os.environ.get("NCCL_GRAPH_REGISTER")
+    if value == "0":
+        return Finding(subject, Level.OK, "off (NCCL_GRAPH_REGISTER=0)")
+    if machine.device_count > 1:
+        found = f"NCCL_GRAPH_REGISTER is {value or 'unset, which means on'}: graphs that use NCCL hang on replay after "
+        found += "their memory was remapped"
+        return Finding(subject, Level.WARNING, found, "set NCCL_GRAPH_REGISTER=0 before the engine starts")
+    return Finding(subject, Level.NOTE, "not set; relevant only if an engine captures NCCL in CUDA graphs")
+
+
+def check_hibernation(machine: Machine) -> Finding:
+    from memsaver_core import hibernation_obstacles
+    from memsaver_core.process import backend
+
+    if obstacles := hibernation_obstacles():
+        return Finding("hibernation", Level.NOTE, "not possible: " + "; ".join(obstacles))
+    limits = ", unless the engine uses NCCL, CUDA IPC, managed memory or peer access"
+    return Finding("hibernation", Level.OK, "possible" + (limits if backend().has_context else ""))
+
+
+def check_module_loading(machine: Machine) -> Finding | None:
+    """Modules can be unloaded only by the library that loaded them, so the best is not to load unused ones."""
+    mode = ctypes.c_int()
+    if not machine.has_gpu or machine.cuda is None or not hasattr(machine.cuda, "cuModuleGetLoadingMode"):
+        return None
+    if machine.cuda.cuModuleGetLoadingMode(ctypes.byref(mode)) != 0:
+        return None
+    if mode.value == _CU_MODULE_LAZY_LOADING:
+        return Finding("CUDA modules", Level.OK, "loaded at first use")
+    found = "all modules of a library are loaded at its first use: some hundred MiB that a release does not free"
+    remedy = "unset CUDA_MODULE_LOADING, or set it to LAZY; a release that hibernates frees them as well"
+    return Finding("CUDA modules", Level.WARNING, found, remedy)
+
+
+def check_host_driver(machine: Machine) -> Finding:
+    from memsaver_core.settings import CoreSettings
+
+    settings = CoreSettings()
+    limit = _cgroup_limit_bytes()
+    size = int(settings.host_capacity) or _meminfo_bytes("MemTotal") // 2
+    names = [name for name in settings.host_device.split(",") if name]
+    shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
+    found = f"capacity {size / 2**30:.1f} GiB{'' if settings.host_capacity else ' (half of RAM)'}, {shared}"
+    if limit is not None and size > limit:
+        found += f", but this container is limited to {limit / 2**30:.1f} GiB"
+        return Finding("host driver", Level.WARNING, found, "set MEMSAVER_HOST_CAPACITY below the container's limit")
+    return Finding("host driver", Level.OK, found)
+
+
+def check_host_memory(machine: Machine) -> Finding:
+    available = _meminfo_bytes("MemAvailable")
+    limit = _cgroup_limit_bytes()
+    found = f"{available / 2**30:.1f} GiB available of {_meminfo_bytes('MemTotal') / 2**30:.1f} GiB"
+    if limit is not None:
+        found += f", container limit {limit / 2**30:.1f} GiB"
+    return Finding("host memory", Level.OK, f"{found}; it holds the backups of tags that keep their content")
+
+
+def check_backup_folder(machine: Machine) -> Finding:
+    from memsaver_core.settings import CoreSettings
+
+    folder = CoreSettings().file_dir
+    subject, remedy = "backup folder", "set MEMSAVER_FILE_DIR to a folder on a disk, that can be written"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        found = f"{folder} cannot be used: {error.strerror}; a release to files would fail"
+        return Finding(subject, Level.BLOCKED if "MEMSAVER_FILE_DIR" in os.environ else Level.WARNING, found, remedy)
+    found = f"{folder}, {free / 2**30:.1f} GiB free, for tags whose restore policy is file"
+    if _file_system(folder) in ("tmpfs", "ramfs"):
+        return Finding(subject, Level.NOTE, f"{found}; it is in memory, so that files there save none", remedy)
+    return Finding(subject, Level.OK, found)
+
+
+def _file_system(folder: str) -> str:
+    """Return the type of the file system that holds ``folder``."""
+    found = ("", "")
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if f"{os.path.realpath(folder)}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
+            found = (place, kind)
+    return found[1]
+
+
+def check_key(machine: Machine) -> Finding:
+    from memsaver_server.settings import Settings
+
+    key = Settings().api_key
+    if key is None:
+        found = "none: only this machine's users can call, through a loopback address or a Unix socket"
+        return Finding("key", Level.NOTE, found, "set MEMSAVER_API_KEY to serve on another address")
+    if len(key.get_secret_value()) < _SHORT_KEY:
+        found = f"MEMSAVER_API_KEY has fewer than {_SHORT_KEY} characters, which can be guessed"
+        return Finding("key", Level.WARNING, found, "make one by: openssl rand -hex 32")
+    return Finding("key", Level.OK, "MEMSAVER_API_KEY is set; every caller needs it")
+
+
+def check_port(machine: Machine) -> Finding:
+    subject, remedy = f"port {_PORT}", "serve on another one: memsaver serve --port N"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", _PORT))
+        except OSError as error:
+            held = " and ".join(port_holders(_PORT)) or "a process of another user"
+            return Finding(subject, Level.WARNING, f"{error.strerror}: {held} has it", remedy)
+        return Finding(subject, Level.OK, "free on 127.0.0.1")
+
+
+def _meminfo_bytes(key: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _cgroup_limit_bytes() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < _meminfo_bytes("MemTotal"):
+            return int(text)
+    return None
+
+
+#: In the order in which they are written.
+_CHECKS = [each for name, each in globals().items() if name.startswith("check_")]

@@ -6,6 +6,7 @@ interface. They need httpx and pydantic, but neither torch nor FastAPI.
 
 from __future__ import annotations
 
+from memsaver_core.contract.requests import FleetMode, Selector
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member, Membership, MembershipError, StaticMembership
 from memsaver_server.fleet.record import FileRecord, MemoryRecord, Record, RecordContent, RecordError, Running, Wanted
@@ -17,9 +18,7 @@ from memsaver_server.fleet.results import (
     FleetProgress,
     FleetResult,
     FleetStatus,
-    Mode,
 )
-from memsaver_server.fleet.selectors import Selector
 from memsaver_server.fleet.sources import membership_of
 from memsaver_server.fleet.sync import Fleet
 
@@ -31,6 +30,7 @@ __all__ = [
     "Fleet",
     "FleetError",
     "FleetEvent",
+    "FleetMode",
     "FleetProgress",
     "FleetResult",
     "FleetStatus",
@@ -38,7 +38,6 @@ __all__ = [
     "Membership",
     "MembershipError",
     "MemoryRecord",
-    "Mode",
     "Record",
     "RecordContent",
     "RecordError",

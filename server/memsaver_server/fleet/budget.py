@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.requests import AskedOfFleet
+from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.request import FleetRequest
-from memsaver_server.schemas import OccupationAnswer
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Gpu:
         return len(self.needs) > 1 and sum(self.needs.values()) > self.free_bytes
 
 
-async def groups_of(request: FleetRequest, parts: Sequence[Part]) -> list[list[Part]]:
+async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[Part]]:
     """Return the parts in groups: those of one group in turn, groups side by side.
 
     Resumes that fit together, and releases, are groups of one. Those that do not are in one group; in mode ``all``,
@@ -34,7 +35,7 @@ async def groups_of(request: FleetRequest, parts: Sequence[Part]) -> list[list[P
     if request.operation == "release":
         return [[part] for part in parts]
     short = {uuid: gpu for uuid, gpu in (await _needs(request, parts)).items() if gpu.is_short}
-    if request.mode == "all" and not request.options.get("wait_for_memory_s"):
+    if request.fleet_mode == "all" and not request.patience_s(Phase.WAIT_FOR_MEMORY):
         for uuid, gpu in short.items():
             _refuse(uuid, gpu, parts)
     return _joined(parts, [set(gpu.needs) for gpu in short.values()])
@@ -45,7 +46,7 @@ def uuids_of(occupation: OccupationAnswer | None) -> tuple[str, ...]:
     return tuple(device.uuid for device in occupation.devices) if occupation is not None else ()
 
 
-async def _needs(request: FleetRequest, parts: Sequence[Part]) -> dict[str, Gpu]:
+async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Gpu]:
     """Return what is needed of each GPU that several engines use."""
     users = Counter(uuid for part in parts for uuid in uuids_of(part.before))
     gpus: dict[str, Gpu] = {}

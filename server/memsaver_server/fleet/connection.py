@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from memsaver_server.client.aio import AsyncClient
-from memsaver_server.client.errors import AnswerError, UnreachableError
-from memsaver_server.client.requests import AnswerT, Call, operation_call, parse
-from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.request import Verb
-from memsaver_server.schemas import (
+from memsaver_core.contract.reports import (
     AcceptedAnswer,
-    OccupationAnswer,
     OperationAnswer,
     OperationStatusAnswer,
     PlanAnswer,
+    PreparedAnswer,
 )
-from memsaver_server.two_phases import PreparedAnswer
+from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.status import OccupationAnswer
+from memsaver_server.client.aio import AsyncClient
+from memsaver_server.client.errors import AnswerError, UnreachableError
+from memsaver_server.client.requests import Call
+from memsaver_server.fleet.members import Member
 
 _T = TypeVar("_T")
 
@@ -47,7 +48,7 @@ class EngineFailure(Exception):
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``arguments`` are fields of a release or a resume beside its tags. ``turns`` bounds how many short calls are in
+    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in
     flight at once, over all connections.
     """
 
@@ -82,21 +83,17 @@ class Connection:
 
     async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
         """Return what an operation would need."""
-        return await self._ask(partial(self._client.call, PlanAnswer, _operation(verb, tags, {"dry_run": True})))
+        call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
+        return await self._ask(partial(self._client.call, PlanAnswer, call))
 
-    async def prepare(
-        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float, limit_s: float
-    ) -> PreparedAnswer:
-        """Prepare an operation, or renew the lease of the one that this repeats."""
-        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
+    async def prepare(self, verb: Verb, body: Mapping[str, Any], limit_s: float) -> PreparedAnswer:
+        """Prepare the operation that ``body`` asks for, or renew the lease of the one that this repeats."""
+        call = _operation(verb, body)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
-    async def find_prepared(
-        self, verb: Verb, tags: Sequence[str] | None, arguments: Mapping[str, Any], lease_s: float
-    ) -> str:
-        """Return the id of an operation whose prepare was not answered: a repeat joins it."""
-        call = _operation(verb, tags, {**arguments, "prepare": True, "lease_s": lease_s})
-        return await self._ask(partial(self._find, call))
+    async def find(self, verb: Verb, body: Mapping[str, Any]) -> str:
+        """Return the id of an operation that was not answered: a repeat joins it."""
+        return await self._ask(partial(self._find, _operation(verb, body)))
 
     async def commit(self, operation_id: str) -> OperationAnswer:
         """Carry out a prepared operation; takes as long as that takes."""
@@ -113,16 +110,13 @@ class Connection:
     async def perform(
         self,
         verb: Verb,
-        tags: Sequence[str] | None,
-        arguments: Mapping[str, Any],
+        body: Mapping[str, Any],
         *,
         key: str | None = None,
         limit_s: float | None = None,
     ) -> OperationAnswer:
         """Release or resume in one call. Calls with the same Idempotency-Key ``key`` act once."""
-        call = _operation(verb, tags, arguments)
-        if key is not None:
-            call = replace(call, headers={"Idempotency-Key": key})
+        call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
 
     async def close(self) -> None:
@@ -209,9 +203,9 @@ def _drop(task: asyncio.Future[Any]) -> None:
 
 
 class _Client(AsyncClient):
-    async def call(self, model: type[AnswerT], call: Call) -> AnswerT:
-        return parse(model, await self._send(call))
+    call = AsyncClient._ask
 
 
-def _operation(verb: Verb, tags: Sequence[str] | None, options: Mapping[str, Any]) -> Call:
-    return operation_call(f"/{verb}_memory_occupation", tags, options)
+def _operation(verb: Verb, body: Mapping[str, Any], key: str | None = None) -> Call:
+    headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+    return Call("POST", f"/{verb}_memory_occupation", body, headers, long=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,6 +10,7 @@ import dns.asyncresolver
 import dns.exception
 import dns.resolver
 
+from memsaver_server import clock
 from memsaver_server.fleet.members import Member, MembershipError, checked
 
 #: Bounds of how long an answer counts, whatever its records say, seconds.
@@ -39,18 +39,18 @@ class DnsMembership:
         self._expires = 0.0
 
     async def members(self) -> list[Member]:
-        if time.monotonic() >= self._expires:
+        if clock.monotonic() >= self._expires:
             if self._port is not None:
                 found, ttl_s = await self._addresses(self._name)
                 members = [_member(_place(address, self._port), address, self._port) for address in found]
             else:
                 members, ttl_s = await self._services()
             self._members = checked(members)
-            self._expires = time.monotonic() + min(max(ttl_s, _SHORTEST_S), _LONGEST_S)
+            self._expires = clock.monotonic() + min(max(ttl_s, _SHORTEST_S), _LONGEST_S)
         return list(self._members)
 
     async def changed(self) -> None:
-        await asyncio.sleep(max(_SHORTEST_S, self._expires - time.monotonic()))
+        await asyncio.sleep(max(_SHORTEST_S, self._expires - clock.monotonic()))
 
     async def _services(self) -> tuple[list[Member], float]:
         records, ttl_s = await self._ask(self._name, "SRV")

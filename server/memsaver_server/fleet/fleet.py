@@ -5,21 +5,34 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import get_args
 
-from memsaver_server.fleet.alone import run_alone
+from pydantic import ValidationError
+from typing_extensions import Unpack
+
+from memsaver_core.contract.requests import (
+    DEFAULT_LEASE_S,
+    STATES,
+    AskedOfFleet,
+    DrainMode,
+    FleetMode,
+    FleetRelease,
+    FleetResume,
+    Selector,
+    acts_of,
+)
 from memsaver_server.fleet.connection import EngineFailure
-from memsaver_server.fleet.hub import Hub
-from memsaver_server.fleet.keeper import Keeper
+from memsaver_server.fleet.execution import Execution
+from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.outcome import Outcome
+from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import MemoryRecord, Record, Running
-from memsaver_server.fleet.request import DEFAULT_TIMEOUT_S, FleetRequest
+from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -27,18 +40,16 @@ from memsaver_server.fleet.results import (
     FleetProgress,
     FleetResult,
     FleetStatus,
-    Mode,
-    Stage,
 )
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.selectors import Selector
-from memsaver_server.fleet.status import status_of
-from memsaver_server.fleet.together import Together
-from memsaver_server.fleet.watching import watch
-from memsaver_server.schemas import DrainMode
+from memsaver_server.fleet.status import common_state, engine_status
+from memsaver_server.fleet.watching import Hub
+from memsaver_server.wrong_fields import wrong_fields
 
 #: Results of finished operations that are remembered.
 _HISTORY = 64
+#: Deadline of the drain on each engine if the caller names none, seconds.
+DEFAULT_TIMEOUT_S = 60.0
 
 
 class AsyncFleet:
@@ -62,7 +73,7 @@ class AsyncFleet:
         *,
         record: Record | None = None,
         api_key: str | None = None,
-        lease_s: float = 30.0,
+        lease_s: float = DEFAULT_LEASE_S,
         silence_s: float = 10.0,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
@@ -84,25 +95,20 @@ class AsyncFleet:
         selector: Selector | None = None,
         *,
         tags: Sequence[str] | None = None,
-        mode: Mode = "all",
-        hibernate: bool = False,
-        drain: DrainMode = "wait",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
         operation_id: str | None = None,
-        **options: Any,
+        **options: Unpack[FleetReleaseKeywords],
     ) -> FleetResult:
         """Release the device memory of ``tags`` (None: of all) on the selected engines.
 
         A caller that is cancelled cancels nothing: the operation continues. ``cancel`` does.
 
         Args:
-            mode: ``all``: prepare on all, then commit on all; if one fails, all are as before, or the result says which
-                is not. ``best_effort``: on each by itself.
-            drain: what becomes of requests in flight, the field ``mode`` of an engine's release.
-            timeout_s: deadline of the drain on each engine, seconds.
             operation_id: the id of this operation; a repeat with the same id does nothing twice. It carries out what
                 has failed.
-            options: ``restore``, ``trim`` and ``verify`` of ``schemas.ReleaseFields``.
+            options: the other fields of ``memsaver_core.contract.requests.FleetRelease``; by default ``timeout_s`` is
+                60. With ``fleet_mode`` ``all`` (the default) all engines prepare, then commit; if one fails, all are as
+                before, or the result says which is not. With ``best_effort`` each acts by itself. ``mode`` may be
+                written for ``fleet_mode``, and ``drain`` for ``mode``.
 
         Returns:
             What became of every selected engine. A failure of an engine is an answer, not an exception.
@@ -111,26 +117,19 @@ class AsyncFleet:
             FleetError: no engine is selected, or an option does not exist. Nothing was done.
             MembershipError, RecordError: the members or the record cannot be read or written. Nothing was done.
         """
-        own = {"hibernate": hibernate, "mode": drain}
-        return await self._run(FleetRequest.of("release", selector, tags, mode, timeout_s, operation_id, options, own))
+        return await self.run(_asked(FleetRelease, FleetReleaseKeywords, selector, tags, operation_id, options))
 
     async def resume(
         self,
         selector: Selector | None = None,
         *,
         tags: Sequence[str] | None = None,
-        mode: Mode = "all",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
         operation_id: str | None = None,
-        **options: Any,
+        **options: Unpack[FleetResumeKeywords],
     ) -> FleetResult:
-        """Bring back the device memory of ``tags`` (None: of all that are released). As ``release``.
-
-        Args:
-            timeout_s: how long an engine may take to prepare, seconds.
-            options: ``wait_for_memory_s`` and ``verify`` of ``schemas.ResumeFields``.
-        """
-        return await self._run(FleetRequest.of("resume", selector, tags, mode, timeout_s, operation_id, options, {}))
+        """Bring back the device memory of ``tags`` (None: of all that are released). As ``release``, with the fields of
+        ``memsaver_core.contract.requests.FleetResume``."""
+        return await self.run(_asked(FleetResume, FleetResumeKeywords, selector, tags, operation_id, options))
 
     async def cancel(self, operation_id: str) -> FleetResult:
         """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent.
@@ -143,23 +142,25 @@ class AsyncFleet:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
         if not running.can_be_cancelled:
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
-        running.cancelled.set()
+        running.given_up.set()
         return await asyncio.shield(running.task)
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
-        parts = await self._roster.parts(selector or Selector())
-        return status_of(parts, (await self._keeper.load()).wanted, self.progress)
+        parts = await (self._roster.look() if selector is None else self._roster.parts(selector))
+        wanted = (await self._keeper.load()).wanted
+        engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
+        return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
 
     @property
     def progress(self) -> FleetProgress | None:
         """The oldest operation of the fleet that runs now, or None."""
-        return next((operation.progress() for operation in self._operations.values()), None)
+        return next((operation.progress_now() for operation in self._operations.values()), None)
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """Return the operations that run, and the results of the last ones, newest first."""
         ended: list[FleetProgress | FleetResult] = list(self._results.values())
-        return [*ended, *(operation.progress() for operation in self._operations.values())][::-1]
+        return [*ended, *(operation.progress_now() for operation in self._operations.values())][::-1]
 
     def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
         """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member.
@@ -167,7 +168,7 @@ class AsyncFleet:
         Args:
             interval_s: how often the engines are asked, seconds.
         """
-        return watch(self._roster, self._hub, interval_s)
+        return self._hub.watch(self._roster, interval_s)
 
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
@@ -203,34 +204,50 @@ class AsyncFleet:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _run(self, request: FleetRequest) -> FleetResult:
-        ended = self._results.get(request.operation_id)
+    async def run(self, asked: AskedOfFleet) -> FleetResult:
+        """As ``release`` and ``resume``."""
+        ended = self._results.get(asked.operation_id or "")
         if ended is not None and ended.success:
             return ended
-        operation = self._operations.get(request.operation_id)
+        operation = self._operations.get(asked.operation_id or "")
         if operation is None:
-            self._results.pop(request.operation_id, None)
-            operation = FleetOperation(request, after_failure=ended is not None)
-            self._operations[request.operation_id] = operation
-            operation.task = asyncio.create_task(self._perform(operation))
+            operation = FleetOperation.of(asked.resolved(DEFAULT_TIMEOUT_S), asked.operation_id or "")
+            self.start(operation)
         assert operation.task is not None
         return await asyncio.shield(operation.task)
 
-    async def _perform(self, operation: FleetOperation) -> FleetResult:
-        request = operation.request
-        try:
-            await self.recover()
-            if request.operation_id in self._results:
-                return self._results[request.operation_id]
-            parts = await self._roster.parts(request.selector)
-            if not parts:
-                raise FleetError(f"no engine of the fleet matches {request.selector.model_dump(exclude_defaults=True)}")
-            return await self._locked(operation, parts)
-        finally:
-            self._operations.pop(request.operation_id, None)
+    def start(
+        self,
+        operation: FleetOperation,
+        around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        """Begin an operation, in a task of its own; ``around`` is entered before it and left after it."""
+        operation.after_failure = self._results.pop(operation.record_id, None) is not None
+        self._operations[operation.record_id] = operation
+        operation.task = asyncio.create_task(self._perform(operation, around))
 
-    async def _locked(self, operation: FleetOperation, parts: list[Part]) -> FleetResult:
-        names = {part.member.name for part in parts} | {uuid for part in parts for uuid in part.member.gpus}
+    async def _perform(
+        self, operation: FleetOperation, around: Callable[[FleetOperation], AbstractAsyncContextManager[None]]
+    ) -> FleetResult:
+        try:
+            async with around(operation):
+                await self.recover()
+                result = self._results.get(operation.record_id) or await self._selected(operation)
+        except BaseException as error:
+            operation.conclude(None, error)
+            raise
+        else:
+            operation.conclude(result)
+            return result
+        finally:
+            self._operations.pop(operation.record_id, None)
+
+    async def _selected(self, operation: FleetOperation) -> FleetResult:
+        selector = operation.asked.selected()
+        parts = await self._roster.parts(selector)
+        if not parts:
+            raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+        names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
@@ -240,33 +257,30 @@ class AsyncFleet:
             return await self._execute(operation)
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
-        request, parts = operation.request, operation.parts
+        request, parts = operation.asked, operation.parts
         wanted = (await self._keeper.load()).wanted
-        if not operation.after_failure and any(wish.operation_id == request.operation_id for wish in wanted):
+        if not operation.after_failure and any(wish.operation_id == operation.record_id for wish in wanted):
             for part in parts:
-                part.found_done(request.state)
-            result = self._finish(operation, Outcome(request, parts, "each", self._lease_s))
-            del self._results[request.operation_id]  # a repeat finds this out again
-            return result
-        if request.mode == "best_effort":
-            await run_alone(request, parts, self._keeper, lambda stage: self._tell(operation, stage))
-            return self._finish(operation, Outcome(request, parts, "each", self._lease_s))
+                part.found_done(STATES[request.operation])
+            operation.how = "each"
+            return self._finish(operation, remembered=False)  # a repeat finds this out again
+        execution = self._execution(operation)
+        if request.fleet_mode == "best_effort":
+            await execution.alone()
+            return self._finish(operation)
         for part in parts:
             if part.before is not None and "prepared" not in part.before.model_fields_set:
                 part.fail("asking", _cannot_prepare(part.member))
-        together = self._together(operation)
-        await together.run()
-        why = "it was cancelled" if operation.cancelled.is_set() and together.outcome == "aborted" else ""
-        return self._finish(operation, Outcome(request, parts, together.outcome, self._lease_s, why))
+        await execution.together()
+        cancelled = operation.given_up.is_set() and operation.how == "aborted"
+        return self._finish(operation, "it was cancelled" if cancelled else "")
 
-    def _together(self, operation: FleetOperation) -> Together:
-        return Together(
-            operation, self._keeper, self._lease_s, self._silence_s, lambda stage: self._tell(operation, stage)
-        )
+    def _execution(self, operation: FleetOperation) -> Execution:
+        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._tell)
 
     async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        operation = FleetOperation(FleetRequest.again(operation_id, left.wanted))
+        operation = FleetOperation.of(left.wanted.asked().resolved(DEFAULT_TIMEOUT_S), operation_id)
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
             part = Part(member, self._roster.connection(member))
@@ -274,33 +288,30 @@ class AsyncFleet:
             operation.parts.append(part)
         self._operations[operation_id] = operation
         try:
-            together = self._together(operation)
-            if left.stage == "preparing":
-                await together.abandon()
-            elif left.stage == "committing":
-                await together.commit()
-            else:
-                await together.undo()
-            why = "the coordinator that had begun it is gone" if together.outcome == "aborted" else ""
-            outcome = Outcome(operation.request, operation.parts, together.outcome, self._lease_s, why)
-            result = self._finish(operation, outcome)
-            if together.outcome == "aborted":
-                del self._results[operation_id]  # nothing was done: a repeat does it
+            execution = self._execution(operation)
+            end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+            await end[left.stage]()
+            gone = operation.how == "aborted"  # nothing was done: a repeat does it
+            result = self._finish(
+                operation, "the coordinator that had begun it is gone" if gone else "", remembered=not gone
+            )
+            operation.conclude(result)
             return result
         finally:
             self._operations.pop(operation_id, None)
 
-    def _finish(self, operation: FleetOperation, outcome: Outcome) -> FleetResult:
-        result = outcome.result(operation.began)
-        self._results[result.operation_id] = result
+    def _finish(self, operation: FleetOperation, why: str = "", *, remembered: bool = True) -> FleetResult:
+        result = result_of(operation, self._lease_s, why)
+        if remembered:
+            self._results[result.operation_id] = result
         while len(self._results) > _HISTORY:
             self._results.popitem(last=False)
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, operation: FleetOperation, stage: Stage) -> None:
-        operation.stage = stage
-        self._hub.publish("operation", **operation.progress().model_dump(mode="json"))
+    def _tell(self, operation: FleetOperation, event: str) -> None:
+        operation.go(event)
+        self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
 
 
 def _cannot_prepare(member: Member) -> EngineFailure:
@@ -308,3 +319,41 @@ def _cannot_prepare(member: Member) -> EngineFailure:
         "cannot_prepare",
         f"the service at {member.url} is older and cannot prepare; upgrade it, leave it out, or use mode best_effort",
     )
+
+
+def _asked(
+    model: type[AskedOfFleet],
+    keywords: type[FleetReleaseKeywords | FleetResumeKeywords],
+    selector: Selector | None,
+    tags: Sequence[str] | None,
+    operation_id: str | None,
+    options: Mapping[str, object],
+) -> AskedOfFleet:
+    """Return the request of a call.
+
+    Raises:
+        FleetError: an option does not exist, or has a wrong value.
+    """
+    acts = acts_of(model)
+    for name in options.keys() - keywords.__annotations__.keys():
+        if name not in acts or acts[name].fleet == "own":  # else the model says why a fleet refuses it
+            known = ", ".join(keywords.__annotations__)
+            raise FleetError(f"the {model.operation} of a fleet has no option {name!r}; it takes {known}")
+    given = {name: value for name, value in options.items() if value is not None}
+    mode = given.get("mode")
+    if mode in get_args(FleetMode):
+        given["fleet_mode"] = given.pop("mode")
+    elif mode not in (None, *get_args(DrainMode)):
+        raise FleetError(f"unknown mode {mode!r}; choose one of {', '.join(get_args(FleetMode))}")
+    if "drain" in given:
+        given["mode"] = given.pop("drain")
+    if selector is not None:
+        given["selector"] = selector
+    if tags:
+        given["tags"] = [tags] if isinstance(tags, str) else list(tags)
+    if operation_id is not None:
+        given["operation_id"] = operation_id
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise FleetError(f"cannot {model.operation} the fleet: {wrong_fields(error)}") from None

@@ -1,45 +1,136 @@
-"""An operation of the fleet in progress."""
+"""An operation of the fleet, and the table of its states."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from dataclasses import dataclass, field
+from typing import Literal
 
+from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
+from memsaver_core.contract.requests import AskedOfFleet, FleetRelease
+from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.request import FleetRequest
-from memsaver_server.fleet.results import FleetProgress, FleetResult, Stage
+from memsaver_server.fleet.results import FleetProgress, FleetResult
+from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.table import Row, Table
+
+#: How an operation ends: ``each`` in mode ``best_effort``; in mode ``all`` it is ``done``, ``aborted`` (nothing was
+#: moved) or ``undone`` (some was, and was moved back, or should be).
+How = Literal["done", "aborted", "undone", "each"]
+
+#: An operation of a fleet; in mode ``best_effort`` it commits on each engine by itself.
+FLEET = Table(
+    {
+        "queued": "running",
+        "asking": "running",
+        "preparing": "running",
+        "aborting": "running",
+        "committing": "running",
+        "rolling_back": "running",
+        "succeeded": "succeeded",
+        "failed": "failed",
+        "cancelled": "cancelled",
+    },
+    Row("queued", "ask", "worker", "asking", "what its engines hold; the locks of their names and GPUs follow"),
+    Row("asking", "prepare", "worker", "preparing", "mode all: every engine has answered, the record says so"),
+    Row("asking preparing", "abort", "worker", "aborting", "an engine failed, or a caller gave it up"),
+    Row("asking preparing", "commit", "worker", "committing", "all are prepared, the record says so; or best_effort"),
+    Row("asking committing", "roll_back", "worker", "rolling_back", "an engine failed: what was moved is moved back"),
+    Row("asking committing", "done", "worker", "succeeded"),
+    Row("queued asking preparing aborting committing rolling_back", "failed", "worker", "failed"),
+    Row("asking preparing aborting", "cancelled", "worker", "cancelled", "all engines are as before"),
+    Row("queued asking preparing aborting committing rolling_back", "join", "repeat", None, "as for an engine"),
+    Row("queued asking preparing aborting cancelled", "cancel", "caller", None, "in mode all"),
+    Row("committing rolling_back succeeded failed", "cancel", "caller", TooLateToCancelError),
+    Row("queued asking preparing aborting committing rolling_back", "commit_by_caller", "caller", LeaseEndedError),
+)
 
 
-@dataclass
-class FleetOperation:
+@dataclass(eq=False)
+class FleetOperation(Operation):
     """Use it in one event loop.
 
     Attributes:
-        cancelled: set to give up; too late once the stage is ``committing``.
+        record_id: its id in the record, and the key of the engines' own operations.
+        given_up: set to give up; too late once it is ``committing``.
+        how: how it ended; what is not ``done`` yet counts as ``aborted``.
         began: on the monotonic clock.
         after_failure: it repeats one that has failed here.
+        result: what became of every engine; None while it runs, or if it could not be begun.
     """
 
-    request: FleetRequest
-    stage: Stage = "asking"
+    record_id: str = ""
     parts: list[Part] = field(default_factory=list)
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    began: float = field(default_factory=time.monotonic)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    how: How = "aborted"
+    began: float = field(default_factory=clock.monotonic)
     task: asyncio.Task[FleetResult] | None = None
     after_failure: bool = False
+    result: FleetResult | None = None
+
+    @classmethod
+    def of(cls, asked: AskedOfFleet, operation_id: str = "", client: str = "", prefix: str = "") -> FleetOperation:
+        """Return a new operation; ``prefix`` marks its id in the record."""
+        named = operation_id or uuid.uuid4().hex[:12]
+        operation = cls(named, asked, client, FLEET, record_id=f"{prefix}{named}")
+        operation.start("ask")
+        return operation
+
+    @property
+    def asked(self) -> AskedOfFleet:
+        """The request."""
+        assert isinstance(self.request, AskedOfFleet)
+        return self.request
+
+    @property
+    def wakes(self) -> bool:
+        """Whether a request for its model resumes an engine that it has released."""
+        return isinstance(self.request, FleetRelease) and self.request.wake_on_request
+
+    @property
+    def phase(self) -> str:
+        """The stage that it is in, or an empty string."""
+        return "" if self.has_ended else self.state
 
     @property
     def can_be_cancelled(self) -> bool:
-        return self.request.mode == "all" and self.stage in ("asking", "preparing", "aborting")
+        return self.asked.fleet_mode == "all" and not self.has_ended and self.table.allows(self.state, "cancel")
 
-    def progress(self) -> FleetProgress:
-        request = self.request
+    @property
+    def engines(self) -> dict[str, str]:
+        """The stage of each engine, as in ``FleetProgress``."""
+        if self.result is None:
+            return {part.member.name: part.stage for part in self.parts}
+        return {
+            each.name: "done" if each.success else "failed" if each.error else "undone" for each in self.result.engines
+        }
+
+    def go(self, event: str) -> None:
+        """Go to the table's next state."""
+        with self.changed:
+            self.advance(event)
+
+    def conclude(self, result: FleetResult | None, error: BaseException | None = None) -> None:
+        """Record how it ended, and let its callers know. ``error``: it could not be begun."""
+        with self.changed:
+            self.result, self.error = result, error
+            self.finished_at, self.seconds = time.time(), self.elapsed_s()
+            if result is not None and result.success:
+                self.advance("done")
+            else:
+                given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
+                self.advance("cancelled" if given_up else "failed")
+        self.tell()
+
+    def progress_now(self) -> FleetProgress:
+        """Return how far it is."""
         return FleetProgress(
-            operation=request.operation,
-            operation_id=request.operation_id,
-            mode=request.mode,
-            stage=self.stage,
-            seconds=time.monotonic() - self.began,
-            engines={part.member.name: part.stage for part in self.parts},
+            operation=self.request.operation,
+            operation_id=self.record_id,
+            mode=self.asked.fleet_mode,
+            stage=self.phase or "ended",
+            seconds=self.elapsed_s(),
+            engines=self.engines,
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from memsaver_core.contract.reports import OperationAnswer, PreparedAnswer
+from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.status import OccupationAnswer
+from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.request import Verb
 from memsaver_server.fleet.results import EngineResult
-from memsaver_server.schemas import OccupationAnswer, OperationAnswer
-from memsaver_server.two_phases import PreparedAnswer
 
 
 @dataclass
@@ -41,26 +43,40 @@ class Part:
     undo_failure: EngineFailure | None = None
     seconds: float = 0.0
     _lease_ends: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
+    _began: float = field(default_factory=clock.monotonic)
+
+    @property
+    def locks(self) -> set[str]:
+        """What only one operation has at a time."""
+        return {self.member.name, *self.member.gpus}
 
     def fail(self, phase: str, failure: EngineFailure) -> None:
         """Note the first failure."""
         if self.failure is None:
             self.phase, self.failure, self.stage = phase, failure, "failed"
 
-    def prepared(self, answer: PreparedAnswer, asked_at: float) -> None:
-        """Note that it is prepared; ``asked_at`` is when that was asked for, on the monotonic clock."""
+    def prepared(self, answer: PreparedAnswer, lease_ends: float) -> None:
+        """Note that it is prepared until ``lease_ends``, on the monotonic clock."""
         self.stage, self.operation_id = "prepared", answer.operation_id
         self.tags = tuple(tag.tag for tag in answer.tags if tag.bytes)
-        self._lease_ends = asked_at + answer.lease_s  # or later: the engine counts from its answer
+        self._lease_ends = lease_ends
 
     def lease_left(self) -> float:
         """Seconds for which it surely stays prepared."""
-        return self._lease_ends - time.monotonic()
+        return self._lease_ends - clock.monotonic()
 
     def done(self, answer: OperationAnswer) -> None:
         self.answer, self.stage = answer, "done"
         self.operation_id = answer.operation_id
+        self.ended()
+
+    async def perform(self, verb: Verb, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
+        """Carry an operation out in one call, which is the ``phase`` in which it fails."""
+        try:
+            self.done(await self.connection.perform(verb, body, key=key))
+        except EngineFailure as failure:
+            self.fail(phase, failure)
+            await self.look()
         self.ended()
 
     def found_done(self, state: str) -> None:
@@ -71,7 +87,7 @@ class Part:
 
     def ended(self) -> None:
         """Note how long its part took."""
-        self.seconds = time.monotonic() - self._began
+        self.seconds = clock.monotonic() - self._began
 
     async def look(self) -> None:
         """Ask the engine what it holds now."""

@@ -6,18 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from memsaver_server.fleet.connection import EngineFailure
-from memsaver_server.fleet.hub import Hub
-from memsaver_server.fleet.keeper import Keeper
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import RecordError, Wanted
-from memsaver_server.fleet.request import Verb
+from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted
 from memsaver_server.fleet.results import EngineResult
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.selectors import Selector
 from memsaver_server.fleet.status import wishes_for
+from memsaver_server.fleet.watching import Hub
 
 logger = logging.getLogger("memsaver")
 
@@ -66,9 +62,9 @@ class Reconciler:
         Raises:
             MembershipError, RecordError: the members or the record cannot be read. Nothing was done.
         """
-        parts = await self._roster.parts(Selector())
+        parts = await self._roster.look()
         wanted = (await self._keeper.load()).wanted
-        idle = [part for part in parts if not self._locks.any_held({part.member.name, *part.member.gpus})]
+        idle = [part for part in parts if not self._locks.any_held(part.locks)]
         results = await asyncio.gather(*(self._bring(part, wanted) for part in idle))
         for name in self._troubles.keys() - {part.member.name for part in parts}:
             del self._troubles[name]
@@ -81,18 +77,13 @@ class Reconciler:
             return [part.result(undone=False)]
         if not _steps(part, wanted):
             return []
-        async with self._locks.held({part.member.name, *part.member.gpus}):
+        async with self._locks.held(part.locks):
             return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
 
     async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
-        verb: Verb = "release" if wish.state == "released" else "resume"
+        verb = VERBS[wish.state]
         step = Part(part.member, part.connection)
-        try:
-            step.done(await step.connection.perform(verb, tags, wish.options))
-        except EngineFailure as failure:
-            step.fail("reconciling", failure)
-            await step.look()
-        step.ended()
+        await step.perform(verb, {"tags": list(tags), **wish.options}, "reconciling")
         self._tell(step)
         result = step.result(undone=False)
         if result.success:

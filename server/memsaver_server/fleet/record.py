@@ -9,13 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from memsaver_server.fleet.selectors import Selector
+from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Selector, Verb
 from memsaver_server.wrong_fields import wrong_fields
+
+#: The operation that leaves each state.
+VERBS: dict[str, Verb] = {state: verb for verb, state in STATES.items()}
 
 
 class Wanted(BaseModel):
@@ -36,6 +42,24 @@ class Wanted(BaseModel):
     options: dict[str, Any] = {}
     operation_id: str = ""
     at: float = 0.0
+
+    @classmethod
+    def of(cls, asked: AskedOfFleet, operation_id: str) -> Wanted:
+        """Return what the record is to say once ``asked`` is carried out."""
+        return cls(
+            selector=asked.selected(),
+            state=STATES[asked.operation],
+            tags=asked.tags or None,
+            options=asked.lasting(),
+            operation_id=operation_id,
+            at=time.time(),
+        )
+
+    def asked(self) -> AskedOfFleet:
+        """Return the request that another coordinator has noted as this wish."""
+        model = ASKED_OF_FLEET[VERBS[self.state]]
+        known = {name: value for name, value in self.options.items() if name in model.model_fields}
+        return model(selector=self.selector, tags=self.tags or (), **known)
 
 
 class Prepared(BaseModel):
@@ -150,3 +174,65 @@ def _covers(new: Wanted, old: Wanted) -> bool:
     """Return whether ``new`` leaves nothing of ``old``."""
     selected = new.selector in (Selector(), old.selector)
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
+
+
+_Change = Callable[[RecordContent], RecordContent]
+
+
+class Keeper:
+    """The only writer of a record. Its methods raise RecordError, after which the record is as before.
+
+    The end of an operation that could not be written counts all the same, and is written as soon as that is possible:
+    else what has ended would be carried out again, against later wishes.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._unwritten: list[_Change] = []
+        self._lock = asyncio.Lock()
+
+    async def load(self) -> RecordContent:
+        async with self._lock:
+            content = self._ended(await self._record.load())
+            if self._unwritten:
+                with suppress(RecordError):
+                    await self._save(content)
+            return content
+
+    async def running(self, operation_id: str, running: Running) -> None:
+        """Note how far an operation is."""
+        await self._change(
+            lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
+        )
+
+    async def ended(self, operation_id: str, *wishes: Wanted) -> None:
+        """Forget an operation that has ended, and note what is wanted from now on."""
+
+        def change(content: RecordContent) -> RecordContent:
+            left = {key: value for key, value in content.running.items() if key != operation_id}
+            content = content.model_copy(update={"running": left})
+            for wish in wishes:
+                content = content.wishing(wish)
+            return content
+
+        try:
+            await self._change(change)
+        except RecordError:
+            self._unwritten.append(change)
+            raise
+
+    async def _change(self, change: _Change) -> None:
+        async with self._lock:
+            before = await self._record.load()
+            after = change(self._ended(before))
+            if after != before:
+                await self._save(after)
+
+    def _ended(self, content: RecordContent) -> RecordContent:
+        for change in self._unwritten:
+            content = change(content)
+        return content
+
+    async def _save(self, content: RecordContent) -> None:
+        await self._record.save(content)
+        self._unwritten.clear()

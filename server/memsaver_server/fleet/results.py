@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
+from memsaver_core.contract.requests import FleetMode
+from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.fleet.record import Wanted
-from memsaver_server.schemas import OccupationAnswer
 
-#: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
-Mode = Literal["all", "best_effort"]
 #: What a fleet's operation does now.
 Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back", "ended"]
 
@@ -19,11 +21,7 @@ class FleetError(Exception):
     """A fleet's call cannot be carried out; nothing was done."""
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class EngineResult(_Answer):
+class EngineResult(Model):
     """What an operation did on one engine."""
 
     name: str
@@ -40,17 +38,12 @@ class EngineResult(_Answer):
     lost: tuple[str, ...] = Field(default=(), description="Tags whose content must be written again.")
 
 
-class FleetResult(_Answer):
-    """What an operation did on every selected engine."""
+class FleetResult(OperationAnswer):
+    """What an operation did on every selected engine. Tags, phases and devices are in the engines' own operations."""
 
-    success: bool
-    message: str
-    operation: Literal["release", "resume"]
-    operation_id: str
-    mode: Mode
+    mode: FleetMode
     rolled_back: bool = Field(default=False, description="Memory had been moved on some engines, and was moved back.")
-    seconds: float
-    engines: list[EngineResult]
+    engines: tuple[EngineResult, ...]
 
     @property
     def failed(self) -> list[EngineResult]:
@@ -58,9 +51,18 @@ class FleetResult(_Answer):
         return [engine for engine in self.engines if engine.error]
 
 
-class EngineStatus(_Answer):
-    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why."""
+class FleetOperationStatusAnswer(OperationStatusAnswer):
+    """An operation of the fleet in any status; ``phase`` is its stage, ``engines`` that of each engine."""
 
+    answer: FleetResult | dict[str, Any] | None  # type: ignore[assignment]
+    engines: dict[str, str]
+
+
+class FleetOperationsAnswer(Model):
+    operations: tuple[FleetOperationStatusAnswer, ...]
+
+
+class _Engine(Model):
     name: str
     url: str
     model: str
@@ -68,25 +70,30 @@ class EngineStatus(_Answer):
     host: str
     gpus: tuple[str, ...]
     alive: bool
+
+
+class EngineStatus(_Engine):
+    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why."""
+
     state: str = Field(description="As in EngineResult.")
     wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
     error: str = ""
     occupation: OccupationAnswer | None = None
 
 
-class FleetProgress(_Answer):
+class FleetProgress(Model):
     """An operation of the fleet. ``engines`` gives the stage of each: waiting, preparing, prepared, committing, done,
     undone or failed."""
 
     operation: Literal["release", "resume"]
     operation_id: str
-    mode: Mode
+    mode: FleetMode
     stage: Stage
     seconds: float
     engines: dict[str, str]
 
 
-class FleetStatus(_Answer):
+class FleetStatus(Model):
     """The fleet now: ``state`` is the one of all engines that answer, or mixed; empty without engines."""
 
     state: str
@@ -95,7 +102,7 @@ class FleetStatus(_Answer):
     progress: FleetProgress | None = None
 
 
-class FleetEvent(_Answer):
+class FleetEvent(Model):
     """One event of ``watch``.
 
     ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``dead``, ``back``, ``progress`` (an
@@ -106,4 +113,43 @@ class FleetEvent(_Answer):
     at: float
     event: str
     engine: str = ""
-    data: dict[str, Any] = {}
+    data: Mapping[str, Any] = Field(default={})
+
+
+class EngineRow(_Engine):
+    """One engine now."""
+
+    state: str
+    wanted: str
+    error: str
+    resident_bytes: int
+    released_bytes: int
+    requests: int = Field(description="In flight through this coordinator.")
+
+
+class FleetOccupationAnswer(OccupationAnswer):
+    """What the engines hold together, and each of them."""
+
+    engines: tuple[EngineRow, ...]
+    wanted: tuple[Wanted, ...]
+    progress: FleetProgress | None
+
+
+class CallRow(Model):
+    """What one engine answered. ``status`` is 0 if it did not."""
+
+    name: str
+    url: str
+    success: bool
+    status: int
+    message: str
+    body: Any = None
+
+
+class CallAnswer(Model):
+    """What every engine answered to the same call."""
+
+    success: bool
+    message: str
+    status: Literal["ok", "failed"]
+    engines: tuple[CallRow, ...]

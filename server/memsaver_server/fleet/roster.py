@@ -7,12 +7,13 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memsaver_core.contract.requests import Selector
+from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.selectors import Selector
 
 #: Calls of those that engines answer at once that are in flight at a time.
 SHORT_CALLS = 64
@@ -34,6 +35,8 @@ class Roster:
         self._verify = ssl.create_default_context() if verify is True else verify
         self._turns = asyncio.Semaphore(SHORT_CALLS)
         self._connections: dict[_Key, Connection] = {}
+        self._round: asyncio.Future[list[Part]] | None = None
+        self._round_began = 0.0
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
     async def parts(self, selector: Selector) -> list[Part]:
@@ -46,6 +49,15 @@ class Roster:
         candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
         await asyncio.gather(*map(self.ask, candidates))
         return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
+
+    async def look(self, max_age_s: float = 0.0) -> list[Part]:
+        """Return a part for every member, as it was at most ``max_age_s`` seconds before this call, for reading alone:
+        all who look at the fleet share them."""
+        oldest = clock.monotonic() - max_age_s
+        if self._round is None or self._round_began < oldest:
+            self._round_began = clock.monotonic()
+            self._round = asyncio.ensure_future(self.parts(Selector()))
+        return await asyncio.shield(self._round)
 
     async def find(self, name: str, url: str) -> Member:
         """Return the member as it is listed, or one that is not listed any more."""

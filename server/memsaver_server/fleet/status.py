@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memsaver_core.contract.requests import Described
+from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.parts import Part, state_of
+from memsaver_server.fleet.parts import state_of
 from memsaver_server.fleet.record import Wanted
-from memsaver_server.fleet.results import EngineStatus, FleetProgress, FleetStatus
-from memsaver_server.schemas import OccupationAnswer
-
-
-def status_of(parts: Sequence[Part], wanted: Sequence[Wanted], progress: FleetProgress | None) -> FleetStatus:
-    """Return the status of the fleet; every part was asked."""
-    engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
-    return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=progress)
+from memsaver_server.fleet.results import EngineStatus
 
 
 def engine_status(
@@ -43,7 +38,7 @@ def common_state(engines: Iterable[EngineStatus]) -> str:
     return states.pop() if len(states) == 1 else "mixed" if states else ""
 
 
-def wishes_for(member: Member, wanted: Sequence[Wanted]) -> dict[str | None, Wanted]:
+def wishes_for(member: Described, wanted: Sequence[Wanted]) -> dict[str | None, Wanted]:
     """Return the wish that counts for each tag of an engine; that of None counts for tags that are not named."""
     found: dict[str | None, Wanted] = {}
     for wish in wanted:

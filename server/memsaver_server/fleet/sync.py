@@ -3,101 +3,74 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.members import Membership
-from memsaver_server.fleet.record import Record
-from memsaver_server.fleet.request import DEFAULT_TIMEOUT_S
-from memsaver_server.fleet.results import EngineResult, FleetEvent, FleetProgress, FleetResult, FleetStatus, Mode
-from memsaver_server.fleet.selectors import Selector
-from memsaver_server.schemas import DrainMode
+from memsaver_server.fleet.results import FleetEvent, FleetProgress, FleetResult
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncFleet, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[Fleet, _P], _T]:
+    """Return the method of ``Fleet`` that waits for a method of ``AsyncFleet``."""
+
+    @wraps(method)
+    def call(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        return fleet._call(method(fleet._fleet, *arguments, **options))
+
+    return call
+
+
+def _made(make: Callable[_P, AsyncFleet]) -> Callable[Concatenate[Fleet, _P], None]:
+    """Return the constructor of ``Fleet`` that takes what ``make`` takes."""
+
+    @wraps(make)
+    def __init__(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> None:
+        fleet._loop = asyncio.new_event_loop()
+        fleet._thread = threading.Thread(target=fleet._loop.run_forever, name="memsaver-fleet", daemon=True)
+        fleet._thread.start()
+        fleet._fleet = fleet._call(_in_loop(lambda: make(*arguments, **options)))
+
+    return __init__
+
+
+_init = _made(AsyncFleet)
+
+
+async def _in_loop(function: Callable[[], _T]) -> _T:
+    return function()
 
 
 class Fleet:
     """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a thread of its own."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        *,
-        record: Record | None = None,
-        api_key: str | None = None,
-        lease_s: float = 30.0,
-        silence_s: float = 10.0,
-        verify: ssl.SSLContext | bool = True,
-    ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="memsaver-fleet", daemon=True)
-        self._thread.start()
-        self._fleet = self._call(
-            _made(membership, record=record, api_key=api_key, lease_s=lease_s, silence_s=silence_s, verify=verify)
-        )
+    _loop: asyncio.AbstractEventLoop
+    _thread: threading.Thread
+    _fleet: AsyncFleet
 
-    def release(
-        self,
-        selector: Selector | None = None,
-        *,
-        tags: Sequence[str] | None = None,
-        mode: Mode = "all",
-        hibernate: bool = False,
-        drain: DrainMode = "wait",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        operation_id: str | None = None,
-        **options: Any,
-    ) -> FleetResult:
-        """See ``AsyncFleet.release``."""
-        return self._call(
-            self._fleet.release(
-                selector,
-                tags=tags,
-                mode=mode,
-                hibernate=hibernate,
-                drain=drain,
-                timeout_s=timeout_s,
-                operation_id=operation_id,
-                **options,
-            )
-        )
+    __init__ = _init
 
-    def resume(
-        self,
-        selector: Selector | None = None,
-        *,
-        tags: Sequence[str] | None = None,
-        mode: Mode = "all",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        operation_id: str | None = None,
-        **options: Any,
-    ) -> FleetResult:
-        """See ``AsyncFleet.resume``."""
-        return self._call(
-            self._fleet.resume(
-                selector, tags=tags, mode=mode, timeout_s=timeout_s, operation_id=operation_id, **options
-            )
-        )
-
-    def cancel(self, operation_id: str) -> FleetResult:
-        """See ``AsyncFleet.cancel``."""
-        return self._call(self._fleet.cancel(operation_id))
-
-    def status(self, selector: Selector | None = None) -> FleetStatus:
-        """See ``AsyncFleet.status``."""
-        return self._call(self._fleet.status(selector))
+    release = _blocking(AsyncFleet.release)
+    resume = _blocking(AsyncFleet.resume)
+    cancel = _blocking(AsyncFleet.cancel)
+    status = _blocking(AsyncFleet.status)
+    recover = _blocking(AsyncFleet.recover)
+    reconcile = _blocking(AsyncFleet.reconcile)
 
     @property
     def progress(self) -> FleetProgress | None:
         """See ``AsyncFleet.progress``."""
-        return self._call(self._progress())
+        return self._call(_in_loop(lambda: self._fleet.progress))
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """See ``AsyncFleet.operations``."""
-        return self._call(self._operations())
+        return self._call(_in_loop(self._fleet.operations))
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
@@ -109,14 +82,6 @@ class Fleet:
             return
         finally:
             self._call(events.close())
-
-    def recover(self) -> list[FleetResult]:
-        """See ``AsyncFleet.recover``."""
-        return self._call(self._fleet.recover())
-
-    def reconcile(self) -> list[EngineResult]:
-        """See ``AsyncFleet.reconcile``."""
-        return self._call(self._fleet.reconcile())
 
     def close(self) -> None:
         """Wait for operations in progress, close the connections and end the thread. Engines keep their state."""
@@ -133,18 +98,8 @@ class Fleet:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    async def _operations(self) -> list[FleetProgress | FleetResult]:
-        return self._fleet.operations()
-
-    async def _progress(self) -> FleetProgress | None:
-        return self._fleet.progress
-
     def _call(self, call: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
-
-
-async def _made(membership: Membership, **options: Any) -> AsyncFleet:
-    return AsyncFleet(membership, **options)
 
 
 class _Events:

@@ -1,50 +1,76 @@
-"""The events of a fleet as one stream."""
+"""The events of a fleet as one stream for everybody who watches."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 from memsaver_server.fleet.connection import EngineFailure
-from memsaver_server.fleet.hub import Hub, Queue
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.parts import Part, state_of
 from memsaver_server.fleet.results import FleetEvent
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.selectors import Selector
+
+#: Events that wait for one watcher; a slower one loses the oldest.
+_WAITING = 10_000
 
 
-async def watch(roster: Roster, hub: Hub, interval_s: float) -> AsyncIterator[FleetEvent]:
-    """See ``AsyncFleet.watch``."""
-    with hub.watcher() as queue:
-        looking = asyncio.create_task(_Looking(roster, queue).keep(interval_s))
+class Hub:
+    """Hands events to all watchers. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self._watchers: set[_Watcher] = set()
+
+    def publish(self, event: str, engine: str = "", **data: Any) -> None:
+        """Hand an event to all watchers; never waits."""
+        for watcher in self._watchers:
+            watcher.put(event, engine, **data)
+
+    async def watch(self, roster: Roster, interval_s: float) -> AsyncIterator[FleetEvent]:
+        """See ``AsyncFleet.watch``."""
+        watcher = _Watcher(roster)
+        self._watchers.add(watcher)
+        looking = asyncio.create_task(watcher.look(interval_s))
+        looking.add_done_callback(lambda _: watcher.append(None))
         try:
-            while (event := await queue.next(looking)) is not None:
+            while (event := await watcher.events.get()) is not None:
                 yield event
+            looking.result()
         finally:
+            self._watchers.discard(watcher)
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
 
 
-class _Looking:
-    """Asks the engines, for one watcher: their operations may be those of other callers."""
+class _Watcher:
+    """The events of one watcher. It asks the engines itself: their operations may be those of other callers."""
 
-    def __init__(self, roster: Roster, queue: Queue) -> None:
+    def __init__(self, roster: Roster) -> None:
+        self.events: asyncio.Queue[FleetEvent | None] = asyncio.Queue(_WAITING)  # None is the end
         self._roster = roster
-        self._queue = queue
         self._seen: dict[str, str] = {}  # the state of each member; empty for one that does not answer
         self._progress: dict[str, object] = {}
         self._trouble = ""
 
-    async def keep(self, interval_s: float) -> None:
+    def put(self, event: str, engine: str = "", **data: Any) -> None:
+        self.append(FleetEvent(at=time.time(), event=event, engine=engine, data=data))
+
+    def append(self, event: FleetEvent | None) -> None:
+        if self.events.full():
+            self.events.get_nowait()
+        self.events.put_nowait(event)
+
+    async def look(self, interval_s: float) -> None:
         while True:
             try:
-                parts = await self._roster.parts(Selector())
+                parts = await self._roster.look(interval_s / 2)
             except MembershipError as error:
                 if str(error) != self._trouble:
-                    self._queue.put("error", error=str(error))
+                    self.put("error", error=str(error))
                 self._trouble = str(error)
             else:
                 self._trouble = ""
@@ -55,20 +81,20 @@ class _Looking:
     def _compare(self, parts: list[Part]) -> None:
         for name in self._seen.keys() - {part.member.name for part in parts}:
             del self._seen[name]
-            self._queue.put("left", name)
+            self.put("left", name)
         for part in parts:
             name = part.member.name
             state = state_of(part.before) if part.before is not None else ""
             known = self._seen.get(name)
             self._seen[name] = state
             if known is None:
-                self._queue.put("joined", name, url=part.member.url, model=part.member.model)
+                self.put("joined", name, url=part.member.url, model=part.member.model)
             if not state and known != "":
-                self._queue.put("dead", name, error=str(part.failure))
+                self.put("dead", name, error=str(part.failure))
             elif state and known == "":
-                self._queue.put("back", name, state=state)
+                self.put("back", name, state=state)
             elif state != known:
-                self._queue.put("state", name, state=state)
+                self.put("state", name, state=state)
 
     async def _follow(self, part: Part) -> None:
         """Tell the progress of the operation that the engine carries out."""
@@ -86,4 +112,4 @@ class _Looking:
         about = {key: value for key, value in data.items() if key != "seconds"}
         if about != self._progress.get(name):
             self._progress[name] = about
-            self._queue.put("progress", name, **data)
+            self.put("progress", name, **data)

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from pydantic import SecretStr
 
-from memsaver_core.errors import ConfigurationError
-from memsaver_server.http.errors import ForbiddenError, UnauthorizedError
+from memsaver_core.contract.errors import ConfigurationError, ForbiddenError, UnauthorizedError
 from memsaver_server.settings import Settings
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import resource
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -19,8 +20,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from memsaver_server.http.errors import ErrorResponse
-from memsaver_server.metrics import ConnectionFigures
+from memsaver_core.contract.errors import RETRY_AFTER_S
+from memsaver_server.controller import Answer
+from memsaver_server.metrics import CallerFigures
 
 #: Concurrent connections at most, and no more than half of the files that the process may open.
 MAX_CONNECTIONS = 4096
@@ -40,8 +42,8 @@ class Connections:
     """The open connections of a service: busy ones, which have a request in progress, and those that wait for their
     caller: for a complete request head, or until it reads."""
 
-    def __init__(self) -> None:
-        self.figures = ConnectionFigures()
+    def __init__(self, figures: CallerFigures) -> None:
+        self.figures = figures
         #: In the order in which they began to wait.
         self._waiting: dict[LimitedProtocol, None] = {}
         self._busy: set[LimitedProtocol] = set()
@@ -97,7 +99,7 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         if self.conn.their_state is h11.IDLE:
-            self.app = self._answer_probes if self._counted.is_crowded() else self._answer
+            self.app = partial(self._answer, self._counted.is_crowded())
         super().data_received(data)
         self._note()
         if self.conn.their_state is h11.IDLE:
@@ -137,23 +139,23 @@ class LimitedProtocol(H11Protocol):
             is_answering = self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
             self._counted.note(self, waits=self.flow.write_paused or not is_answering)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application. A request with two lengths is refused: a proxy in front of this server may have read the
-        other one, and taken the rest for another caller's request (RFC 9112, section 6.3)."""
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+    async def _answer(self, crowded: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application. While nearly all connections have a request in progress, only probes reach it.
+
+        A request with two lengths is refused: a proxy in front of this server may have read the other one, and taken
+        the rest for another caller's request (RFC 9112, section 6.3).
+        """
+        if crowded and scope["path"] not in PROBES:
+            message = "too many requests are in progress; repeat later"
+            refused = Answer.error(503, "too_many_connections", message, RETRY_AFTER_S)
+        elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
             message = "the request has both Content-Length and Transfer-Encoding; send one of them"
-            await _refusal(ErrorResponse(400, "bad_request", message))(scope, receive, send)
+            refused = Answer.error(400, "bad_request", message)
         else:
             await self.config.loaded_app(scope, receive, send)
-
-    async def _answer_probes(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application while nearly all connections have a request in progress."""
-        if scope["path"] in PROBES:
-            await self._answer(scope, receive, send)
-        else:
-            message = "too many requests are in progress; repeat later"
-            response = ErrorResponse(503, "too_many_connections", message, headers={"Retry-After": "1"})
-            await _refusal(response)(scope, receive, send)
+            return
+        headers = {"Connection": "close", **refused.headers}
+        await JSONResponse(refused.body, refused.status, headers)(scope, receive, send)
 
     def _expect_body(self) -> None:
         self._expect("rest" if self.conn.our_state is h11.DONE else "body")
@@ -181,33 +183,28 @@ class LimitedProtocol(H11Protocol):
         else:
             self._counted.figures.ended["body_late"] += 1
             wanted = f"send all of it, or at least {BODY_BYTES} bytes each {BODY_S:g} s"
-            self._end_with(ErrorResponse(408, "body_late", f"the body was sent too slowly; {wanted}"))
+            self._end_with(Answer.error(408, "body_late", f"the body was sent too slowly; {wanted}"))
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._end_with(ErrorResponse(400, "bad_request", msg))
+            self._end_with(Answer.error(400, "bad_request", msg))
         else:
             self.transport.abort()  # during or after an answer
 
-    def _end_with(self, response: ErrorResponse) -> None:
+    def _end_with(self, answer: Answer) -> None:
         """Send a last answer and close. Bypasses h11, which answers only requests that it could parse."""
-        content = json.dumps(response.body()).encode()
+        content = json.dumps(answer.body).encode()
         if self.cycle is not None:
             # The application may wait for the rest of the request; its answer must not follow this one.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         head = (
-            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + content)
         self.transport.close()
-
-
-def _refusal(response: ErrorResponse) -> JSONResponse:
-    """Return the response after which the connection is closed."""
-    return JSONResponse(response.body(), response.status, {"Connection": "close", **response.headers})
 
 
 def max_connections() -> int:

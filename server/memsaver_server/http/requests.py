@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, TypeVar, cast
 
-from fastapi import Depends, Request
-from pydantic import BaseModel, ValidationError
+from fastapi import Request
+from pydantic import BaseModel, ValidationError, create_model
 from starlette.requests import ClientDisconnect
 
+from memsaver_core.contract.errors import BadRequestError, BodyTooLargeError
+from memsaver_core.contract.reports import ErrorAnswer
+from memsaver_core.contract.requests import Fields
 from memsaver_server.http.auth import check_browser, check_key
-from memsaver_server.http.errors import BadRequestError, BodyTooLargeError
-from memsaver_server.http.service import Service
+from memsaver_server.http.service import service_of
 from memsaver_server.http.unknown_fields import check_names
-from memsaver_server.schemas import ErrorAnswer, ReleaseFields, ResumeFields
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
 
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
+RequestT = TypeVar("RequestT", bound=Fields)
 #: Larger bodies are parsed in a thread, because that would delay other requests.
 LARGE_BYTES = 1 << 20
 #: Values that a body may have whose size is not limited to that of a memory call: parsing more holds up all requests.
@@ -34,70 +35,52 @@ MAX_ERRORS = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The size limit of a body, and what the caller of a larger one can do."""
-
-    bytes: int
-    remedy: str
+#: Size limit of calls that carry neither prompts nor weights: an engine's tags take some hundred bytes.
+MEMORY_CALL_BYTES = 64 << 10
 
 
-def limit_of(settings: Settings, name: str = "max_body_bytes") -> Limit:
-    """Return the limit in the setting ``name``."""
-    return Limit(getattr(settings, name), f"MEMSAVER_{name.upper()} sets the limit")
+def _limit_of(settings: Settings, name: str | None) -> tuple[int, str]:
+    """Return a body's size limit, and what the caller of a larger one can do; ``name`` as in ``body_of``."""
+    limit: int = getattr(settings, name or "max_body_bytes")
+    if name is None and limit >= MEMORY_CALL_BYTES:
+        return MEMORY_CALL_BYTES, "a memory call needs no more"
+    return limit, f"MEMSAVER_{(name or 'max_body_bytes').upper()} sets the limit"
 
 
-def memory_call_limit(settings: Settings) -> Limit:
-    """Return the limit of calls that carry neither prompts nor weights: an engine's tags take some hundred bytes."""
-    return min(Limit(64 << 10, "a memory call needs no more"), limit_of(settings), key=lambda limit: limit.bytes)
-
-
-def service_of(request: Request) -> Service:
-    return cast(Service, request.app.state.memsaver)
-
-
-# Dependencies are coroutines although they await nothing: FastAPI runs plain functions in threads.
-async def _service(request: Request) -> Service:
-    return service_of(request)
-
-
-ServiceOf = Annotated[Service, Depends(_service)]
-
-
-async def body_of(request: Request, limit: Limit | None = None) -> bytes:
+async def body_of(request: Request, limit: str | None = "max_body_bytes") -> bytes:
     """Return the request's body.
 
     Args:
-        limit: its size limit; the default is the setting ``max_body_bytes``.
+        limit: the setting that limits its size; None: that of a memory call.
 
     Raises:
         BodyTooLargeError: it is larger; the excess is not read.
         BadRequestError: the connection ended before the body did.
     """
     if not hasattr(request.state, "memsaver_body"):
-        limit = limit or limit_of(service_of(request).settings)
+        most, remedy = _limit_of(service_of(request).settings, limit)
         announced = request.headers.get("content-length", "0")
         body = bytearray()
         try:
-            if not announced.isdecimal() or int(announced) <= limit.bytes:
+            if not announced.isdecimal() or int(announced) <= most:
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > limit.bytes:
+                    if len(body) > most:
                         break
         except ClientDisconnect:
             logger.debug("%s %s: the body was truncated", request.method, request.url.path)
             raise BadRequestError("the body was truncated") from None
-        if len(body) > limit.bytes or (announced.isdecimal() and int(announced) > limit.bytes):
-            raise BodyTooLargeError(f"the body is larger than {limit.bytes} bytes; {limit.remedy}")
+        if len(body) > most or (announced.isdecimal() and int(announced) > most):
+            raise BodyTooLargeError(f"the body is larger than {most} bytes; {remedy}")
         request.state.memsaver_body = bytes(body)
     return cast(bytes, request.state.memsaver_body)
 
 
-async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any]:
+async def json_of(request: Request, limit: str | None = "max_body_bytes") -> dict[str, Any]:
     """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type.
 
     Args:
-        limit: as for ``body_of``; without one, the number of values is limited, too.
+        limit: as for ``body_of``; by default the number of values is limited, too.
 
     Raises:
         BadRequestError: the body is not a JSON object, or has too many values.
@@ -106,7 +89,7 @@ async def json_of(request: Request, limit: Limit | None = None) -> dict[str, Any
     if not body.strip():
         return {}
     try:
-        if limit is None:
+        if limit == "max_body_bytes":
             _check_few_values(body)
         value = _parse(body) if len(body) < LARGE_BYTES else await in_thread(_parse, body)
     except (ValueError, RecursionError) as error:
@@ -154,7 +137,7 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
 
     Args:
         model: the fields.
-        limit: the setting that limits the body's size; None: that of a memory call.
+        limit: as for ``body_of``.
     """
     known = {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
 
@@ -162,23 +145,39 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
-        settings = service_of(request).settings
-        body = await json_of(request, limit_of(settings, limit) if limit else memory_call_limit(settings))
+        body = await json_of(request, limit)
         given = {key: value for key, value in {**query, **body}.items() if value is not None}
         request.state.memsaver_ignored = check_names(given, known)
         try:
-            return model.model_validate(given)
+            return model.model_validate({name: value for name, value in given.items() if name in known})
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in errors[:MAX_ERRORS])
+            wrong = "; ".join(map(_sentence, errors[:MAX_ERRORS]))
             more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
             raise BadRequestError(f"cannot use the request: {wrong}{more}") from None
 
     return read
 
 
-ReleaseOf = Annotated[ReleaseFields, Depends(fields_of(ReleaseFields))]
-ResumeOf = Annotated[ResumeFields, Depends(fields_of(ResumeFields))]
+def _sentence(error: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field, in the words of JSON."""
+    said = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a valid list")
+    return ": ".join(filter(None, (".".join(map(str, error["loc"])), said)))
+
+
+def joined(dialect: type[Fields], contract: type[Fields]) -> type[Fields]:
+    """Return the model of a body that has the fields of a dialect beside those of the contract."""
+    if not contract.model_fields:
+        return dialect
+    return create_model(
+        f"{dialect.__name__}Of{contract.__name__}", __base__=(dialect, contract), __doc__=dialect.__doc__
+    )
+
+
+def plain(fields: Fields, model: type[RequestT], **changes: Any) -> RequestT:
+    """Return the ``model`` of the contract with those of its fields that were given, and ``changes``."""
+    given = {name: getattr(fields, name) for name in fields.model_fields_set if name in model.model_fields}
+    return model(**{**given, **changes})
 
 
 async def guard(request: Request) -> None:
@@ -195,37 +194,63 @@ async def guard_probes(request: Request) -> None:
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a body that ``fields_of(model)`` reads."""
-    schema = model.model_json_schema()
-    return {"requestBody": {"required": False, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": False, "content": {"application/json": {"schema": _schema(model)}}}}
 
 
 def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of ``model`` in the query, without its fields that are objects."""
-    properties = model.model_json_schema()["properties"].items()
+    properties = _schema(model)["properties"].items()
     plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
     return {
         "parameters": [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in plain]
     }
 
 
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of ``model`` without references, which would lead nowhere in the OpenAPI description."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def whole(part: Any) -> Any:
+        if isinstance(part, list):
+            return [whole(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            part = {**definitions[part["$ref"].rpartition("/")[2]], **part}
+            del part["$ref"]
+        return {name: whole(each) for name, each in part.items()}
+
+    return cast(dict[str, Any], whole(schema))
+
+
 Responses = dict[int | str, dict[str, Any]]
 
-#: The error responses of routes that change or wait for something.
-ERROR_RESPONSES: Responses = {
-    400: {"model": ErrorAnswer, "description": "The request is invalid; nothing was changed."},
-    401: {"model": ErrorAnswer, "description": "The key is missing or wrong."},
-    403: {
-        "model": ErrorAnswer,
-        "description": "The key may only read, or a browser sent the request for another site.",
-    },
-    408: {"model": ErrorAnswer, "description": "The body was sent too slowly."},
-    409: {"model": ErrorAnswer, "description": "A conflicting operation is in progress."},
-    413: {"model": ErrorAnswer, "description": "The body is too large."},
-    422: {"model": ErrorAnswer, "description": "The Idempotency-Key belongs to another request."},
-    500: {"model": ErrorAnswer, "description": "The driver, a backup or the engine failed; the message says which."},
-    503: {"model": ErrorAnswer, "description": "Device memory is short or released. Retry after Retry-After."},
-    504: {"model": ErrorAnswer, "description": "Requests in flight or a phase took too long."},
-    507: {"model": ErrorAnswer, "description": "Host memory is too small for the backup; nothing was unmapped."},
+_DESCRIPTIONS = {
+    400: "The request is invalid; nothing was changed.",
+    401: "The key is missing or wrong.",
+    403: "The key may only read, or a browser sent the request for another site.",
+    408: "The body was sent too slowly.",
+    409: "A conflicting operation is in progress.",
+    413: "The body is too large.",
+    422: "The Idempotency-Key belongs to another request.",
+    500: "The driver, a backup or the engine failed; the message says which.",
+    503: "Device memory is short or released. Retry after Retry-After.",
+    504: "Requests in flight or a phase took too long.",
+    507: "Host memory is too small for the backup; nothing was unmapped.",
 }
+
+
+def failures(also: Mapping[int, str] | None = None, *, only: Collection[int] = ()) -> Responses:
+    """Return the descriptions of error responses.
+
+    Args:
+        also: of other statuses, or other descriptions.
+        only: the statuses; by default all of routes that change or wait for something.
+    """
+    texts = {**({status: _DESCRIPTIONS[status] for status in only} if only else _DESCRIPTIONS), **(also or {})}
+    return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+
+
 #: The error responses of routes that only read.
-REFUSED_RESPONSES: Responses = {status: ERROR_RESPONSES[status] for status in (401, 403)}
+REFUSED = (401, 403)

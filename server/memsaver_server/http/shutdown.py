@@ -8,15 +8,8 @@ import threading
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from memsaver_core import MemsaverError
-from memsaver_server.http.errors import error_response
-
-
-class ServerEndsError(MemsaverError):
-    """The server shuts down before it can answer."""
-
-    kind = "server_ends"
-    status = 503
+from memsaver_core.contract.errors import ServerEndsError
+from memsaver_server.controller import Answer
 
 
 class ShutdownMiddleware:
@@ -40,7 +33,6 @@ class ShutdownMiddleware:
             if begun or scope["type"] != "http" or not self._closing.is_set():
                 raise
             asked = f"{scope['method']} {scope['path']}"
-            error = error_response(
-                ServerEndsError(f"the server is shutting down before {asked} has ended; it may or may not be done")
-            )
-            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            message = f"the server is shutting down before {asked} has ended; it may or may not be done"
+            answer = Answer.failure(ServerEndsError(message))
+            await JSONResponse(answer.body, answer.status)(scope, receive, send)

@@ -12,9 +12,10 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
-from memsaver_server.http.errors import BadRequestError
+from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.requests import FleetRelease, FleetResume
 
-#: What known clients send beside our fields, and need no answer to.
+#: What known clients send beside our fields, in vain.
 PASSED_OVER = frozenset(
     (
         *("reset_connector", "rid", "http_worker_ipc", "timeout"),  # verl; SGLang's base of all requests; its flush
@@ -24,6 +25,13 @@ PASSED_OVER = frozenset(
         *("model", "model_name", "options", "operation_id"),  # Ray Serve, AIBrix
     )
 )
+#: Every field of a request of the contract: at a door that does not act on it, it is refused.
+_FIELDS = frozenset(
+    field.alias or name
+    for model in (FleetRelease, FleetResume)
+    for name, field in model.model_fields.items()
+    if name not in PASSED_OVER
+) | {"commit"}
 #: Least similarity of a misspelt name, by difflib: one wrong letter in four.
 SIMILARITY = 0.75
 #: More unknown fields than this are refused; comparing them would take long.
@@ -43,7 +51,10 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
     ignored = []
     for name in unknown:
         near = plain.get(_plain(name))
+        if near is None and name in _FIELDS:
+            raise BadRequestError(f"field {name!r} has no effect here, so the request is refused. Nothing was done")
         if near is None and name in PASSED_OVER:
+            ignored.append(name)
             continue
         if near is None and len(name) <= 2 * max(map(len, known), default=0):  # comparing takes len(name) squared
             near = next(iter(difflib.get_close_matches(name.lower(), known, 1, SIMILARITY)), None)

@@ -11,7 +11,8 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from memsaver_core.errors import MemsaverError, OutOfDeviceMemoryError
+from memsaver_core.contract.errors import GroupFailedError, OutOfDeviceMemoryError
+from memsaver_core.contract.status import RankStatus, Status
 from memsaver_core.ranks.progress import GroupProgress
 from memsaver_core.ranks.protocol import (
     ANSWERS,
@@ -23,7 +24,6 @@ from memsaver_core.ranks.protocol import (
     Plain,
     Request,
 )
-from memsaver_core.reports import RankStatus, Status
 from memsaver_server.ranks.merging import RankDevices
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 
@@ -45,12 +45,6 @@ class Channel(Protocol):
     def start(self, message: Plain) -> Future[list[Plain]]:
         """Send a message of the rank protocol to every rank. The result is the answer of each, in order, once all have
         answered. Does not block."""
-
-
-class GroupFailedError(MemsaverError):
-    """A rank has ended, hangs, or could not undo what it did. The ranks' states differ, or cannot be known."""
-
-    kind = "rank_failed"
 
 
 @dataclass(frozen=True)
@@ -118,16 +112,14 @@ class Group:
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
         """Return each rank with the state that it last told."""
-
-        def alive(pid: int | None) -> bool | None:
-            if pid in self._ended:
-                return False
-            return True if pid in self._watch.pids else None
-
         pairs = enumerate(zip(self.ranks, self.statuses, strict=True))
+        alive: dict[int | None, bool] = {**dict.fromkeys(self._watch.pids, True), **dict.fromkeys(self._ended, False)}
         return tuple(
             RankStatus(
-                rank, told.pid, alive(told.pid), status.state if status else "failed" if told.pid else "resident"
+                rank=rank,
+                pid=told.pid,
+                alive=alive.get(told.pid),
+                state=status.state if status else "failed" if told.pid else "resident",
             )
             for rank, (told, status) in pairs
         )
@@ -212,11 +204,11 @@ class Group:
         return "".join(f"; rank {rank}: {message}" for message, rank in told.items() if rank != first)
 
     def _late(self) -> str:
-        def why(rank: int) -> str:
+        late = ""
+        for rank, what in self.progress.late().items():
             stopped = is_stopped(self.ranks[rank].pid or 0)
-            return ", because a signal or a debugger has stopped it" if stopped else ""
-
-        return "".join(f"; {self.name(rank)} {what}{why(rank)}" for rank, what in self.progress.late().items())
+            late += f"; {self.name(rank)} {what}{', because a signal or a debugger has stopped it' if stopped else ''}"
+        return late
 
     def _note_end(self, pid: int) -> None:
         """A process has ended; called by the watch."""

@@ -11,37 +11,115 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
 from memsaver_core import PhaseLog
+from memsaver_core.contract.errors import (
+    GroupFailedError,
+    MemsaverError,
+    OutOfHostMemoryError,
+    UnknownTagError,
+    UnsupportedError,
+)
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
+from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
-from memsaver_core.errors import MemsaverError, UnknownTagError, UnsupportedError
-from memsaver_core.options import ReleaseOptions, ResumeOptions, tags_of
-from memsaver_core.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
 from memsaver_core.ranks.protocol import (
     Answer,
     GiveBackReserved,
     HibernationStep,
+    Move,
+    MoveCommunicators,
     Plan,
-    PrepareRelease,
-    PrepareResume,
-    Release,
+    Prepare,
     Request,
     Reserve,
-    Resume,
-    ResumeCommunicators,
-    SuspendCommunicators,
 )
-from memsaver_core.reports import DeviceMemory, OperationReport, Status
-from memsaver_server.ranks import agreement
+from memsaver_core.release_resume import available_host_bytes
 from memsaver_server.ranks.group import Channel, Deadlines, Group
-from memsaver_server.ranks.host_room import shortage
 from memsaver_server.ranks.merging import merged_tags
-from memsaver_server.ranks.steps import Steps
 
 _T = TypeVar("_T")
+
+#: Something that every rank does; returns their answers.
+Act = Callable[[], list[Answer]]
+
+
+class Steps:
+    """Takes steps on every rank of ``group``, and adds their phases to ``log``.
+
+    Attributes:
+        reports: what the ranks reported so far.
+        failed_phase: the phase that the first rank that failed was in, or an empty string.
+        phase: the phase to tell while no rank tells one.
+    """
+
+    def __init__(self, group: Group, log: PhaseLog) -> None:
+        self._group = group
+        self._log = log
+        self._undo: list[tuple[str, Act]] = []
+        self.reports: list[OperationReport] = []
+        self.failed_phase = ""
+        self.phase = Phase.PREPARE.value
+
+    def prepare(self, request: Request) -> list[Plan]:
+        """Have every rank check the operation; nothing is changed.
+
+        Raises:
+            MemsaverError: it is impossible on some rank.
+        """
+        self._group.step = "preparation"
+        answers = self._group.ask(request, self._group.deadlines.prepare_s)
+        self._check(answers)
+        return [answer.plan or Plan() for answer in answers]
+
+    def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
+        """Have every rank do ``act``.
+
+        Args:
+            name: what messages call the step.
+            phase: see the attribute.
+            undo: takes back what ``act`` did, on the ranks on which it did anything.
+
+        Raises:
+            GroupFailedError: the ranks have failed.
+            MemsaverError: a rank could not do it; all ranks are as before the operation.
+        """
+        self.phase, self._group.step = phase.value, name
+        self._undo.append((name, undo))
+        try:
+            answers = act()
+            self._check(answers)
+            reports = [answer.report for answer in answers if answer.report is not None]
+            if len(reports) < len(answers):
+                raise MemsaverError(
+                    "a rank sent no report: the engine's own call did not reach its memory; repeat the call"
+                )
+        except GroupFailedError:
+            raise
+        except MemsaverError as error:
+            self._undo_all(error)
+            raise
+        self.reports += reports
+        self._log.add(self._group.devices.merged_phases(reports))
+
+    def _check(self, answers: Sequence[Answer]) -> None:
+        self.failed_phase = next((each.failure.phase for each in answers if each.failure is not None), "")
+        self._group.check(answers)
+
+    def _undo_all(self, error: MemsaverError) -> None:
+        for name, undo in reversed(self._undo):
+            self._group.step = f"undoing of the {name}"
+            try:
+                self._group.check(undo())
+            except GroupFailedError:
+                raise
+            except MemsaverError as left:
+                raise self._group.fail(f"{error}; and the {name} cannot be undone: {left}") from error
 
 
 class RankMemory:
@@ -89,21 +167,22 @@ class RankMemory:
         return any(rank.pid is not None for rank in self._group.ranks)
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
-        names = list(tags_of(tags))
+        names = list(dict.fromkeys(tags or ()))
         known = {*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)}
         unknown = [name for name in names if name not in known]
         if unknown and self.enabled():
-            raise UnknownTagError(unknown, sorted(known))
+            raise UnknownTagError.of(unknown, sorted(known))
         return names
 
     def status(self) -> Status:
         status = self._group.devices.merged_status(self._group.statuses)
         if self.failure:
-            status = replace(status, state="failed", failure=self.failure)
+            status = status.model_copy(update={"state": "failed", "failure": self.failure})
         if self._operation:
             seconds = time.monotonic() - self._began
-            status = replace(status, progress=self._group.progress.progress(self._operation, seconds))
-        return replace(status, enabled=self.enabled(), ranks=self._group.rank_statuses())
+            progress = self._group.progress.progress(self._operation, seconds)
+            status = status.model_copy(update={"progress": progress})
+        return status.model_copy(update={"enabled": self.enabled(), "ranks": self._group.rank_statuses()})
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
         pids = frozenset(rank.pid for rank in self._group.ranks if rank.pid is not None)
@@ -116,7 +195,7 @@ class RankMemory:
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""
 
-    def release(self, options: ReleaseOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         """As ``memsaver_core.release_with``, on every rank or on none.
 
         Raises:
@@ -124,59 +203,63 @@ class RankMemory:
             Also as ``memsaver_core.release_with``, the message naming the rank. All ranks are as before.
         """
         log = log or PhaseLog(read=self.read_devices)
-        self.check_tags(options.tags)
-        self.check_tags(list(options.restore))
+        self.check_tags(request.tags)
+        self.check_tags(list(request.restore))
         if not self.enabled():
             return self._merged_report("release", (), log)
         with self._operating("release", log) as steps:
-            plans = self._plans(steps, options)
+            plans = self._plans(steps, request)
             if self._hibernated:
-                steps.take("release", "pause", partial(self.ask, Release(_awake(options, options.tags))), list)
+                again = Move("release", _awake(request, request.tags))
+                steps.take("release", Phase.PAUSE, partial(self.ask, again), list)
             else:
-                self._release(steps, options, self._to_suspend(options, plans))
-        self._overrides |= {tag: options.restore[tag] for tag in _released(steps.reports) if tag in options.restore}
+                self._release(steps, request, self._to_suspend(request, plans))
+        self._overrides |= {tag: request.restore[tag] for tag in _released(steps.reports) if tag in request.restore}
         return self._merged_report("release", steps.reports, log)
 
-    def resume(self, options: ResumeOptions, *, log: PhaseLog | None = None) -> OperationReport:
+    def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
         """As ``memsaver_core.resume_with``, on every rank or on none.
 
         Raises:
             As ``release``.
         """
         log = log or PhaseLog(read=self.read_devices)
-        self.check_tags(options.tags)
+        self.check_tags(request.tags)
         if not self.enabled():
             return self._merged_report("resume", (), log)
+        memory = MemoryRequest(tags=request.tags)
         with self._operating("resume", log) as steps:
-            plans = steps.prepare(PrepareResume(options))
+            plans = steps.prepare(Prepare("resume", memory))
             if self._hibernated:
-                self._take_hibernation(steps, "restore", "wake", "checkpoint")
-                self._take_hibernation(steps, "unlock", "unlock", "lock")
-            if names := agreement.suspended(plans):
-                self._take_communicators(steps, ResumeCommunicators, SuspendCommunicators, names)
+                self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
+                self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
+            if names := _suspended(plans):
+                self._take_communicators(steps, "resume", names)
             before = self._group.statuses
-            steps.take("resume", "restore", partial(self.ask, Resume(options)), lambda: self._release_again(before))
+            act = partial(self.ask, Move("resume", memory))
+            steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
         for tag in merged_tags(tag for report in steps.reports for tag in report.tags):
             if tag.resumed_bytes:
                 self._overrides.pop(tag.tag, None)
         return self._merged_report("resume", steps.reports, log)
 
-    def check_release(self, options: ReleaseOptions) -> None:
+    def check_release(self, request: MemoryRequest) -> None:
         """Raise what ``release`` would raise now because it is impossible; changes nothing."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
-            self._to_suspend(options, self._plans(steps, options))
+            self._to_suspend(request, self._plans(steps, request))
 
-    def reserve(self, options: ResumeOptions) -> None:
+    def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none.
 
         Raises:
             As ``resume``.
         """
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
-            steps.prepare(PrepareResume(options))
+            memory = MemoryRequest(tags=request.tags)
+            steps.prepare(Prepare("resume", memory))
             if not self._hibernated:
                 undo = partial(self.ask, GiveBackReserved())
-                steps.take("reservation", "reserve", partial(self.ask, Reserve(options)), undo)
+                steps.take("reservation", Phase.RESERVE, partial(self.ask, Reserve(memory)), undo)
 
     def give_back_reserved(self) -> None:
         self._group.check(self.ask(GiveBackReserved()))
@@ -201,90 +284,103 @@ class RankMemory:
         """
         return self._group.wait(call)
 
-    def release_awake(self, options: ReleaseOptions) -> list[Answer]:
+    def release_awake(self, request: MemoryRequest) -> list[Answer]:
         """Release on every rank while none is hibernated. An engine with a sleep of its own overrides this.
 
         Raises:
             MemsaverError: the engine refused.
         """
-        return self.ask(Release(options))
+        return self.ask(Move("release", request))
 
-    def _release(self, steps: Steps, options: ReleaseOptions, communicators: tuple[str, ...]) -> None:
+    def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
         """Kept content goes first: until something else is gone, all can be undone without loss."""
         tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS]
-        tags = [tag for tag in tags if not options.tags or tag.tag in options.tags]
-        kept = tuple(tag.tag for tag in tags if keeps_any(options.restore.get(tag.tag, tag.restore)))
-        asked = options.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
+        tags = [tag for tag in tags if not request.tags or tag.tag in request.tags]
+        kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
+        asked = request.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
         if not self._group.several and not communicators:
             kept, rest = (), kept + rest
-        trim = options.hibernate if options.trim is None else options.trim
         if kept:
-            self._take_release(steps, "kept content", _awake(options, kept, trim and not rest))
+            self._take_release(steps, "kept content", _awake(request, kept, request.trims and not rest))
         if communicators:
-            self._take_communicators(steps, SuspendCommunicators, ResumeCommunicators, communicators)
+            self._take_communicators(steps, "release", communicators)
         if rest:
-            self._take_release(steps, "discarded content", _awake(options, rest, trim))
-        if options.hibernate:
-            self._take_hibernation(steps, "lock", "lock", "unlock")
-            self._take_hibernation(steps, "checkpoint", "hibernate", "restore")
+            self._take_release(steps, "discarded content", _awake(request, rest, request.trims))
+        if request.hibernate:
+            self._take_hibernation(steps, "lock", Phase.LOCK, "unlock")
+            self._take_hibernation(steps, "checkpoint", Phase.HIBERNATE, "restore")
 
-    def _take_release(self, steps: Steps, what: str, options: ReleaseOptions) -> None:
+    def _take_release(self, steps: Steps, what: str, request: MemoryRequest) -> None:
         before = self._group.statuses
-        undo = partial(self._resume_again, before, options)
-        steps.take(f"release of {what}", "pause", partial(self.release_awake, options), undo)
+        undo = partial(self._resume_again, before, request)
+        steps.take(f"release of {what}", Phase.PAUSE, partial(self.release_awake, request), undo)
 
-    def _take_communicators(
-        self,
-        steps: Steps,
-        act: type[SuspendCommunicators | ResumeCommunicators],
-        undo: type[SuspendCommunicators | ResumeCommunicators],
-        names: tuple[str, ...],
-    ) -> None:
-        """NCCL's own deadline comes first: the ranks then tell which of them did not come. To undo it, all come again:
-        those inside return only when the last one has entered."""
+    def _take_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> None:
+        """NCCL times out first, so that ranks can report who is missing. To undo it, all ranks call again: those inside
+        return only when the last one has entered."""
         limit = self._group.deadlines.communicators_s
 
-        def each(request: type[SuspendCommunicators | ResumeCommunicators]) -> Callable[[], list[Answer]]:
-            return lambda: self._group.ask(request(names, limit), 1.5 * limit)
+        def move(verb: Verb) -> list[Answer]:
+            return self._group.ask(MoveCommunicators(verb, names, limit), 1.5 * limit)
 
-        verb = "suspend" if act is SuspendCommunicators else "resume"
+        releasing = operation == "release"
         steps.take(
-            f"{verb} of communicators",
-            f"{verb}_communicators",
-            each(act),
-            lambda: each(act)() and each(undo)(),
+            f"{'suspend' if releasing else 'resume'} of communicators",
+            Phase.SUSPEND_COMMUNICATORS if releasing else Phase.RESUME_COMMUNICATORS,
+            lambda: move(operation),
+            lambda: move(operation) and move("resume" if releasing else "release"),
         )
 
-    def _take_hibernation(self, steps: Steps, step: _Step, phase: str, undo: _Step) -> None:
+    def _take_hibernation(self, steps: Steps, step: _Step, phase: Phase, undo: _Step) -> None:
         limit = self._group.hibernation_limit_s()
 
         ask = self._group.ask
         steps.take(step, phase, lambda: ask(HibernationStep(step), limit), lambda: ask(HibernationStep(undo), limit))
 
-    def _plans(self, steps: Steps, options: ReleaseOptions) -> list[Plan]:
+    def _plans(self, steps: Steps, request: MemoryRequest) -> list[Plan]:
         """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
-        here = self._group.progress.seen
-        plans = steps.prepare(PrepareRelease(options))
-        if shortage(plans, self._group.statuses, here) is not None:
-            plans = steps.prepare(PrepareRelease(options, exact=True))
-            if (error := shortage(plans, self._group.statuses, here)) is not None:
+        plans = steps.prepare(Prepare("release", request))
+        if self._shortage(plans) is not None:
+            plans = steps.prepare(Prepare("release", request, exact=True))
+            if (error := self._shortage(plans)) is not None:
                 raise error
         return plans
 
-    def _to_suspend(self, options: ReleaseOptions, plans: Sequence[Plan]) -> tuple[str, ...]:
+    def _shortage(self, plans: Sequence[Plan]) -> OutOfHostMemoryError | None:
+        """Return the error of a release by these plans; None if this host has enough memory for its ranks together.
+
+        What is in a shared store is not counted: what the store lacks shows only while content is saved.
+        """
+        needed = 0
+        for rank in self._group.progress.seen:
+            status = self._group.statuses[rank]
+            if status is not None and status.host_backup.shared_store is None:
+                backup = status.host_backup
+                growing = max(0, backup.target_bytes - backup.capacity_bytes)
+                needed += max(0, plans[rank].host_bytes_needed - backup.unused_bytes - growing)
+        if needed == 0 or needed <= (free := available_host_bytes()):
+            return None
+        return OutOfHostMemoryError(
+            f"the backups of all ranks need {needed} more bytes of host memory together, and {free} are free; nothing "
+            "was released: release fewer tags, discard some, or free host memory",
+            needed,
+            free,
+        )
+
+    def _to_suspend(self, request: MemoryRequest, plans: Sequence[Plan]) -> tuple[str, ...]:
         """Return the communicators that a release suspends.
 
         Raises:
             UnsupportedError: it is to hibernate, and something stands in the way.
         """
-        names, reasons = agreement.suspendable(plans)
-        if options.hibernate:
+        names, reasons = _suspendable(plans)
+        if request.hibernate:
             found = self._of_ranks([plan.obstacles for plan in plans])
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
-        asked = options.hibernate or not options.tags or COMMUNICATORS in options.tags
+        asked = request.hibernate or not request.tags or COMMUNICATORS in request.tags
         return names if asked else ()
 
     def _of_ranks(self, told: Sequence[Sequence[str]]) -> list[str]:
@@ -292,21 +388,21 @@ class RankMemory:
         several = self._group.several
         return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(told) for each in all_]
 
-    def _resume_again(self, before: Sequence[Status | None], options: ReleaseOptions) -> list[Answer]:
+    def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""
         tags = _changed(before, self._group.statuses)
-        policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **options.restore}
+        policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **request.restore}
         self._lost.update(tag for tag in tags if not keeps_all(policies[tag]))
-        return self.ask(Resume(ResumeOptions(tags))) if tags else []
+        return self.ask(Move("resume", MemoryRequest(tags=tags))) if tags else []
 
     def _release_again(self, before: Sequence[Status | None]) -> list[Answer]:
         """Release what was resumed since ``before``; with its content, of which the engine may have restored parts."""
         tags = _changed(self._group.statuses, before)
         restore = {tag: self._overrides[tag] for tag in tags if tag in self._overrides}
-        return self.ask(Release(ReleaseOptions(tags, restore))) if tags else []
+        return self.ask(Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
 
     @contextmanager
-    def _operating(self, operation: str, log: PhaseLog) -> Iterator[Steps]:
+    def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
         """The steps of ``operation`` are taken inside."""
         self._group.raise_if_failed()
         self._group.progress.begin()
@@ -317,23 +413,23 @@ class RankMemory:
                 yield steps
         except MemsaverError:
             if steps.failed_phase:
-                log.add_failure(steps.failed_phase)
+                log.failed = steps.failed_phase
             raise
         finally:
             self._operation = self._group.step = ""
 
-    def _merged_report(self, operation: str, reports: Sequence[OperationReport], log: PhaseLog) -> OperationReport:
+    def _merged_report(self, operation: Verb, reports: Sequence[OperationReport], log: PhaseLog) -> OperationReport:
         tags = merged_tags(tag for report in reports for tag in report.tags)
-        return OperationReport(operation, self.enabled(), log.seconds, tags, log.phases, log.devices())
+        return log.report(operation, tags, enabled=self.enabled())
 
 
 _Step = Literal["lock", "checkpoint", "restore", "unlock"]
 
 
-def _awake(options: ReleaseOptions, tags: tuple[str, ...], trim: bool = False) -> ReleaseOptions:
-    """Return ``options`` for a step that releases ``tags`` and no more."""
-    restore = {tag: policy for tag, policy in options.restore.items() if tag in tags}
-    return replace(options, tags=tags, restore=restore, trim=trim, hibernate=False)
+def _awake(request: MemoryRequest, tags: tuple[str, ...], trim: bool = False) -> MemoryRequest:
+    """Return ``request`` for a step that releases ``tags`` and no more."""
+    restore = {tag: policy for tag, policy in request.restore.items() if tag in tags}
+    return MemoryRequest(tags=tags, restore=restore, trim=trim)
 
 
 def _released(reports: Sequence[OperationReport]) -> set[str]:
@@ -347,3 +443,28 @@ def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) ->
         earlier = {tag.tag: tag.released_bytes for tag in one.tags} if one is not None else {}
         changed |= {tag.tag for tag in (other.tags if other else ()) if tag.released_bytes > earlier.get(tag.tag, 0)}
     return tuple(sorted(changed - {COMMUNICATORS}))
+
+
+def _suspendable(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the communicators that all of their ranks can suspend, sorted, and why each of the others stays.
+
+    NCCL waits inside for every rank of a communicator, so all of them must agree before any of them begins.
+    """
+    found = sorted({each.name for plan in plans for each in plan.communicators})
+    names, reasons = [], []
+    for name in found:
+        members = {rank: each for rank, plan in enumerate(plans) for each in plan.communicators if each.name == name}
+        ranks = max(each.ranks for each in members.values())
+        stays = [f"rank {rank}: {each.obstacle}" for rank, each in members.items() if each.obstacle]
+        if len(members) < ranks:
+            stays.append(f"{len(members)} of the {ranks} ranks of communicator {name!r} are this engine's")
+        if stays:
+            reasons += stays
+        elif not all(each.suspended for each in members.values()):
+            names.append(name)
+    return tuple(names), reasons
+
+
+def _suspended(plans: Sequence[Plan]) -> tuple[str, ...]:
+    """Return the communicators that are suspended, sorted."""
+    return tuple(sorted({each.name for plan in plans for each in plan.communicators if each.suspended}))

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from memsaver_core.contract.reports import DeviceDelta, OperationReport, PhaseReport, TagReport
+from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, SharedStoreStatus, Status, TagStatus
 from memsaver_core.ranks.protocol import Introduction
-from memsaver_core.reports import (
-    DeviceDelta,
-    DeviceMemory,
-    HostBackupStatus,
-    OperationReport,
-    PhaseReport,
-    Progress,
-    SharedStoreStatus,
-    Status,
-    TagReport,
-    TagStatus,
-)
 
 _Tag = TypeVar("_Tag", TagReport, TagStatus)
 
@@ -42,7 +32,7 @@ class RankDevices:
             for device in introduction.devices:
                 number = by_uuid.setdefault(device.uuid, len(by_uuid))
                 if number == len(self.readings):
-                    self.readings.append(replace(device, index=number))
+                    self.readings.append(device.model_copy(update={"index": number}))
                 numbers[device.index] = number
             self._numbers.append(numbers)
 
@@ -54,18 +44,22 @@ class RankDevices:
         """Take over what ``rank`` counted after a step, which stands where this process cannot read the device."""
         for device in devices:
             number = self.number(rank, device.index)
-            self.readings[number] = replace(self.readings[number], used_bytes=device.used_after_bytes)
+            used = {"used_bytes": device.used_after_bytes}
+            self.readings[number] = self.readings[number].model_copy(update=used)
 
     def merged_status(self, statuses: Sequence[Status | None]) -> Status:
         """Merge what each rank holds; None is a rank that does not use memsaver."""
         told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
         if not told:
-            return Status(False, "none", "resident", "", (), HostBackupStatus(0, 0, 0), Progress("", 0, 0, 0, 0.0))
+            return Status(enabled=False, driver="none", state="resident")
         tags = [self._renumbered(rank, tag) for rank, status in told for tag in status.tags]
         backups = [status.host_backup for _, status in told]
-        sizes = [each.name for each in fields(HostBackupStatus) if each.name not in ("prepared", "shared_store")]
+        sizes = [name for name in HostBackupStatus.model_fields if name not in ("prepared", "shared_store")]
         sums = {name: sum(getattr(backup, name) for backup in backups) for name in sizes}
         prepared = all(backup.prepared for backup in backups)
+        reserved: Counter[int] = Counter()
+        for rank, status in told:
+            reserved.update({self.number(rank, index): size for index, size in status.reserved_by_device.items()})
         return Status(
             enabled=True,
             driver=told[0][1].driver,
@@ -73,8 +67,7 @@ class RankDevices:
             failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in told if status.failure),
             tags=merged_tags(tags),
             host_backup=HostBackupStatus(**sums, prepared=prepared, shared_store=_merged_store(backups)),
-            progress=Progress("", 0, 0, 0, 0.0),
-            reserved_by_device=self._reserved(told),
+            reserved_by_device=reserved,
             hibernated=any(status.hibernated for _, status in told),
             communicators=tuple(each for _, status in told for each in status.communicators),
             shared=tuple(dict.fromkeys(each for _, status in told for each in status.shared)),
@@ -89,29 +82,22 @@ class RankDevices:
             for rank, phase in enumerate(phases):
                 for device in phase.devices:
                     number = self.number(rank, device.index)
-                    devices[number] = replace(device, index=number)
+                    devices[number] = device.model_copy(update={"index": number})
                 for name, value in phase.details.items():
                     joined: Callable[..., float] = max if "second" in name else lambda one, other: one + other
                     details[name] = joined(details[name], value) if name in details else value
             seconds = max(phase.seconds for phase in phases)
-            merged.append(PhaseReport(phases[0].name, seconds, tuple(devices.values()), details))
+            merged.append(
+                PhaseReport(name=phases[0].name, seconds=seconds, devices=tuple(devices.values()), details=details)
+            )
         return merged
-
-    def _reserved(self, told: Iterable[tuple[int, Status]]) -> dict[int, int]:
-        sums: dict[int, int] = {}
-        for rank, status in told:
-            for index, size in status.reserved_by_device.items():
-                number = self.number(rank, index)
-                sums[number] = sums.get(number, 0) + size
-        return sums
 
     def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:
         def by_number(by_index: Mapping[int, int]) -> dict[int, int]:
             return {self._numbers[rank].get(index, 0): size for index, size in by_index.items()}
 
-        return replace(
-            tag, mapped_by_device=by_number(tag.mapped_by_device), bytes_by_device=by_number(tag.bytes_by_device)
-        )
+        sizes = {name: by_number(getattr(tag, name)) for name in ("mapped_by_device", "bytes_by_device")}
+        return tag.model_copy(update=sizes)
 
 
 def _merged_store(backups: Sequence[HostBackupStatus]) -> SharedStoreStatus | None:
@@ -120,7 +106,7 @@ def _merged_store(backups: Sequence[HostBackupStatus]) -> SharedStoreStatus | No
     if not stores:
         return None
     held, share = sum(store.held_bytes for store in stores), sum(store.share_bytes for store in stores)
-    return replace(stores[0], held_bytes=held, share_bytes=share)
+    return stores[0].model_copy(update={"held_bytes": held, "share_bytes": share})
 
 
 def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:
@@ -133,17 +119,17 @@ def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:
 
 def _added(one: _Tag, other: _Tag) -> _Tag:
     changes: dict[str, Any] = {}
-    for each in fields(one):
-        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+    for name in type(one).model_fields:
+        mine, theirs = getattr(one, name), getattr(other, name)
         if isinstance(mine, bool):
-            changes[each.name] = mine and theirs
+            changes[name] = mine and theirs
         elif isinstance(mine, int):
-            changes[each.name] = mine + theirs
+            changes[name] = mine + theirs
         elif isinstance(mine, Mapping):
-            changes[each.name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
+            changes[name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
     changes["state"] = _worst((one.state, other.state))
     changes["restore"] = one.restore if one.restore == other.restore else "mixed"
-    return replace(one, **changes)
+    return one.model_copy(update=changes)
 
 
 def _worst(states: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from memsaver_core.reports import RankStatus
+from memsaver_core.contract.status import RankStatus
 
 logger = logging.getLogger("memsaver")
 
@@ -110,6 +110,7 @@ def _watch(
         for pid in ended & pids:
             if (call := on_end()) is not None:
                 call(pid)
+                del call  # it would keep its object alive, and with that this watch
         pids -= ended
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,31 +13,8 @@ from transformers.cache_utils import Cache
 #: The name by which transformers' models find `slot_attention`.
 ATTENTION_NAME = "memsaver_slots"
 
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer stores for each token: its heads, and the elements of a key and of a value."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-
-
-class ShapeProbe(Cache):  # type: ignore[misc,unused-ignore]
-    """A cache that stores nothing and records the shapes that each layer stores."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, LayerShape] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+#: Keys and values.
+Pair = tuple[Tensor, Tensor]
 
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
@@ -48,51 +24,28 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
     written are masked; see `slot_attention`.
     """
 
-    def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor]], scratch: dict[tuple[int, int], tuple[Tensor, Tensor]]
-    ) -> None:
-        """``scratch`` holds, for each (heads, dim) that occurs, buffers for the keys and the values of a batch."""
+    def __init__(self, layers: Sequence[Pair], scratch: Sequence[Pair]) -> None:
+        """``scratch`` has room for a batch of each layer; layers of one shape may share it."""
         super().__init__(layers=[])
         self._layers = tuple(layers)
-        self._scratch = scratch
-        self._slots: Tensor = torch.empty(0)
-        self._rows: dict[int, Tensor] = {}
+        self._scratch = tuple(scratch)
 
-    @property
-    def length(self) -> int:
-        """Positions in a slot."""
-        return int(self._layers[0][0].shape[2])
-
-    def begin(self, positions: Tensor, slots: Tensor) -> None:
+    def begin(self, slots: Tensor, positions: Tensor) -> None:
         """Set the ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]`` of the next forward pass."""
-        self._slots = slots
-        self._rows = {}
-        for heads in {int(keys.shape[1]) for keys, _ in self._layers}:
-            head = torch.arange(heads, device=slots.device)
-            rows = (slots[:, None, None] * heads + head[None, :, None]) * self.length + positions[:, None, :]
-            self._rows[heads] = rows.reshape(-1)
+        self._slots, self._positions = slots, positions
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self._layers[layer_idx]
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Pair:
+        (keys, values), (key_scratch, value_scratch) = self._layers[layer_idx], self._scratch[layer_idx]
         # Positions beyond a request's own have weight zero, and zero times NaN is NaN: without this an overflow in one
         # request would reach the next one in its slot.
         finite = torch.nan_to_num(value_states)
-        return self._store(keys, key_states, 0), self._store(values, finite, 1)
+        return self._store(keys, key_states, key_scratch), self._store(values, finite, value_scratch)
 
-    def _store(self, store: Tensor, states: Tensor, which: int) -> Tensor:
-        heads, length, dim = store.shape[1:]
-        store.view(-1, dim).index_copy_(0, self._rows[heads], states.to(store.dtype).reshape(-1, dim))
-        batch = self._slots.shape[0]
-        gathered = self._scratch[heads, dim][which][:batch]
-        torch.index_select(
-            store.view(store.shape[0], -1), 0, self._slots, out=gathered.view(batch, heads * length * dim)
-        )
+    def _store(self, store: Tensor, states: Tensor, scratch: Tensor) -> Tensor:
+        store[self._slots[:, None], :, self._positions] = states.transpose(1, 2).to(store.dtype)
+        gathered = scratch[: self._slots.shape[0]]
+        torch.index_select(store.flatten(1), 0, self._slots, out=gathered.flatten(1))
         return gathered
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
 
 
 def distances(positions: Tensor, length: int) -> Tensor:
@@ -129,9 +82,8 @@ def slot_attention(
     batch, heads, tokens, dim = query.shape
     shared = key.shape[1]
     group = heads // shared
-    scale = dim**-0.5 if scaling is None else scaling
     stacked = query.reshape(batch, shared, group * tokens, dim)
-    scores = torch.matmul(stacked, key.transpose(2, 3)) * scale
+    scores = torch.matmul(stacked, key.transpose(2, 3)) * (dim**-0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     hidden = attention_mask < 0

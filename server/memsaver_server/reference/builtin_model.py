@@ -1,4 +1,4 @@
-"""The built-in checkpoint: a small Qwen2 with fixed-seed weights."""
+"""The built-in checkpoint: a small Qwen2 with fixed-seed weights, and a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from memsaver_server.reference.checkpoint import fill_random
-from memsaver_server.reference.tokenizer import byte_level
+from memsaver_server.reference.weights import fill_random
 
 #: Part of the folder's name: change it whenever the recipe below changes.
 _RECIPE = "small-qwen2-1"
 _SEED = 20260
+
+_transformers: Any = transformers  # typed in some versions only
 
 
 def small_checkpoint() -> Path:
@@ -38,7 +41,7 @@ def small_checkpoint() -> Path:
 
 
 def _write_small(folder: Path) -> Path:
-    config = Qwen2Config(
+    config = _transformers.Qwen2Config(
         vocab_size=256,
         hidden_size=256,
         intermediate_size=1024,
@@ -50,9 +53,8 @@ def _write_small(folder: Path) -> Path:
         bos_token_id=None,
         eos_token_id=None,
     )
-    models: Any = AutoModelForCausalLM  # typed in some versions of transformers only
     with torch.random.fork_rng(devices=[]):
-        model = models.from_config(config, dtype=torch.float32)
+        model = _transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill_random(model, _SEED)
     with torch.no_grad():
         for byte in {*range(256)} - {*range(32, 127)}:
@@ -67,3 +69,12 @@ def _write_small(folder: Path) -> Path:
             if not (folder / "config.json").is_file():
                 raise
     return folder
+
+
+def byte_level() -> Any:
+    """Return transformers' form of a tokenizer whose ids are the bytes of the text, for models without one."""
+    characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    backend = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import memsaver_core as ms
-from memsaver_server.engine import DrainMode, check_drain_mode, memory_of, never
-from memsaver_server.ranks import RankMemory
-from memsaver_server.reference import checkpoint, tokenizer
-from memsaver_server.reference.builtin_model import small_checkpoint
-from memsaver_server.reference.options import EngineOptions
-from memsaver_server.reference.rank_group import LeadingRunner, RankGroup, RanksFailedError
-from memsaver_server.reference.requests import Request
+from memsaver_server.engine import memory_of
+from memsaver_server.reference.builtin_model import byte_level, small_checkpoint
+from memsaver_server.reference.ranks import RankGroup
+from memsaver_server.reference.requests import Request, Sampling
 from memsaver_server.reference.runner import ModelRunner
-from memsaver_server.reference.sampling import Sampling
 from memsaver_server.reference.scheduler import Scheduler
-from memsaver_server.reference.tensor_parallel import Place, check_alone, check_divisible
-from memsaver_server.reference.updates import WeightUpdate
-
-_GIB = 2**30
+from memsaver_server.reference.weights import check_divisible, load_config
 
 
-class TransformersEngine:
+class TransformersEngine(Scheduler):
     """Serves a causal language model by transformers, with weights, KV cache, graphs and workspaces in regions.
 
     Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine``. Close it when done; the interpreter's
@@ -38,7 +32,7 @@ class TransformersEngine:
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
-        unwritten_weights: names of the parameters that no update has written since their content was discarded.
+        memory: of all ranks, if there are several.
     """
 
     name = "transformers"
@@ -74,7 +68,7 @@ class TransformersEngine:
 
         Raises:
             ValueError: an option is invalid; the message says which, and what is valid.
-            RuntimeError: the model was not allocated in its region, or a graph could not be captured.
+            RuntimeError: a graph could not be captured.
             RanksFailedError: the process of a rank has ended.
         """
         if model is not None and random_weights is not None:
@@ -82,98 +76,45 @@ class TransformersEngine:
         if not batch_sizes or min(batch_sizes) < 1:
             raise ValueError(f"batch_sizes must name positive numbers, not {list(batch_sizes)}")
         self.device = torch.device(device) if device is not None else ms.torch_device()
-        self._check_devices(tensor_parallel)
-        on_gpu = self.device.type == "cuda"
+        if tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel must be at least 1, not {tensor_parallel}")
+        needed = (self.device.index or 0) + tensor_parallel
+        if self.device.type == "cuda" and needed > (there := torch.cuda.device_count()):
+            raise ValueError(f"tensor_parallel={tensor_parallel} needs {needed} devices; there are {there}")
         path = Path(random_weights or model or small_checkpoint())
-        if random_weights is not None:
-            self._tokenizer: tokenizer.Tokenizer | None = tokenizer.Tokenizer(tokenizer.byte_level())
-        else:
-            self._tokenizer = tokenizer.load_tokenizer(path)
         self.model_name = str(path) if random_weights or model else path.name
-        self._options = EngineOptions(
-            model=str(path),
-            random_weights=random_weights is not None,
-            device=str(self.device),
-            dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
-            kv_cache_bytes=kv_cache_bytes or (_GIB if on_gpu else 64 * 2**20),
-            max_len=max_len or (2048 if on_gpu else 512),
-            chunk=256 if on_gpu else 64,
-            batch_sizes=tuple(batch_sizes),
-            use_graphs=on_gpu and not enforce_eager,
-            seed=seed,
-        )
-        self._group: RankGroup | None = None
-        if tensor_parallel > 1:
-            check_divisible(checkpoint.load_config(path), tensor_parallel)
-            check_alone()
-            self._start_ranks(tensor_parallel)
-        else:
-            self._scheduler = Scheduler(lambda: self._options.make_runner(Place()))
-        self._runner = self._scheduler.runner
-        self._update = WeightUpdate(self._runner, dtype)
+        self._tokenizer = byte_level() if random_weights is not None else _load_tokenizer(path)
         self._updating = threading.Lock()
-        self.unwritten_weights: frozenset[str] = frozenset()
+        self._group: RankGroup | None = None
+        options: dict[str, Any] = {
+            "model": str(path),
+            "seed": None if random_weights is None else seed,
+            "device": str(self.device),
+            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "kv_cache_bytes": kv_cache_bytes,
+            "max_len": max_len,
+            "batch_sizes": list(batch_sizes),
+            "enforce_eager": enforce_eager,
+        }
+        if tensor_parallel == 1:
+            super().__init__(partial(ModelRunner, **options))
+        else:
+            check_divisible(load_config(path), tensor_parallel)
+            group = self._group = RankGroup(tensor_parallel, options)
+            try:
+                super().__init__(group.make_runner, group.load)
+            except BaseException as error:
+                self.fail(error)
+                group.close()
+                raise
+            self.memory = group.memory
+            group.failed.add_done_callback(lambda failed: self.fail(failed.result()))
         atexit.register(self.close)
 
-    def _check_devices(self, ranks: int) -> None:
-        if ranks < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, not {ranks}")
-        needed = (self.device.index or 0) + ranks
-        if self.device.type == "cuda" and needed > torch.cuda.device_count():
-            raise ValueError(f"tensor_parallel={ranks} needs {needed} devices; there are {torch.cuda.device_count()}")
-
-    def _start_ranks(self, ranks: int) -> None:
-        group = self._group = RankGroup(self._options, ranks, self._ranks_failed)
-
-        def make_runner() -> ModelRunner:
-            group.join(self.device)
-            return self._options.make_runner(Place(0, ranks), functools.partial(LeadingRunner, group))
-
-        def load() -> None:
-            self._scheduler = Scheduler(make_runner)
-            group.await_ready()
-
-        try:
-            group.load(load)
-            if ms.core_settings().prepare_backup:
-                ms.prepare_backup()  # as the other ranks do
-            #: The memory of all ranks.
-            self.memory = RankMemory(group.channel)
-        except BaseException as error:
-            self.close()
-            if group.failure is not None and not isinstance(error, ValueError):
-                raise group.failure from error
-            raise
-
-    def _ranks_failed(self, why: str, error: RanksFailedError) -> None:
-        if hasattr(self, "memory"):
-            self.memory.fail(why)
-        if hasattr(self, "_scheduler"):
-            self._scheduler.fail(error)
-
-    # The methods of ``Engine``.
+    # The methods of ``Engine`` that ``Scheduler`` lacks.
 
     def is_alive(self) -> bool:
-        return self._scheduler.alive and memory_of(self).status().state != "failed"
-
-    def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._scheduler.close_admission(reason, hold)
-
-    def open_admission(self) -> None:
-        self._scheduler.open_admission()
-
-    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """See ``Engine``. Frozen requests continue from the KV cache if it was kept, else by computing it again.
-
-        Raises:
-            DrainTimeoutError: it took longer; the engine continues as before.
-            ValueError: the mode is unknown.
-        """
-        check_drain_mode(mode)
-        self._scheduler.drain(timeout_s, mode, given_up)
-
-    def flush_cache(self) -> None:
-        self._scheduler.forget_prefixes()
+        return super().is_alive() and memory_of(self).status().state != "failed"
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
         """See ``Engine``. Lost graphs are captured anew.
@@ -181,12 +122,22 @@ class TransformersEngine:
         Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
         computes at load besides them is restored here.
         """
+
+        def repair() -> None:
+            self.runner.repair(lost)
+            if "kv_cache" in lost:
+                self.forget_cache()
+
         if lost:
-            self._scheduler.call(lambda: self._repair(lost))
+            self.call(repair)
         return [tag for tag in lost if tag != "weights"]
 
     def verify_tokens(self) -> list[int]:
-        return self._scheduler.call(self._runner.verify_tokens)
+        return self.call(self.runner.verify_tokens)
+
+    @property
+    def unwritten_weights(self) -> frozenset[str]:
+        return self.runner.unwritten_weights
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ``Engine``; ``rid`` names the request.
@@ -201,17 +152,8 @@ class TransformersEngine:
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """See ``Engine``.
-
-        Raises:
-            ValueError: the folder's model has other tensors; nothing was written.
-            RuntimeError: the weights are released.
-        """
-        folder = str(Path(model_path).absolute())
-        with self._updating:
-            self._update.read_folder(Path(folder))
-            self._ask_others("read_folder", folder=folder)
-            return self._write(flush_cache, abort_all_requests)
+        """See ``Engine``; raises RuntimeError if the weights are released."""
+        return self._update(flush_cache, abort_all_requests, folder=str(Path(model_path).absolute()))
 
     def update_weights_from_tensor(
         self,
@@ -221,44 +163,33 @@ class TransformersEngine:
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """See ``Engine``. The request has SGLang's shape, but with one payload for all ranks: it names whole tensors.
+        """See ``Engine``; raises RuntimeError if the weights are released.
 
-        The payload is base64 of a **safetensors** image. SGLang's clients send pickles, whose reading runs code of the
-        sender; those are refused.
-
-        Raises:
-            ValueError: the payload is not safetensors, or names tensors that the model lacks; nothing was written.
-            RuntimeError: the weights are released.
+        The request has SGLang's shape, but with one payload for all ranks, base64 of a **safetensors** image that names
+        whole tensors. SGLang's clients send pickles, whose reading runs code of the sender; those are refused.
         """
-        with self._updating:
-            self._update.read_payload(serialized_named_tensors, load_format)
-            self._ask_others("read_payload", payload=list(serialized_named_tensors), load_format=load_format)
-            return self._write(flush_cache, abort_all_requests)
+        return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     # For programs in this process.
 
     def submit(self, request: dict[str, Any]) -> Future[Request]:
         """Queue a request of `generate`, from any thread. Cancelling the future ends it."""
-        return self._scheduler.submit(self._parse(request))
+        return self.enqueue(self._parse(request))
 
     def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """As `generate`, without an event loop."""
         return self._answer(self.submit(request).result(timeout_s))
-
-    def abort_all(self) -> None:
-        """End every request in flight with the tokens that it has."""
-        self._scheduler.abort("aborted by request")
 
     def describe(self) -> dict[str, Any]:
         """Return what is served and how, for logs."""
         return {
             "model": self.model_name,
             "device": str(self.device),
-            "ranks": self._runner.partition.place.ranks,
-            "slots": self._runner.slots,
-            "max_len": self._runner.length,
-            "max_batch": self._runner.max_batch,
-            "graph_batch_sizes": self._runner.captured,
+            "ranks": self.runner.ranks,
+            "slots": self.runner.slots,
+            "max_len": self.runner.length,
+            "max_batch": self.runner.max_batch,
+            "graph_batch_sizes": sorted(batch for batch, tokens in self.runner.graphs if tokens == 1),
         }
 
     def end_waits(self) -> None:
@@ -268,40 +199,27 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Stop the scheduler, end the other ranks and free all device memory. Requests in flight fail. Idempotent."""
-        if hasattr(self, "memory"):
+        if self._group is not None:
             self.memory.close()
-        if hasattr(self, "_scheduler"):
-            self._scheduler.close()
+        super().close()
         if self._group is not None:
             self._group.close()
         atexit.unregister(self.close)
 
-    def _ask_others(self, name: str, **fields: Any) -> None:
-        """Have the other ranks do what this one has done, and wait until they have."""
-        if self._group is not None:
-            self._group.ask(name, **fields)
-
-    def _write(self, flush_cache: bool, abort_all_requests: bool) -> int:
-        """Write the update that all ranks have read."""
-        if abort_all_requests:
-            self.abort_all()
+    def _update(self, flush_cache: bool, abort_all_requests: bool, **source: Any) -> int:
+        """Have all ranks read an update and, once all have, write it. Returns the tensors written."""
 
         def write() -> int:
-            self._ask_others("write")
-            written = self._update.write()
-            self.unwritten_weights -= checkpoint.names_of_same(self._runner.model, written)
+            written = self.runner.write_update()
             if flush_cache:
-                self._scheduler.forget_cache()
+                self.forget_cache()
             return len(written)
 
-        return self._scheduler.call(write)
-
-    def _repair(self, lost: Sequence[str]) -> None:
-        self._runner.repair(lost)
-        if "weights" in lost:
-            self.unwritten_weights = frozenset(name for name, _ in self._runner.model.named_parameters())
-        if "kv_cache" in lost:
-            self._scheduler.forget_cache()
+        with self._updating:
+            self.runner.read_update(**source)
+            if abort_all_requests:
+                self.abort_all()
+            return self.call(write)
 
     def _parse(self, request: dict[str, Any]) -> Request:
         text, ids = request.get("text"), request.get("input_ids")
@@ -313,11 +231,11 @@ class TransformersEngine:
             if self._tokenizer is None:
                 raise ValueError("the checkpoint has no tokenizer: send input_ids instead of text")
             ids = self._tokenizer.encode(text)
-        vocabulary = self._runner.vocabulary
+        vocabulary = self.runner.vocabulary
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
             raise ValueError(f"the prompt must be a list of one or more ids from 0 to {vocabulary - 1}")
-        if len(ids) >= self._runner.length:
-            raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self._runner.length}")
+        if len(ids) >= self.runner.length:
+            raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self.runner.length}")
         parsed = Request(prompt=ids, sampling=Sampling.parse(request.get("sampling_params")))
         if isinstance(request.get("rid"), str):
             parsed.name = request["rid"]
@@ -326,5 +244,13 @@ class TransformersEngine:
     def _answer(self, request: Request) -> dict[str, Any]:
         text = ""
         if self._tokenizer is not None:
-            text = self._tokenizer.decode(request.output, request.sampling.skip_special_tokens)
+            skip = request.sampling.skip_special_tokens
+            text = self._tokenizer.decode(request.output, skip_special_tokens=skip)
         return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in ``folder``, or None if it has none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

@@ -1,15 +1,77 @@
-"""Requests, their rows in a batch, and the slots of the cache: which are free, and which prefixes they hold."""
+"""What a request asks for, and its tokens so far."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from memsaver_server.reference.sampling import Sampler, Sampling
+import torch
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from torch import Tensor
+
+from memsaver_server.wrong_fields import wrong_fields
+
+#: Sampling parameters that this engine does not support, and the values that have no effect.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "min_p": (0,),
+    "min_new_tokens": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ("", []),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "logit_bias": ({},),
+}
+
+#: Smaller temperatures count as 0, as in vLLM.
+_LEAST_TEMPERATURE = 1e-5
+
+_Natural = Annotated[int, Field(strict=True, ge=0)]
+
+
+class Sampling(BaseModel, frozen=True):
+    """A request's sampling parameters, as SGLang and vLLM name them.
+
+    Attributes:
+        temperature: below 1e-5 decoding is greedy.
+        top_k: -1: all tokens.
+        seed: None: another one each time.
+        stop_token_ids: end after one of these, besides the model's own.
+    """
+
+    max_new_tokens: int = Field(128, strict=True, ge=1)
+    temperature: float = Field(0.0, strict=True, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(1.0, strict=True, ge=1e-6, le=1, allow_inf_nan=False)
+    top_k: int = Field(-1, strict=True, ge=-1)
+    seed: _Natural | None = Field(None, validation_alias=AliasChoices("seed", "sampling_seed"))
+    stop_token_ids: frozenset[_Natural] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def parse(cls, given: Any) -> Sampling:
+        """Read a request's ``sampling_params``. Unknown names are ignored; None stands for the default.
+
+        Raises:
+            ValueError: a value is out of range, or needs something that this engine does not support.
+        """
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"sampling_params must be an object, not {type(given).__name__}")
+        values = {name: value for name, value in (given or {}).items() if value is not None}
+        for name, neutral in NEUTRAL.items():
+            if name in values and values[name] not in neutral:
+                raise ValueError(f"sampling_params.{name} = {values[name]!r} is not supported by this engine")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ValueError(f"sampling_params.{wrong_fields(error)}") from None
 
 
 @dataclass(eq=False)
@@ -17,116 +79,76 @@ class Request:
     """A prompt and its output so far. Once submitted, only the scheduler changes it.
 
     Attributes:
-        cached: positions of prompt and output whose keys and values are in the slot.
+        ids: prompt and output.
+        cached: positions of them whose keys and values are in the slot.
         reused: positions of the prompt that were cached before the request came.
         slot: its slot, or -1 while it has none.
-        held: waits for admission to open; a drain does not wait for it.
-        finish: why it ended, as SGLang's ``finish_reason``.
+        finish: why it ended: SGLang's ``finish_reason``, or the error that answers it.
+        greedy: whether the likeliest tokens are taken.
     """
 
     prompt: list[int]
     sampling: Sampling
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    output: list[int] = field(default_factory=list)
     cached: int = 0
     reused: int = 0
     slot: int = -1
-    held: bool = False
-    finish: dict[str, Any] | None = None
+    finish: dict[str, Any] | BaseException | None = None
     future: Future[Request] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
+    _generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.sampling)
+        self.ids = list(self.prompt)
+        self.greedy = self.sampling.temperature < _LEAST_TEMPERATURE or self.sampling.top_k == 1
 
     @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.output
+    def output(self) -> list[int]:
+        return self.ids[len(self.prompt) :]
 
     @property
     def needs_prefill(self) -> bool:
         """Whether more than the last token has to be computed."""
-        return self.cached < len(self.prompt) + len(self.output) - 1 or not self.output
+        return self.cached < len(self.ids) - 1
 
-    def abort(self, message: str) -> None:
-        self.finish = {"type": "abort", "message": message}
+    def pick(self, logits: Tensor) -> int:
+        """Draw the next token from ``logits`` ``[vocabulary]``; NaN is the least likely."""
+        if self.greedy:
+            return int(torch.argmax(logits))
+        if self._generator is None:
+            self._generator = torch.Generator(logits.device)
+            if self.sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self.sampling.seed % 2**63)
+        # torch.multinomial with NaN among the weights corrupts the CUDA context, and a model that lost its weights
+        # computes NaN: so scores are made finite, and then at most 0.
+        finite = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
+        scores, order = torch.sort(finite, descending=True)
+        scores = (scores - scores[0]) / self.sampling.temperature
+        if self.sampling.top_k > 0:
+            scores[self.sampling.top_k :] = float("-inf")
+        weights = torch.softmax(scores, dim=-1)
+        if self.sampling.top_p < 1.0:
+            weights[torch.cumsum(weights, dim=-1) - weights > self.sampling.top_p] = 0.0
+        return int(order[torch.multinomial(weights, 1, generator=self._generator)])
 
     def accept(self, token: int, stops: frozenset[int], limit: int) -> None:
         """Append the next token; ``limit`` is the number of positions of a slot."""
-        self.output.append(token)
+        self.ids.append(token)
+        count = len(self.ids) - len(self.prompt)
         ends = self.sampling.stop_token_ids if self.sampling.ignore_eos else self.sampling.stop_token_ids | stops
         if token in ends:
             self.finish = {"type": "stop", "matched": token}
-        elif len(self.output) >= self.sampling.max_new_tokens or len(self.prompt) + len(self.output) >= limit:
-            self.finish = {"type": "length", "length": len(self.output)}
+        elif count >= self.sampling.max_new_tokens or len(self.ids) >= limit:
+            self.finish = {"type": "length", "length": count}
 
     def meta_info(self) -> dict[str, Any]:
         return {
             "id": self.name,
             "finish_reason": self.finish,
             "prompt_tokens": len(self.prompt),
-            "completion_tokens": len(self.output),
+            "completion_tokens": len(self.ids) - len(self.prompt),
             "cached_tokens": self.reused,
             "e2e_latency": time.monotonic() - self.submitted,
         }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request's row in a batch: the token at ``position`` of ``slot``."""
-
-    slot: int
-    position: int
-    token: int
-    sampler: Sampler
-
-
-class SlotTable:
-    """Assigns slots and caches prefixes: a new prompt gets the slot that holds most of its beginning.
-
-    Only whole chunks are cached: a chunk is always computed in the same shape at the same position, so that a reused
-    one is bitwise what computing it again would give.
-    """
-
-    def __init__(self, slots: int, chunk: int) -> None:
-        self._chunk = chunk
-        self._held: list[tuple[int, ...]] = [()] * slots
-        self._free: dict[int, None] = dict.fromkeys(range(slots))  # in the order of their return
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Take a free slot for ``ids``; return it and how many of the ids it holds already.
-
-        At least one chunk is left to compute, which gives the last token's logits.
-        """
-        limit = (len(ids) - 1) // self._chunk * self._chunk
-        best, reused = -1, 0
-        for slot in self._free:
-            common = self._common(slot, ids, limit)
-            if common > reused:
-                best, reused = slot, common
-        if best < 0:  # one that holds nothing, else the least recently used
-            best = next((slot for slot in self._free if not self._held[slot]), next(iter(self._free)))
-        del self._free[best]
-        self._held[best] = self._held[best][:reused]
-        return best, reused
-
-    def remember(self, slot: int, ids: Sequence[int]) -> None:
-        """Record that ``slot`` holds the keys and values of ``ids``."""
-        self._held[slot] = tuple(ids[: len(ids) // self._chunk * self._chunk])
-
-    def give_back(self, slot: int) -> None:
-        self._free[slot] = None
-
-    def forget(self) -> None:
-        """Forget what every slot holds."""
-        self._held = [()] * len(self._held)
-
-    def _common(self, slot: int, ids: Sequence[int], limit: int) -> int:
-        held, common, chunk = self._held[slot], 0, self._chunk
-        while common < min(limit, len(held)) and held[common : common + chunk] == tuple(ids[common : common + chunk]):
-            common += chunk
-        return common

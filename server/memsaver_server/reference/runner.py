@@ -1,29 +1,30 @@
-"""Runs one model on one device, by captured CUDA graphs if there are any."""
+"""Runs one rank's part of a model on one device, by captured CUDA graphs if there are any."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache
 
 import memsaver_core as ms
-from memsaver_server.reference.attention import LayerShape, ShapeProbe, SlotCache, distances
-from memsaver_server.reference.checkpoint import check_in_region
-from memsaver_server.reference.requests import Row
-from memsaver_server.reference.sampling import Sampler, Sampling
-from memsaver_server.reference.tensor_parallel import Partition
+from memsaver_server.reference import weights
+from memsaver_server.reference.attention import Pair, SlotCache, distances
 
-_cuda: Any = torch.cuda  # typed in some versions of torch, and not in others
+# Typed in some versions of torch and transformers only.
+_cuda: Any = torch.cuda
+_DynamicCache: Any = DynamicCache
 
 #: The tokens of the verification prompt, and of the answer to it; together less than a chunk.
 _VERIFY_PROMPT = 16
 _VERIFY_TOKENS = 8
+
+#: Tokens to compute: the slot, the position of the first of them in it, and the tokens.
+Row = tuple[int, int, list[int]]
 
 
 class ModelRunner:
@@ -33,255 +34,236 @@ class ModelRunner:
     On a CUDA device each shape is captured as a graph once.
 
     Belongs to the thread that makes it: regions are per thread, and so are cuBLAS handles, whose workspaces they take.
+
+    Attributes:
+        graphs: by the rows and the tokens of each that one computes.
+        logits: of the last step, for each row those of the next token.
+        unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
     def __init__(
         self,
-        make_model: Callable[[], tuple[Any, Partition]],
         *,
-        device: torch.device,
-        kv_cache_bytes: int,
-        max_len: int,
-        chunk: int,
+        model: str,
+        seed: int | None,
+        device: str,
+        dtype: str | None,
+        kv_cache_bytes: int | None,
+        max_len: int | None,
         batch_sizes: Sequence[int],
-        use_graphs: bool,
+        enforce_eager: bool,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        """``make_model`` returns the model, in host memory or on the device, and which part of it this rank holds.
+        """Load and capture; if there are several ranks, all do so at the same time.
+
+        Args:
+            model: a checkpoint folder or, if there is a ``seed`` of random weights, a configuration.
+            device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same.
+            dtype: torch's name of it.
+
+        The others are those of ``TransformersEngine``.
 
         Raises:
             ValueError: the options do not fit the model; the message says which and what would.
-            RuntimeError: a part of the model is outside its region.
+            RuntimeError: a graph could not be captured.
         """
-        self._device = device
-        self.chunk = chunk
+        self.ranks = ranks
+        self._device = device_of(device, rank)
+        on_gpu = self._device.type == "cuda"
+        self.chunk = 256 if on_gpu else 64
         self._batch_sizes = sorted(set(batch_sizes))
         self.max_batch = self._batch_sizes[-1]
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._stream = _cuda.Stream(device) if device.type == "cuda" else None
-        with torch.no_grad(), self._on_stream():
-            self.model, self.partition = self._place(make_model)
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._stream = _cuda.Stream(self._device) if on_gpu else None
+        self._on_stream: Any = _cuda.stream(self._stream) if on_gpu else nullcontext()
+        self._update: dict[str, Tensor] = {}
+        self.unwritten_weights: frozenset[str] = frozenset()
+        with torch.no_grad(), self._on_stream:
+            with ms.region("weights"):
+                self.model, self.partition = weights.load_part(Path(model), self._device, dtype, seed, rank, ranks)
+            ms.adopt(self.model, "weights")  # a region does not see what other threads loaded
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
-            self._kv_dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
-            self.length = self._fit_length(max_len)
             self.stop_ids = _stop_ids(self.model)
-            self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-            shapes, self.vocabulary = self._probe()
-            self.slots = self._fit_slots(shapes, kv_cache_bytes)
-            self._allocate(shapes)
-            self._warm_up()
-            if use_graphs:
-                self._capture()
+            self._allocate(max_len or (2048 if on_gpu else 512), kv_cache_bytes or (2**30 if on_gpu else 2**26))
+            if on_gpu:
+                with ms.region("workspace"):  # what libraries allocate at first use
+                    for shape in self._inputs:
+                        self._step(shape)
+                    torch.cuda.current_stream(self._device).synchronize()
+                if not enforce_eager:
+                    self._capture()
+        if ranks > 1 and ms.core_settings().prepare_backup:
+            ms.prepare_backup()  # for an engine in one process, the service does so
 
-    @property
-    def captured(self) -> list[int]:
-        """The batch sizes that have a graph."""
-        return sorted(batch for batch, tokens in self._graphs if tokens == 1)
+    def compute(self, rows: Sequence[Row]) -> list[int]:
+        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each.
 
-    # Steps.
-
-    def prefill(self, slot: int, tokens: Sequence[int], start: int, sampler: Sampler | None) -> int | None:
-        """Compute ``tokens`` (at most a chunk) from ``start``; return the next token if ``sampler`` is given."""
-        with self._on_stream():
-            self._prompt.copy_(torch.tensor([[*tokens, *[0] * (self.chunk - len(tokens))]]))
-            # The padding is after the prompt, and is overwritten before anything attends to it.
-            self._prompt_positions.copy_(torch.arange(start, start + self.chunk)[None])
-            self._prompt_slot.fill_(slot)
-            self._prompt_last.fill_(len(tokens) - 1)
-            self._step(1, self.chunk)
-            return None if sampler is None else self._pick([sampler])[0]
-
-    def decode(self, rows: Sequence[Row]) -> list[int]:
-        """Compute one token for each row and return the tokens that follow."""
-        batch = next(size for size in self._batch_sizes if size >= len(rows))
-        spare = [Row(self.slots, 0, 0, rows[0].sampler)] * (batch - len(rows))
-        inputs = torch.tensor([[row.token, row.position, row.slot] for row in (*rows, *spare)])
-        with self._on_stream():
-            self._tokens[:batch].copy_(inputs[:, :1])
-            self._positions[:batch].copy_(inputs[:, 1:2])
-            self._row_slots[:batch].copy_(inputs[:, 2])
-            self._step(batch, 1)
-            return self._pick([row.sampler for row in rows])
+        Returns:
+            For each row the likeliest next token.
+        """
+        tokens = self.chunk if len(rows[0][2]) > 1 else 1
+        batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
+        # The padding of a chunk is after the prompt, and is overwritten before anything attends to it.
+        inputs = [[slot, start, len(ids) - 1, *ids, *[0] * (tokens - len(ids))] for slot, start, ids in rows]
+        inputs += [[self.slots, 0, 0, 0]] * (batch - len(rows))
+        with self._on_stream:
+            self._inputs[batch, tokens].copy_(torch.tensor(inputs))
+            self._step((batch, tokens))
+            likeliest: list[int] = self._likeliest[: len(rows)].tolist()
+            return likeliest
 
     def verify_tokens(self) -> list[int]:
         """Return the tokens that follow a fixed prompt. Uses the spare slot, which no request has."""
-        greedy = Sampler(Sampling())
-        prompt = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
-        token = self.prefill(self.slots, prompt, 0, greedy)
-        assert token is not None
-        tokens = [token]
-        while len(tokens) < _VERIFY_TOKENS:
-            position = len(prompt) + len(tokens) - 1
-            tokens += self.decode([Row(self.slots, position, tokens[-1], greedy)])
-        return tokens
+        ids = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
+        cached = 0
+        while len(ids) < _VERIFY_PROMPT + _VERIFY_TOKENS:
+            ids += self.compute([(self.slots, cached, ids[cached:])])
+            cached = len(ids) - 1
+        return ids[_VERIFY_PROMPT:]
+
+    def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
+        """Read a checkpoint folder or the payload of a request, and check that it fits. ``write_update`` writes it.
+
+        Raises:
+            ValueError, OSError: it does not fit, or cannot be read.
+            RuntimeError: the weights are released.
+        """
+        if folder:
+            whole = weights.load_checkpoint(Path(folder)).state_dict()
+        else:
+            whole = weights.read_payload(payload, load_format)
+        self._update = weights.check_update(self.model, whole, self.partition, complete=bool(folder))
+
+    def write_update(self) -> list[str]:
+        """Write what was read over the model's tensors, and return their names. Between two steps only."""
+        parts, self._update = self._update, {}
+        self.model.load_state_dict(parts, strict=False)
+        self.check()
+        own = self.model.state_dict(keep_vars=True)
+        written = {own[name] for name in parts}  # tied ones have several names
+        self.unwritten_weights = frozenset(name for name in self.unwritten_weights if own[name] not in written)
+        return list(parts)
 
     def repair(self, lost: Sequence[str]) -> None:
         """Restore what came back without content under the tags ``lost``.
 
-        Not the weights, which the caller overwrites, but what is computed at load and in no update.
+        Not the weights, which updates overwrite, but what is computed at load and in no update.
         """
-        with torch.no_grad(), self._on_stream():
+        with torch.no_grad(), self._on_stream:
             if "weights" in lost:
+                self.unwritten_weights = frozenset(name for name, _ in self.model.named_parameters())
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(self._buffers[name])
-            if "cuda_graph" in lost and self._graphs:
-                self._graphs.clear()
+            if "cuda_graph" in lost and self.graphs:
+                self.graphs.clear()
                 self._capture()
             self.check()
 
     def check(self) -> None:
-        """Raise the error that the device's context is in, if any."""
+        """Wait for the device, and raise the error that its context is in, if any."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
         """Free all device memory."""
-        self._graphs.clear()
-        for name in list(vars(self)):
-            if isinstance(vars(self)[name], (Tensor, nn.Module, SlotCache)):
-                delattr(self, name)
+        self.graphs.clear()
+        del self.model, self._cache, self._inputs, self._offsets, self.logits, self._likeliest
 
-    def _step(self, batch: int, tokens: int) -> None:
-        graph = self._graphs.get((batch, tokens))
+    def _step(self, shape: tuple[int, int]) -> None:
+        """Compute the static outputs from the static inputs of ``shape``: the rows, and the tokens of each."""
+        graph = self.graphs.get(shape)
         if graph is not None:
             graph.replay()
-        elif tokens == 1:
-            self._forward(self._tokens[:batch], self._positions[:batch], self._row_slots[:batch], None)
-        else:
-            self._forward(self._prompt, self._prompt_positions, self._prompt_slot, self._prompt_last)
+            return
+        batch, tokens = shape
+        inputs = self._inputs[shape]
+        slots = inputs[:, 0].contiguous()  # strided ones make index_select slow
+        positions = inputs[:, 1:2] + self._offsets[:tokens]
+        last = inputs[0, 2:3]  # of a chunk, the token whose logits are needed
+        keep = {"logits_to_keep": last} if tokens > 1 else {}
+        self._cache.begin(slots, positions)
+        logits = self._forward(inputs[:, 3:], positions, self._cache, self.length, **keep)
+        if logits.shape[1] > 1:  # not every model knows what to keep
+            logits = logits.index_select(1, last)
+        self.logits[:batch].copy_(logits[:, -1])
+        self._likeliest[:batch].copy_(torch.argmax(self.logits[:batch], dim=-1))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, last: Tensor | None) -> None:
-        """Compute static outputs from static inputs; ``last`` is the token whose logits are needed, None: all."""
-        self._cache.begin(positions, slots)
-        keep: dict[str, Any] = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
-        logits = self.model(
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: Any, length: int, **keep: Any) -> Tensor:
+        logits: Tensor = self.model(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=distances(positions, self.length),
-            past_key_values=self._cache,
+            attention_mask=distances(positions, length),
+            past_key_values=cache,
             use_cache=True,
             **keep,
         ).logits
-        if last is not None and not keep:
-            logits = logits.index_select(1, last)
-        batch = tokens.shape[0]
-        self._logits[:batch].copy_(logits[:, -1])
-        self._likeliest[:batch].copy_(torch.argmax(self._logits[:batch], dim=-1))
+        return logits
 
-    def _pick(self, samplers: Sequence[Sampler]) -> list[int]:
-        likeliest: list[int] = self._likeliest[: len(samplers)].tolist()
-        return [
-            token if sampler.greedy else sampler.pick(self._logits[row])
-            for row, (sampler, token) in enumerate(zip(samplers, likeliest, strict=True))
-        ]
-
-    # Construction.
-
-    def _place(self, make_model: Callable[[], tuple[Any, Partition]]) -> tuple[Any, Partition]:
-        gc.collect()  # garbage of an earlier engine must not be freed while bytes are counted
-        before = next((tag.bytes for tag in ms.status().tags if tag.tag == "weights"), 0)
-        with ms.region("weights"):
-            model, partition = make_model()
-            model = model.to(self._device)
-        # A region on the host driver does not see what other threads loaded.
-        ms.adopt(model, "weights")
-        check_in_region(model, "weights", before)
-        return model, partition
-
-    def _fit_length(self, max_len: int) -> int:
-        """Return ``max_len`` limited by the model, in whole chunks."""
+    def _allocate(self, max_len: int, kv_cache_bytes: int) -> None:
+        """Find out by one token what the model's layers store; allocate slots and the static tensors."""
         most = int(getattr(self.model.config, "max_position_embeddings", max_len))
-        length = min(max_len, most) // self.chunk * self.chunk
-        if length < self.chunk:
+        self.length = min(max_len, most) // self.chunk * self.chunk
+        if self.length < self.chunk:
             raise ValueError(f"max_len must be at least {self.chunk} tokens for this engine and model, not {max_len}")
-        return length
-
-    def _probe(self) -> tuple[list[LayerShape], int]:
-        """Find out by one token what the model's layers store, and the size of its vocabulary."""
-        probe = ShapeProbe()
-        position = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        # On the host no library keeps memory of a first step.
-        with ms.region("workspace") if self._device.type == "cuda" else contextlib.nullcontext():
-            logits = self.model(
-                input_ids=position,
-                position_ids=position,
-                attention_mask=distances(position, 1),
-                past_key_values=probe,
-                use_cache=True,
-            ).logits
-        if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+        probe, token = _DynamicCache(), torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with ms.region("workspace"):  # what libraries allocate at first use
+            self.vocabulary = int(self._forward(token, token, probe, 1).shape[-1])
+        if not probe.layers or not all(each.is_initialized for each in probe.layers):
             raise ValueError(f"{type(self.model).__name__} cannot be served: it did not use the cache given to it")
-        return [probe.shapes[layer] for layer in range(len(probe.shapes))], int(logits.shape[-1])
-
-    def _fit_slots(self, shapes: Sequence[LayerShape], kv_cache_bytes: int) -> int:
-        """Return how many slots fit, besides the spare one."""
-        per_slot = sum(s.heads * (s.key_dim + s.value_dim) for s in shapes) * self.length * self._kv_dtype.itemsize
-        slots = kv_cache_bytes // per_slot - 1
-        if slots < 1:
+        #: Of each layer the heads, and the elements of a key and of a value.
+        shapes = [(each.keys.shape[1], each.keys.shape[-1], each.values.shape[-1]) for each in probe.layers]
+        dtype = self.model.get_input_embeddings().weight.dtype
+        per_slot = sum(heads * (key + value) for heads, key, value in shapes) * self.length * dtype.itemsize
+        self.slots = kv_cache_bytes // per_slot - 1  # besides the spare one
+        if self.slots < 1:
             raise ValueError(
                 f"kv_cache_bytes = {kv_cache_bytes} is too small: a slot of {self.length} tokens takes {per_slot} "
                 f"bytes and two are the least; give {2 * per_slot} bytes, or a smaller max_len"
             )
-        return int(slots)
 
-    def _allocate(self, shapes: Sequence[LayerShape]) -> None:
-        length, batch, slots = self.length, self.max_batch, self.slots + 1
-        values = functools.partial(torch.zeros, dtype=self._kv_dtype, device=self._device)
-        ids = functools.partial(torch.zeros, dtype=torch.long, device=self._device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        def pair(count: int, shape: tuple[int, int, int]) -> Pair:
+            heads, key, value = shape
+            keys, values = (zeros(count, heads, self.length, dim, dtype=dtype) for dim in (key, value))
+            return keys, values
+
         with ms.region("kv_cache"):
-            layers = [
-                (values(slots, s.heads, length, s.key_dim), values(slots, s.heads, length, s.value_dim)) for s in shapes
-            ]
-        kinds = {(s.heads, dim) for s in shapes for dim in (s.key_dim, s.value_dim)}
+            layers = [pair(self.slots + 1, shape) for shape in shapes]
         with ms.region("workspace"):
-            scratch = {(n, dim): (values(batch, n, length, dim), values(batch, n, length, dim)) for n, dim in kinds}
-        self._cache = SlotCache(layers, scratch)
+            scratch = {shape: pair(self.max_batch, shape) for shape in set(shapes)}
+        self._cache = SlotCache(layers, [scratch[shape] for shape in shapes])
+        # The largest first: the graphs of smaller ones use its memory again.
+        steps = [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
         with ms.region("cuda_graph"):
-            self._tokens = ids(batch, 1)
-            self._positions = ids(batch, 1)
-            self._row_slots = ids(batch).fill_(self.slots)
-            self._prompt = ids(1, self.chunk)
-            self._prompt_positions = torch.arange(self.chunk, device=self._device)[None].clone()
-            self._prompt_slot = ids(1).fill_(self.slots)
-            self._prompt_last = ids(1)
-            self._logits = torch.zeros(batch, self.vocabulary, dtype=torch.float32, device=self._device)
-            self._likeliest = ids(batch)
-
-    def _warm_up(self) -> None:
-        """Run each shape once, so that what libraries allocate at first use is under ``workspace``."""
-        if self._device.type != "cuda":
-            return
-        with ms.region("workspace"):
-            for batch, tokens in self._shapes():
-                self._step(batch, tokens)
-            torch.cuda.current_stream(self._device).synchronize()
+            self._inputs = {(batch, tokens): zeros(batch, 3 + tokens) for batch, tokens in steps}
+            self._offsets = torch.arange(self.chunk, device=self._device)
+            self.logits = zeros(self.max_batch, self.vocabulary, dtype=torch.float32)
+            self._likeliest = zeros(self.max_batch)
 
     def _capture(self) -> None:
         pool = ms.GraphPool("cuda_graph")  # one for all: only one graph replays at a time
-        for batch, tokens in self._shapes():
+        for shape in self._inputs:
             graph = torch.cuda.CUDAGraph()
             with ms.region("cuda_graph"):  # the random generator's state for graphs
                 graph.register_generator_state(torch.cuda.default_generators[self._device.index or 0])
             try:
                 with ms.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                    self._step(batch, tokens)
+                    self._step(shape)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"capturing the step of {batch} x {tokens} tokens as a CUDA graph failed ({error}); "
+                    f"capturing the step of {shape[0]} x {shape[1]} tokens as a CUDA graph failed ({error}); "
                     "enforce_eager=True serves the model without graphs"
                 ) from error
-            self._graphs[batch, tokens] = graph
+            self.graphs[shape] = graph
 
-    def _shapes(self) -> list[tuple[int, int]]:
-        """Return (batch, tokens) of every step, the largest first: smaller ones reuse its memory."""
-        return [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
+def device_of(first: str, rank: int) -> torch.device:
+    """Return the device of ``rank`` if that of rank 0 is ``first``."""
+    device = torch.device(first)
+    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 
 
 def _stop_ids(model: Any) -> frozenset[int]:

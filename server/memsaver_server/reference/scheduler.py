@@ -1,8 +1,7 @@
-"""The scheduler: a thread that admits requests and computes them in batches."""
+"""The scheduler: a thread that admits requests and computes them in batches, with a cache of prefixes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -11,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from memsaver_core import MemsaverError, hibernation
-from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode, DrainTimeoutError, never
-from memsaver_server.reference.requests import Request, Row, SlotTable
+from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
+from memsaver_core.contract.requests import DrainMode
+from memsaver_server.engine import DRAIN_POLL_S, check_drain_mode, never
+from memsaver_server.reference.requests import Request
+from memsaver_server.reference.runner import ModelRunner
 from memsaver_server.threads import start_thread
-
-if TYPE_CHECKING:
-    from memsaver_server.reference.runner import ModelRunner
 
 log = logging.getLogger("memsaver.engine")
 _Result = TypeVar("_Result")
@@ -31,46 +30,84 @@ _LAST_STEP_S = 30.0
 
 
 class EngineDeadError(MemsaverError):
-    """The engine can compute nothing more, for ``reason``. Nothing was computed."""
+    """The engine can compute nothing more. Nothing was computed."""
 
     kind = "engine_dead"
     status = 503
 
-    def __init__(self, reason: BaseException | str) -> None:
-        super().__init__(f"the engine is dead: {reason}")
+
+class SlotTable:
+    """Assigns slots and caches prefixes: a new prompt gets the slot that holds most of its beginning.
+
+    Only whole chunks are cached: a chunk is always computed in the same shape at the same position, so that a reused
+    one is bitwise what computing it again would give.
+    """
+
+    def __init__(self, slots: int, chunk: int) -> None:
+        self._chunk = chunk
+        self._held: list[list[int]] = [[]] * slots
+        self.free = list(range(slots))  # in the order of their return
+
+    def take(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Take a free slot for ``ids``; return it and how many of the ids it holds already.
+
+        At least one token is left to compute, which gives the next one. Of slots that hold nothing of the ids it is one
+        that is empty, else the least recently used.
+        """
+        best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
+        self.free.remove(best)
+        self._held[best] = self._held[best][: self._common(best, ids)]
+        return best, len(self._held[best])
+
+    def remember(self, slot: int, ids: Sequence[int]) -> None:
+        """Record that ``slot`` holds the keys and values of ``ids``."""
+        self._held[slot] = list(ids[: len(ids) // self._chunk * self._chunk])
+
+    def forget(self) -> None:
+        """Forget what every slot holds."""
+        self._held = [[]] * len(self._held)
+
+    def _common(self, slot: int, ids: Sequence[int]) -> int:
+        held, common = self._held[slot], 0
+        end = min(len(held), len(ids) - 1)
+        while (upto := common + self._chunk) <= end and held[common:upto] == ids[common:upto]:
+            common = upto
+        return common
 
 
 class Scheduler:
-    """Continuous batching over a runner, made and driven by one thread.
+    """Continuous batching over a runner, made and driven by one thread: the part of ``Engine`` that needs no model.
 
     Accepted requests are in flight until they are answered, with or without a slot. After a drain nothing is computed
     until admission opens: this is checked before every step, so that no step touches released memory.
     """
 
-    def __init__(self, make_runner: Callable[[], ModelRunner]) -> None:
-        """Start the thread and wait for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
-        self._make_runner = make_runner
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        wait: Callable[[Future[ModelRunner]], ModelRunner] = Future.result,
+    ) -> None:
+        """Start the thread and ``wait`` for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
+        self._held: list[Request] = []  # wait for admission to open; a drain does not wait for them
         self._running: list[Request] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed: str | None = None
         self._hold = 0
         self._quiesced = False
         self._busy = False
-        self._stopping = False
         self._failure: BaseException | None = None
-        self._decode_next = False
+        self._prompt_last = False
         self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
-        self._thread = start_thread("memsaver-engine", partial(self._main, ready))
-        self.runner = ready.result()
+        self._thread = start_thread("memsaver-engine", partial(self._main, make_runner, ready))
+        self.runner = wait(ready)
 
-    @property
-    def alive(self) -> bool:
-        return not self._ended and self._thread.is_alive()
+    def is_alive(self) -> bool:
+        return self._failure is None and self._thread.is_alive()
 
-    def submit(self, request: Request) -> Future[Request]:
+    def enqueue(self, request: Request) -> Future[Request]:
         """Queue a request; cancelling its future ends it.
 
         Raises:
@@ -78,47 +115,45 @@ class Scheduler:
             EngineDeadError: the engine is dead.
         """
         with self._changed:
-            if self._failure is not None:
-                raise EngineDeadError(self._failure)
-            if self._stopping:
-                raise AdmissionClosedError("the engine is shutting down")
-            if self._closed is not None:
-                held = sum(other.held and not other.future.cancelled() for other in self._waiting)
+            self._check_alive()
+            if self._closed is None:
+                self._waiting.append(request)
+            else:
+                held = sum(not other.future.cancelled() for other in self._held)
                 if held >= self._hold:
                     full = f"; {held} requests wait already" if self._hold else ""
                     raise AdmissionClosedError(self._closed + full)
-                request.held = True
-            self._waiting.append(request)
+                self._held.append(request)
             self._changed.notify_all()
         request.future.add_done_callback(self._wake)
         return request.future
 
-    def close_admission(self, reason: str, hold: int) -> None:
-        """Refuse new requests; up to ``hold`` of them wait until admission opens."""
+    def close_admission(self, reason: str, *, hold: int = 0) -> None:
         with self._changed:
             self._closed, self._hold = reason, hold
 
     def open_admission(self) -> None:
-        """Take requests again; held and frozen ones continue."""
         with self._changed:
             self._closed = None
             self._quiesced = False
-            for request in self._waiting:
-                request.held = False
+            self._waiting.extend(self._held)
+            self._held.clear()
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float, mode: DrainMode, given_up: Callable[[], bool] = never) -> None:
-        """Drain as ``mode`` says, and compute nothing until `open_admission`.
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        """See ``Engine``. Frozen requests continue from the KV cache if it was kept, else by computing it again.
 
         Raises:
-            DrainTimeoutError: it took longer than ``timeout_s`` or was given up. Nothing is frozen that was not before.
+            DrainTimeoutError: it took longer; the engine continues as before.
+            ValueError: the mode is unknown.
         """
+        check_drain_mode(mode)
         deadline = time.monotonic() + timeout_s
         with self._changed:
             quiesced_before = self._quiesced
             self._quiesced = quiesced_before or mode != "wait"
             if mode == "abort":
-                self.abort("aborted: generation was stopped")
+                self.abort_all("aborted: generation was stopped")
             while not self._is_drained():
                 self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
                 # Check again: the last change may have come with the deadline.
@@ -128,16 +163,16 @@ class Scheduler:
                     raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])
             self._quiesced = True
 
-    def abort(self, message: str) -> None:
+    def abort_all(self, message: str = "aborted by request") -> None:
         """End every request in flight with the tokens that it has."""
         with self._changed:  # reentrant: a drain aborts with the lock held
             for request in self._in_flight():
-                request.abort(message)
+                request.finish = {"type": "abort", "message": message}
             if not self._busy:
                 self._sweep()
             self._changed.notify_all()
 
-    def forget_prefixes(self) -> None:
+    def flush_cache(self) -> None:
         with self._changed:
             self._slots.forget()
 
@@ -145,8 +180,7 @@ class Scheduler:
         """Run ``work`` between two steps in the runner's thread; return or raise what it does."""
         future: Future[_Result] = Future()
         with self._changed:
-            if not self.alive:
-                raise EngineDeadError(self._failure or "it was shut down")
+            self._check_alive()
             self._calls.append((work, future))
             self._changed.notify_all()
         return future.result()
@@ -159,94 +193,77 @@ class Scheduler:
                 request.cached = 0
 
     def fail(self, error: BaseException) -> None:
-        """The engine is dead because of ``error``: requests in flight are answered with it."""
+        """Compute nothing more, because of ``error``: requests in flight are answered with it."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread and its runner. Requests in flight fail. Idempotent."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self.fail(AdmissionClosedError("the engine is shutting down"))
         if self._thread is not threading.current_thread():
             self._thread.join(_LAST_STEP_S)
             if self._thread.is_alive():
                 log.error("a step has not ended for %g s; the process continues without waiting for it", _LAST_STEP_S)
 
-    @property
-    def _ended(self) -> bool:
-        return self._stopping or self._failure is not None
-
-    # With the lock held.
-
-    def _in_flight(self) -> list[Request]:
-        return [*self._running, *(request for request in self._waiting if not request.held)]
-
-    def _is_drained(self) -> bool:
-        if not self.alive:
-            return True
-        return not self._busy and not self._calls and (self._quiesced or not self._in_flight())
-
-    def _sweep(self) -> None:
-        """Answer requests that have ended, drop cancelled ones, and free their slots."""
-        ended = [r for r in (*self._running, *self._waiting) if r.finish is not None or r.future.cancelled()]
-        for request in ended:
-            self._remove(request)
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_result(request)
-
-    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
-        for request in requests:
-            self._remove(request)
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(error)
-
-    def _remove(self, request: Request) -> None:
-        if request.slot >= 0:
-            self._slots.give_back(request.slot)
-            request.slot = -1
-        for requests in (self._running, self._waiting):
-            with contextlib.suppress(ValueError):
-                requests.remove(request)
-        self._changed.notify_all()
-
-    def _wake(self, _: Future[Request]) -> None:
+    def _wake(self, _: object = None) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _admit(self) -> None:
-        while self._slots.free:
-            request = next((request for request in self._waiting if not request.held), None)
-            if request is None:
-                return
-            self._waiting.remove(request)
-            request.slot, request.cached = self._slots.take(request.ids)
-            request.reused = request.cached
-            self._running.append(request)
+    # With the lock held.
+
+    def _check_alive(self) -> None:
+        if isinstance(self._failure, AdmissionClosedError):
+            raise self._failure
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine is dead: {self._failure}")
+
+    def _in_flight(self) -> list[Request]:
+        return [*self._running, *self._waiting]
+
+    def _is_drained(self) -> bool:
+        idle = not self._busy and not self._calls
+        return not self.is_alive() or (idle and (self._quiesced or not self._in_flight()))
+
+    def _sweep(self) -> None:
+        """Answer requests that have ended, drop cancelled ones, and free their slots."""
+        for requests in (self._running, self._waiting, self._held):
+            for request in [each for each in requests if each.finish is not None or each.future.cancelled()]:
+                requests.remove(request)
+                if request.slot >= 0:
+                    self._slots.free.append(request.slot)
+                if not request.future.set_running_or_notify_cancel():
+                    continue
+                if isinstance(request.finish, BaseException):
+                    request.future.set_exception(request.finish)
+                else:
+                    request.future.set_result(request)
+        self._changed.notify_all()
 
     def _choose(self) -> list[Request]:
         """Return what to compute next: one request's next chunk, or a batch's next tokens, alternately."""
         self._sweep()
         if self._quiesced:
             return []
-        self._admit()
+        while self._slots.free and self._waiting:
+            request = self._waiting.popleft()
+            request.slot, request.cached = self._slots.take(request.ids)
+            request.reused = request.cached
+            self._running.append(request)
         prefills = [request for request in self._running if request.needs_prefill]
         decodes = [request for request in self._running if not request.needs_prefill]
-        if prefills and not (decodes and self._decode_next):
-            self._decode_next = True
+        self._prompt_last = bool(prefills) and not (decodes and self._prompt_last)
+        if self._prompt_last:
             return prefills[:1]
-        self._decode_next = False
-        batch = decodes[: self.runner.max_batch]
-        if len(decodes) > len(batch):  # round-robin if they exceed a batch
-            self._running = [request for request in self._running if request not in batch] + batch
+        batch, others = decodes[: self.runner.max_batch], decodes[self.runner.max_batch :]
+        self._running = [*prefills, *others, *batch]  # round-robin if they exceed a batch
         return batch
 
     # On the scheduler's thread.
 
-    def _main(self, ready: Future[ModelRunner]) -> None:
+    def _main(self, make_runner: Callable[[], ModelRunner], ready: Future[ModelRunner]) -> None:
         try:
-            self.runner = self._make_runner()
+            self.runner = make_runner()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # frames hold the incomplete runner and its device memory
             ready.set_exception(error)
@@ -254,71 +271,60 @@ class Scheduler:
         self._slots = SlotTable(self.runner.slots, self.runner.chunk)
         ready.set_result(self.runner)
         with torch.no_grad():
-            self._loop()
+            failure = self._loop()
             if not hibernation.is_hibernated():  # else it would wait for a wake-up
                 self.runner.close()
         with self._changed:
-            reason = self._failure or AdmissionClosedError("the engine was shut down")
-            self._fail([*self._running, *self._waiting], reason)
+            for request in (*self._in_flight(), *self._held):
+                request.finish = request.finish or failure
+            self._sweep()
             for _, future in self._calls:
-                future.set_exception(EngineDeadError(reason))
+                future.set_exception(EngineDeadError(f"the engine is dead: {failure}"))
             self._calls.clear()
             self._changed.notify_all()
 
-    def _loop(self) -> None:
+    def _loop(self) -> BaseException:
+        """Compute until the engine fails or is closed; return why."""
         while True:
             chosen: list[Request] = []
             with self._changed:
-                while not (self._ended or self._calls or (chosen := self._choose())):
+                while not (self._failure or self._calls or (chosen := self._choose())):
                     self._changed.wait()
-                if self._ended:
-                    return
+                if self._failure:
+                    return self._failure
                 call = self._calls.popleft() if self._calls else None
                 self._busy = True
-            try:
-                if call is not None:
-                    self._run(*call)
-                else:
-                    self._compute(chosen)
-            except Exception as error:
-                self._failed_step(chosen, error)
+            if call is not None:
+                work, future = call
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+            else:
+                self._compute(chosen)
             with self._changed:
                 self._busy = False
                 self._sweep()
-                self._changed.notify_all()
-
-    def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
 
     def _compute(self, chosen: list[Request]) -> None:
         """Compute one step. Meanwhile other threads only mark the chosen requests aborted."""
-        if not chosen[0].needs_prefill:
-            rows = [Row(request.slot, request.cached, request.ids[-1], request.sampler) for request in chosen]
-            for request, token in zip(chosen, self.runner.decode(rows), strict=True):
-                request.cached += 1
-                request.accept(token, self.runner.stop_ids, self.runner.length)
-            return
-        request = chosen[0]
-        ids = request.ids
-        start = request.cached - request.cached % self.runner.chunk
-        chunk = ids[start : start + self.runner.chunk]
-        last = start + len(chunk) == len(ids)
-        next_token = self.runner.prefill(request.slot, chunk, start, request.sampler if last else None)
-        request.cached = start + len(chunk)
-        with self._changed:
-            self._slots.remember(request.slot, ids[: request.cached])
-        if next_token is not None:
-            request.accept(next_token, self.runner.stop_ids, self.runner.length)
-
-    def _failed_step(self, chosen: list[Request], error: Exception) -> None:
-        log.exception("a step failed; the requests in it are answered with the error")
+        chunk = self.runner.chunk if chosen[0].needs_prefill else 1
+        rows = [(each.slot, each.cached, each.ids[each.cached : each.cached + chunk]) for each in chosen]
         try:
-            self.runner.check()
-        except Exception as lost:
-            log.critical("the engine is dead: %s", lost)
-            self._failure = lost
-        with self._changed:
-            self._fail(chosen, error)
+            for row, (request, token) in enumerate(zip(chosen, self.runner.compute(rows), strict=True)):
+                request.cached += len(rows[row][2])
+                if chunk > 1:
+                    with self._changed:
+                        self._slots.remember(request.slot, request.ids[: request.cached])
+                if request.cached == len(request.ids):
+                    drawn = token if request.greedy else request.pick(self.runner.logits[row])
+                    request.accept(drawn, self.runner.stop_ids, self.runner.length)
+        except Exception as error:
+            log.exception("a step failed; the requests in it are answered with the error")
+            for request in chosen:
+                request.finish = error
+            try:
+                self.runner.check()
+            except Exception as lost:
+                log.critical("the engine is dead: %s", lost)
+                self.fail(lost)

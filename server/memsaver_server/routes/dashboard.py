@@ -14,26 +14,18 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response, StreamingResponse
 
-from memsaver_server.device_monitor import Sample
+from memsaver_core.contract.errors import NotFoundError
+from memsaver_server.controller import Controller, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.errors import NotFoundError
-from memsaver_server.http.requests import ServiceOf, guard
-from memsaver_server.http.serializers import event, occupation_answer, operation_status
-from memsaver_server.http.service import Service, event_stream
+from memsaver_server.http.requests import guard
+from memsaver_server.http.service import ControllerOf, event_stream
+from memsaver_server.routes.operations import event
 
-# Not part of the API: the feed changes with the page.
-router = APIRouter(include_in_schema=False)
-
-_SCRIPTS = (
-    *("backup", "chart", "communicators", "devices", "engines", "feed", "format", "operations", "page", "ranks"),
-    *("tags", "timeline"),
-)
+_FOLDER = files("memsaver_server") / "dashboard"
+_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
 #: The page's files and their media types.
 FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
+    each.name: _TYPES.get(each.name.rpartition(".")[2], "text/javascript; charset=utf-8") for each in _FOLDER.iterdir()
 }
 HEADERS = {
     # Only this server's files and answers; no framing, against clickjacking.
@@ -52,51 +44,50 @@ RUNNING_INTERVAL_S = 0.25
 RECENT = 30
 
 
-@router.get("/")
-async def page() -> Response:
-    """The page."""
-    return _file("index.html")
+def router(_models: Models) -> APIRouter:
+    """Return the routes."""
+    routes = APIRouter(include_in_schema=False)  # not part of the API: the feed changes with the page
 
+    @routes.get("/")
+    async def page() -> Response:
+        """The page."""
+        return _file("index.html")
 
-@router.get("/dashboard/feed")
-@reads_only
-async def feed(service: ServiceOf, _key: None = Depends(guard)) -> StreamingResponse:
-    """Server-sent events: ``past`` samples once, then ``occupation`` each second and ``operation`` at each change."""
-    return event_stream(_feed(service))
+    @routes.get("/dashboard/feed")
+    @reads_only
+    async def feed(controller: ControllerOf, _key: None = Depends(guard)) -> StreamingResponse:
+        """Server-sent events: ``past`` samples once, then ``occupation`` each second and ``operation`` at each
+        change."""
+        return event_stream(_feed(controller))
 
+    @routes.get("/dashboard/{name}")
+    async def page_file(name: str) -> Response:
+        """A file of the page."""
+        if name not in FILES:
+            raise NotFoundError(f"the dashboard has no file {name!r}")
+        return _file(name)
 
-@router.get("/dashboard/{name}")
-async def page_file(name: str) -> Response:
-    """A file of the page."""
-    if name not in FILES:
-        raise NotFoundError(f"the dashboard has no file {name!r}")
-    return _file(name)
+    return routes
 
 
 def _file(name: str) -> Response:
-    content = (files("memsaver_server") / "dashboard" / name).read_bytes()
-    return Response(content, media_type=FILES[name], headers=HEADERS)
+    return Response((_FOLDER / name).read_bytes(), media_type=FILES[name], headers=HEADERS)
 
 
-async def _feed(service: Service) -> AsyncIterator[str]:
-    yield event("past", {"readings": [_used(sample) for sample in service.monitor.history()]})
-    sent: dict[str, tuple[str, str, int]] = {}
+async def _feed(controller: Controller[Any]) -> AsyncIterator[str]:
+    yield event("past", {"readings": list(controller.readings())})
+    sent: dict[str, object] = {}
     due = 0.0
-    while not service.closing.is_set():
-        recent = service.lifecycle.operations.recent()[:RECENT]
-        now: dict[str, tuple[str, str, int]] = {each.id: (each.status, each.phase, len(each.phases)) for each in recent}
+    while not controller.closing.is_set():
+        recent = controller.recent()[:RECENT]
+        now = {each.id: controller.mark(each) for each in recent}
         for operation in reversed(recent):
             # The progress of a running one always changes.
-            if operation.is_running or sent.get(operation.id) != now[operation.id]:
-                yield event("operation", {**operation_status(operation), "phase_starts": list(operation.phase_starts)})
+            if operation.status in ("running", "prepared") or sent.get(operation.id) != now[operation.id]:
+                yield event("operation", controller.timeline(operation))
         if now != sent or time.monotonic() >= due:
             sent = now
-            due = time.monotonic() + (RUNNING_INTERVAL_S if service.lifecycle.operations.running else IDLE_INTERVAL_S)
-            sample = await service.monitor.fresh()
-            occupation = occupation_answer(service.lifecycle, service.engine, sample)
-            yield event("occupation", {"at": sample.at, **occupation})
+            running = any(not each.has_ended for each in recent)
+            due = time.monotonic() + (RUNNING_INTERVAL_S if running else IDLE_INTERVAL_S)
+            yield event("occupation", await controller.shown())
         await asyncio.sleep(TICK_S)
-
-
-def _used(sample: Sample) -> dict[str, Any]:
-    return {"at": sample.at, "used_bytes": {device.index: device.used_bytes for device in sample.devices}}

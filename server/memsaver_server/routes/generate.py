@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
-from memsaver_server.engine import GeneratingEngine
-from memsaver_server.http.errors import BadRequestError
-from memsaver_server.http.requests import ERROR_RESPONSES, ServiceOf, guard, json_of
+from memsaver_core.contract.errors import BadRequestError
+from memsaver_server.controller import Models
+from memsaver_server.http.requests import failures, guard, json_of
+from memsaver_server.http.service import ServiceOf
 from memsaver_server.http.unknown_fields import NamesIgnored, check_names
 
-router = APIRouter(route_class=NamesIgnored, tags=["generation"], dependencies=[Depends(guard)])
 _SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
 _FIELDS = {
     "text": {"type": "string"},
@@ -25,17 +25,20 @@ _FIELDS = {
 _CONTENT = {"application/json": {"schema": {"type": "object", "properties": _FIELDS}}}
 
 
-@router.post("/generate", responses=ERROR_RESPONSES, openapi_extra={"requestBody": {"content": _CONTENT}})
-async def generate(request: Request, service: ServiceOf) -> JSONResponse:
-    """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine accepts no requests."""
-    engine = cast(GeneratingEngine, service.engine)
-    asked: dict[str, Any] = await json_of(request)
-    request.state.memsaver_ignored = check_names([name for name in asked if asked[name] is not None], _FIELDS)
-    if asked.get("stream"):
-        raise BadRequestError("stream is not supported: the answer comes whole. Send the request without it")
-    try:
-        generated = await engine.generate(asked)
-    except ValueError as error:
-        raise BadRequestError(str(error)) from None
-    await service.fair_queue.wait()  # a whole batch may end at once
-    return JSONResponse(generated)
+def router(_models: Models) -> APIRouter:
+    """Return the route."""
+    routes = APIRouter(route_class=NamesIgnored, tags=["generation"], dependencies=[Depends(guard)])
+
+    @routes.post("/generate", responses=failures(), openapi_extra={"requestBody": {"content": _CONTENT}})
+    async def generate(request: Request, service: ServiceOf) -> JSONResponse:
+        """Generate ``text`` and ``output_ids`` from ``text`` or ``input_ids``. 503 while the engine accepts no
+        requests."""
+        asked: dict[str, Any] = await json_of(request)
+        request.state.memsaver_ignored = check_names([name for name in asked if asked[name] is not None], _FIELDS)
+        if asked.get("stream"):
+            raise BadRequestError("stream is not supported: the answer comes whole. Send the request without it")
+        generated = await service.controller.generate(asked)
+        await service.fair_queue.wait()  # a whole batch may end at once
+        return JSONResponse(generated)
+
+    return routes

@@ -1,53 +1,42 @@
-"""What the process holds on its devices now, and whether its content is whole."""
+"""What is held on devices now, and whether its content is whole."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-from pydantic import Field
 
+from memsaver_core.contract.requests import Tagged
+from memsaver_server.controller import Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import (
-    ERROR_RESPONSES,
-    REFUSED_RESPONSES,
-    ServiceOf,
-    fields_of,
-    guard,
-    takes,
-)
-from memsaver_server.http.serializers import message_answer, occupation_answer
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, takes
+from memsaver_server.http.service import ControllerOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
-from memsaver_server.schemas import Fields, MessageAnswer, OccupationAnswer, Tags
 
 
-class ContentWrittenFields(Fields):
-    """The tags whose content was written again after a release had discarded it."""
+def router(models: Models) -> APIRouter:
+    """Return the routes."""
+    routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
+    tagged = joined(Tagged, models.selected)
+    by_tagged = Depends(fields_of(tagged))
 
-    tags: Tags | None = Field(default=None, description="Absent or empty means all whose content is lost.")
+    @routes.get("/memory_occupation", response_model=models.occupation, responses=failures(only=REFUSED))
+    @reads_only
+    async def memory_occupation(controller: ControllerOf) -> JSONResponse:
+        """States, tags, devices and backups. Waits for no operation; an unresponsive device or engine is shown as last
+        read."""
+        return JSONResponse(await controller.occupation())
 
+    @routes.post(
+        "/content_written",
+        response_model=models.message,
+        responses=failures(models.failures),
+        openapi_extra=takes(tagged),
+    )
+    async def content_written(controller: ControllerOf, fields: Any = by_tagged) -> JSONResponse:
+        """Say that content which a release had discarded was written, in a way that the service cannot see. Without
+        tags: all whose content is lost."""
+        return response_of(await controller.written(fields, fields.tags))
 
-router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
-
-
-@router.get("/memory_occupation", response_model=OccupationAnswer, responses=REFUSED_RESPONSES)
-@reads_only
-async def memory_occupation(service: ServiceOf) -> JSONResponse:
-    """States, tags, devices and backups. Waits for no operation; an unresponsive device is shown as last read."""
-    sample = await service.monitor.fresh()
-    return JSONResponse(occupation_answer(service.lifecycle, service.engine, sample))
-
-
-@router.post(
-    "/content_written",
-    response_model=MessageAnswer,
-    responses=ERROR_RESPONSES,
-    openapi_extra=takes(ContentWrittenFields),
-)
-async def content_written(
-    service: ServiceOf, fields: Annotated[ContentWrittenFields, Depends(fields_of(ContentWrittenFields))]
-) -> JSONResponse:
-    """Say that content which a release had discarded was written, in a way that the service cannot see."""
-    closed_reason = service.lifecycle.content_written(fields.tags or [])
-    return message_answer(f"Content counts as written{f'; {closed_reason}' if closed_reason else ''}.")
+    return routes

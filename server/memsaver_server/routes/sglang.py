@@ -2,104 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
 from starlette.requests import Request
+from typing_extensions import Self
 
-from memsaver_server.engine import DrainMode
-from memsaver_server.http.requests import (
-    ERROR_RESPONSES,
-    Responses,
-    ServiceOf,
-    fields_of,
-    guard,
-    takes,
-    takes_in_query,
-)
-from memsaver_server.http.serializers import message_answer
+from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.reports import AcceptedAnswer
+from memsaver_core.contract.requests import DrainMode, Fields, Seconds, Verb
+from memsaver_server.controller import Models
+from memsaver_server.http.requests import failures, fields_of, guard, joined, plain, takes, takes_in_query
+from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
-from memsaver_server.schemas import (
-    AcceptedAnswer,
-    Fields,
-    MessageAnswer,
-    NoFields,
-    OperationAnswer,
-    PlanAnswer,
-    Seconds,
-)
-from memsaver_server.threads import in_thread
-from memsaver_server.two_phases import PreparedAnswer, TwoPhaseReleaseFields, TwoPhaseResumeFields
 
 
-class PauseFields(Fields):
+class Commit(Fields):
+    """The fields of an operation, all optional; or ``commit`` alone."""
+
+    commit: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="The operation_id of a prepared operation, to be done now. Takes no other field."
+    )
+
+    @model_validator(mode="after")
+    def _alone(self) -> Self:
+        if self.commit is not None and len(self.model_fields_set) > 1:
+            raise ValueError("a commit takes no other field: the operation has the options that it was prepared with")
+        return self
+
+
+class Pause(Fields):
     """The fields of a pause. ``retract`` and ``in_place`` are SGLang's names for ``keep``."""
 
     mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
     timeout_s: Seconds | None = None
 
 
-router = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
-_RESPONSES: Responses = {
-    200: {"model": OperationAnswer | PlanAnswer | PreparedAnswer},
-    202: {"model": AcceptedAnswer, "description": "The operation continues in the background."},
-    **ERROR_RESPONSES,
-    404: {**ERROR_RESPONSES[400], "description": "No operation of the id to commit is remembered."},
-}
-_ReleaseOf = Annotated[TwoPhaseReleaseFields, Depends(fields_of(TwoPhaseReleaseFields))]
-_ResumeOf = Annotated[TwoPhaseResumeFields, Depends(fields_of(TwoPhaseResumeFields))]
-_NoFieldsOf = Annotated[NoFields, Depends(fields_of(NoFields))]
-_PauseOf = Annotated[PauseFields, Depends(fields_of(PauseFields))]
+def router(models: Models) -> APIRouter:
+    """Return the routes of this dialect."""
+    routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
+    answered = {
+        200: {"model": models.done},
+        202: {"model": AcceptedAnswer, "description": "The operation continues in the background."},
+        **failures({404: "No operation of the id to commit is remembered.", **models.failures}),
+    }
+    called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
+    contract: tuple[type[Fields], ...] = (models.release, models.resume)
+    release, resume = contract if models.several else (joined(Commit, each) for each in contract)
+    pause, selected = joined(Pause, models.selected), models.selected
+    by_release, by_resume, by_pause, by_selected = (
+        Depends(fields_of(each)) for each in (release, resume, pause, selected)
+    )
 
+    async def operate(request: Request, service: ServiceOf, fields: Any, verb: Verb) -> JSONResponse:
+        commit = getattr(fields, "commit", None)
+        if commit is None:
+            return await service.answer(request, plain(fields, models.asked(verb)))
+        operation = service.controller.find(commit)
+        found = operation.request.operation
+        if found != verb:
+            raise BadRequestError(f"operation {commit} is a {found}; commit it by POST /{found}_memory_occupation")
+        return await service.commit(operation)
 
-@router.get("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(TwoPhaseReleaseFields))
-@router.post("/release_memory_occupation", responses=_RESPONSES, openapi_extra=takes(TwoPhaseReleaseFields))
-async def release_memory_occupation(request: Request, service: ServiceOf, fields: _ReleaseOf) -> JSONResponse:
-    """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it.
+    @routes.get("/release_memory_occupation", responses=answered, openapi_extra=takes_in_query(release))
+    @routes.post("/release_memory_occupation", responses=answered, openapi_extra=takes(release))
+    async def release_memory_occupation(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
+        """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it.
 
-    In two phases: ``prepare`` closes admission, drains and checks, and answers with an operation that ``commit`` does,
-    and that ``POST /operations/{operation_id}/abort`` or the end of its lease undoes.
-    """
-    if fields.dry_run:
-        return await service.plan(fields)
-    return await service.in_phases(request, fields)
+        In two phases: ``prepare`` closes admission, drains and checks, and answers with an operation that ``commit``
+        does, and that ``POST /operations/{operation_id}/abort`` or the end of its lease undoes.
+        """
+        return await operate(request, service, fields, "release")
 
+    @routes.get("/resume_memory_occupation", responses=answered, openapi_extra=takes_in_query(resume))
+    @routes.post("/resume_memory_occupation", responses=answered, openapi_extra=takes(resume))
+    async def resume_memory_occupation(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
+        """Bring back the memory of some or all released tags, at the same addresses.
 
-@router.get("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes_in_query(TwoPhaseResumeFields))
-@router.post("/resume_memory_occupation", responses=_RESPONSES, openapi_extra=takes(TwoPhaseResumeFields))
-async def resume_memory_occupation(request: Request, service: ServiceOf, fields: _ResumeOf) -> JSONResponse:
-    """Bring back the memory of some or all released tags, at the same addresses.
+        In two phases: ``prepare`` takes the device memory, so that the ``commit`` cannot run out of it.
+        """
+        return await operate(request, service, fields, "resume")
 
-    In two phases: ``prepare`` takes the device memory, so that the ``commit`` cannot run out of it.
-    """
-    if fields.dry_run:
-        return await service.plan(fields)
-    return await service.in_phases(request, fields)
+    @routes.get("/flush_cache", **called)
+    @routes.post("/flush_cache", openapi_extra=takes(selected), **called)
+    async def flush_cache(controller: ControllerOf, fields: Any = by_selected) -> JSONResponse:
+        """Forget cached prefixes, in any state of the memory."""
+        return response_of(await controller.flush(fields))
 
+    @routes.post("/pause_generation", openapi_extra=takes(pause), **called)
+    async def pause_generation(controller: ControllerOf, fields: Any = by_pause) -> JSONResponse:
+        """Stop generating until ``/continue_generation``; requests that arrive meanwhile are held."""
+        mode: DrainMode = fields.mode if fields.mode in ("abort", "wait") else "keep"
+        return response_of(await controller.pause(fields, mode, fields.timeout_s))
 
-@router.get("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES)
-@router.post("/flush_cache", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields))
-async def flush_cache(service: ServiceOf, _fields: _NoFieldsOf) -> JSONResponse:
-    """Forget cached prefixes, in any state of the memory."""
-    await in_thread(service.engine.flush_cache)
-    return message_answer("Cache flushed.")
+    @routes.post("/continue_generation", openapi_extra=takes(selected), **called)
+    async def continue_generation(controller: ControllerOf, fields: Any = by_selected) -> JSONResponse:
+        """Generate again, at once or when all memory is resident."""
+        return response_of(await controller.continue_(fields))
 
-
-@router.post(
-    "/pause_generation", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(PauseFields)
-)
-async def pause_generation(service: ServiceOf, fields: _PauseOf) -> JSONResponse:
-    """Stop generating until ``/continue_generation``; requests that arrive meanwhile are held."""
-    mode: DrainMode = fields.mode if fields.mode in ("abort", "wait") else "keep"
-    await service.pause(mode, fields.timeout_s)
-    return message_answer("Generation paused.")
-
-
-@router.post(
-    "/continue_generation", response_model=MessageAnswer, responses=ERROR_RESPONSES, openapi_extra=takes(NoFields)
-)
-async def continue_generation(service: ServiceOf, _fields: _NoFieldsOf) -> JSONResponse:
-    """Generate again, at once or when all memory is resident."""
-    closed_reason = service.lifecycle.continue_generation()
-    return message_answer(f"Generation continues{f' once possible: {closed_reason}' if closed_reason else ''}.")
+    return routes

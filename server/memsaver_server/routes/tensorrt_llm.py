@@ -7,41 +7,39 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.requests import Request
 
-from memsaver_server.engine import Memory
+from memsaver_core.contract.errors import UnauthorizedError
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.requests import Verb
+from memsaver_server.controller import Models
 from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
-from memsaver_server.http.errors import UnauthorizedError
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
-from memsaver_server.http.requests import (
-    ERROR_RESPONSES,
-    REFUSED_RESPONSES,
-    ReleaseOf,
-    Responses,
-    ResumeOf,
-    ServiceOf,
-    body_of,
-    memory_call_limit,
-    service_of,
-    takes,
-)
-from memsaver_server.http.service import answer
+from memsaver_server.http.requests import REFUSED, body_of, failures, fields_of, plain, takes
+from memsaver_server.http.service import ControllerOf, ServiceOf, service_of
 from memsaver_server.http.unknown_fields import NamesIgnored
-from memsaver_server.operation import Operation
-from memsaver_server.schemas import OperationAnswer, PlanAnswer, ReleaseFields, ResumeFields
-from memsaver_server.tag_selection import released_tags
 
 #: TensorRT-LLM's names of the tag ``weights``.
 WEIGHT_TAGS = ("model", "model_weights")
 STATES = {"resident": "running", "releasing": "parking", "released": "parked", "resuming": "waking", "failed": "failed"}
 
 
-class MemoryStatusAnswer(BaseModel):
+class MemoryStatusAnswer(Model):
     """TensorRT-LLM's view: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
 
     state: str
     parked_tags: list[str]
+
+
+class ParkedEngine(MemoryStatusAnswer):
+    name: str
+    url: str
+
+
+class FleetMemoryStatusAnswer(MemoryStatusAnswer):
+    """The state of all engines in TensorRT-LLM's words, or ``mixed``, and the tags released on any of them."""
+
+    engines: list[ParkedEngine]
 
 
 async def guard_signed(request: Request) -> None:
@@ -58,7 +56,7 @@ async def guard_signed(request: Request) -> None:
             "'Authorization: Bearer KEY'",
             "signature",
         )
-    body = await body_of(request, memory_call_limit(service.settings))
+    body = await body_of(request, None)
     if not has_valid_signature(
         key.get_secret_value(), request.method, request.url.path, request.headers, body, service.nonces
     ):
@@ -67,46 +65,47 @@ async def guard_signed(request: Request) -> None:
         )
 
 
-router = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
-_RESPONSES: Responses = {200: {"model": OperationAnswer | PlanAnswer}, **ERROR_RESPONSES}
+def router(models: Models) -> APIRouter:
+    """Return the routes of this dialect."""
+    routes = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
+    responses = {200: {"model": models.done}, **failures(models.failures)}
+    by_release, by_resume = Depends(fields_of(models.release)), Depends(fields_of(models.resume))
 
+    async def operate(request: Request, service: ServiceOf, fields: Any, verb: Verb) -> JSONResponse:
+        rows = await service.controller.rows(None)
+        ours = frozenset[str]().union(*(row.tags for row in rows))
+        tags = tuple("weights" if tag in WEIGHT_TAGS and tag not in ours else tag for tag in fields.tags)
+        answer = await service.answer(request, plain(fields, models.asked(verb), tags=tags))
+        body = json.loads(bytes(answer.body))
+        if answer.status_code != 200 or "seconds" not in body:  # nothing was moved yet
+            return answer
+        return JSONResponse({"status": "success", **body})
 
-@router.post("/release_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
-async def release_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
-    """Release memory, as ``/release_memory_occupation`` does."""
-    ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
-    if ours.dry_run:
-        return await service.plan(ours)
-    return _answer(await service.release(request, ours))
+    @routes.post("/release_memory", responses=responses, openapi_extra=takes(models.release))
+    async def release_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
+        """Release memory, as ``/release_memory_occupation`` does."""
+        return await operate(request, service, fields, "release")
 
+    @routes.post("/resume_memory", responses=responses, openapi_extra=takes(models.resume))
+    async def resume_memory(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
+        """Resume memory, as ``/resume_memory_occupation`` does."""
+        return await operate(request, service, fields, "resume")
 
-@router.post("/resume_memory", responses=_RESPONSES, openapi_extra=takes(ResumeFields))
-async def resume_memory(request: Request, service: ServiceOf, fields: ResumeOf) -> JSONResponse:
-    """Resume memory, as ``/resume_memory_occupation`` does."""
-    ours = fields.model_copy(update={"tags": _translated(fields.tags, service.lifecycle.memory), "run_async": False})
-    if ours.dry_run:
-        return await service.plan(ours)
-    return _answer(await service.resume(request, ours))
+    @routes.get(
+        "/memory_status",
+        response_model=FleetMemoryStatusAnswer if models.several else MemoryStatusAnswer,
+        responses=failures(only=REFUSED),
+    )
+    @reads_only
+    async def memory_status(controller: ControllerOf) -> dict[str, Any]:
+        """The state of the memory and the released tags."""
+        rows = [
+            {"name": row.name, "url": row.url, "state": STATES.get(row.state, row.state), "parked_tags": row.released}
+            for row in await controller.rows(None)
+        ]
+        states = {row["state"] for row in rows}
+        parked = sorted({tag for row in rows for tag in row["parked_tags"]})
+        about = {"engines": rows} if models.several else {}
+        return {"state": states.pop() if len(states) == 1 else "mixed", "parked_tags": parked, **about}
 
-
-@router.get("/memory_status", response_model=MemoryStatusAnswer, responses=REFUSED_RESPONSES)
-@reads_only
-async def memory_status(service: ServiceOf) -> dict[str, Any]:
-    """The state of the memory and the released tags."""
-    return {
-        "state": STATES[service.lifecycle.state],
-        "parked_tags": sorted(released_tags(service.lifecycle.memory.status())),
-    }
-
-
-def _translated(tags: list[str] | None, memory: Memory) -> list[str] | None:
-    """Map TensorRT-LLM's names of the weights to ours, unless the engine has a tag of that name."""
-    ours = {tag.tag for tag in memory.status().tags}
-    return tags and ["weights" if tag in WEIGHT_TAGS and tag not in ours else tag for tag in tags]
-
-
-def _answer(operation: Operation) -> JSONResponse:
-    plain = answer(operation)
-    if plain.status_code != 200:
-        return plain
-    return JSONResponse({"status": "success", **json.loads(bytes(plain.body))})
+    return routes

@@ -2,131 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 
+from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.requests import Acts, DrainMode, Fields
+from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import (
-    ERROR_RESPONSES,
-    REFUSED_RESPONSES,
-    ReleaseOf,
-    Responses,
-    ServiceOf,
-    fields_of,
-    guard,
-    takes,
-)
-from memsaver_server.http.serializers import message_answer
-from memsaver_server.http.service import answer
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, plain, takes
+from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
-from memsaver_server.schemas import (
-    DrainMode,
-    DryRun,
-    Fields,
-    MessageAnswer,
-    OperationAnswer,
-    PlanAnswer,
-    ReleaseFields,
-    ResumeFields,
-    Seconds,
-    Tags,
-)
+
+#: vLLM's tag for scheduling, which a sleep of level 0 stops.
+SCHEDULING = "scheduling"
+#: What a sleep of level 0, which moves no memory, takes.
+_OF_A_PAUSE = frozenset({"level", "mode", "tags", "timeout_s", "dry_run", "wait", "selector", "model", "options"})
 
 
-class SleepingAnswer(BaseModel):
-    is_sleeping: bool
-
-
-class SleepFields(Fields):
+class Sleep(Fields):
     """vLLM's sleep. Level 0 pauses scheduling, 1 releases and keeps the weights, 2 releases and discards them; 3, an
     extension, is 1 with hibernation."""
 
     level: Annotated[int, Field(ge=0, le=3)] = 1
-    mode: DrainMode = "abort"
-    tags: Tags | None = None
-    timeout_s: Seconds | None = None
-    dry_run: DryRun = False
-    wait: bool = False
-
-    @property
-    def restore(self) -> dict[str, Any]:
-        """The ``restore`` of the release: level 2 discards the weights if they are among the tags."""
-        return {"weights": "discard"} if self.level == 2 and (not self.tags or "weights" in self.tags) else {}
+    mode: Annotated[DrainMode, Acts("service", lasting=True)] = "abort"
 
 
-class WakeFields(Fields):
-    """vLLM's wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
-
-    tags: Tags | None = None
-    wait_for_memory_s: Seconds = 0.0
-    dry_run: DryRun = False
-    wait: bool = False
+class SleepingAnswer(Model):
+    is_sleeping: bool
 
 
-router = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
-_RESPONSES: Responses = {200: {"model": OperationAnswer | PlanAnswer | MessageAnswer}, **ERROR_RESPONSES}
-#: vLLM's tag for scheduling, which a sleep of level 0 stops.
-SCHEDULING = "scheduling"
+class EngineFlag(Model):
+    name: str
+    url: str
+    state: str
+    flag: bool
 
 
-@router.post("/sleep", responses=_RESPONSES, openapi_extra=takes(SleepFields))
-async def sleep(
-    request: Request, service: ServiceOf, fields: Annotated[SleepFields, Depends(fields_of(SleepFields))]
-) -> JSONResponse:
-    """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3 hibernates."""
-    if fields.level == 0 and fields.dry_run:
-        return message_answer("Dry run: scheduling would be paused; memory stays.")
-    if fields.level == 0:
-        await service.pause(fields.mode, fields.timeout_s, asleep=True)
-        return message_answer("Scheduling paused; memory stays.")
-    release = ReleaseFields(
-        tags=fields.tags,
-        mode=fields.mode,
-        timeout_s=fields.timeout_s,
-        wait=fields.wait,
-        restore=fields.restore,
-        hibernate=fields.level == 3,
+class FleetSleepingAnswer(SleepingAnswer):
+    """Whether any engine sleeps; ``flag`` says it of each."""
+
+    engines: list[EngineFlag]
+
+
+def release_of(fields: Any, models: Models) -> Any:
+    """Return the release that a sleep asks for: level 2 discards the weights if they are among the tags."""
+    restore = dict(fields.restore)
+    if fields.level == 2 and (not fields.tags or "weights" in fields.tags):
+        restore["weights"] = "discard"
+    changes: dict[str, Any] = {"mode": fields.mode}
+    if restore:
+        changes["restore"] = restore
+    if fields.level == 3:
+        changes["hibernate"] = True
+    return plain(fields, models.release, **changes)
+
+
+def router(models: Models) -> APIRouter:
+    """Return the routes of this dialect."""
+    routes = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
+    responses = {200: {"model": models.done | models.message}, **failures(models.failures)}
+    sleeps = joined(Sleep, models.release)
+    by_sleeps, by_release, by_resume, by_selected = (
+        Depends(fields_of(each)) for each in (sleeps, models.release, models.resume, models.selected)
     )
-    if fields.dry_run:
-        return await service.plan(release)
-    return answer(await service.release(request, release))
+
+    if not models.several:  # a fleet has these two from ray_serve, which takes Ray's body, too
+
+        @routes.post("/sleep", responses=responses, openapi_extra=takes(sleeps))
+        async def sleep_(request: Request, service: ServiceOf, fields: Any = by_sleeps) -> JSONResponse:
+            """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3
+            hibernates."""
+            return await sleep(request, service, fields)
+
+        @routes.post("/wake_up", responses=responses, openapi_extra=takes(models.resume))
+        async def wake_up(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
+            """Resume memory, and scheduling when all of it is resident."""
+            return await wake(request, service, fields)
+
+    @routes.post("/release_kv_cache_memory", responses=responses, openapi_extra=takes(models.release))
+    async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
+        """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
+        if fields.tags not in ((), ("kv_cache",)):
+            raise BadRequestError("tags: this call releases kv_cache alone; use /release_memory_occupation for others")
+        return await service.answer(request, plain(fields, models.release, tags=("kv_cache",)))
+
+    async def is_sleeping(controller: ControllerOf, fields: Any = by_selected) -> dict[str, Any]:
+        """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
+        rows = await controller.rows(fields)
+        about = {"engines": flags(rows, lambda row: row.asleep)} if models.several else {}
+        return {"is_sleeping": any(row.asleep for row in rows), **about}
+
+    asked = failures(models.failures, only=REFUSED)
+    model = FleetSleepingAnswer if models.several else SleepingAnswer
+    routes.get("/is_sleeping", response_model=model, responses=asked)(reads_only(is_sleeping))
+    return routes
 
 
-@router.post("/wake_up", responses=_RESPONSES, openapi_extra=takes(WakeFields))
-async def wake_up(
-    request: Request, service: ServiceOf, fields: Annotated[WakeFields, Depends(fields_of(WakeFields))]
-) -> JSONResponse:
-    """Resume memory, and scheduling when all of it is resident."""
-    tags = [tag for tag in fields.tags or [] if tag != SCHEDULING]
-    resume = ResumeFields(tags=tags, wait_for_memory_s=fields.wait_for_memory_s, wait=fields.wait)
-    if fields.dry_run and (tags or not fields.tags):
-        return await service.plan(resume)
+async def sleep(request: Request, service: ServiceOf, fields: Any) -> JSONResponse:
+    """Answer a sleep."""
+    if fields.level > 0:
+        return await service.answer(request, release_of(fields, service.controller.models))
+    if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
+        raise BadRequestError(f"a sleep of level 0 moves no memory, so {others[0]!r} has no effect; leave it out")
     if fields.dry_run:
-        return message_answer("Dry run: scheduling would continue.")
+        await service.controller.rows(fields)
+        return response_of(Answer.message("Dry run: scheduling would be paused; memory stays."))
+    return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
+
+
+async def wake(request: Request, service: ServiceOf, fields: Any) -> JSONResponse:
+    """Answer a wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
+    controller = service.controller
+    tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
     if fields.tags and not tags:
-        service.lifecycle.continue_generation()
-        return message_answer("Scheduling continues.")
-    operation = await service.resume(request, resume)
-    if operation.error is None:
-        service.lifecycle.continue_generation()
-    return answer(operation)
+        if fields.dry_run:
+            await controller.rows(fields)
+            return response_of(Answer.message("Dry run: scheduling would continue."))
+        return response_of(await controller.continue_(fields, scheduling=True))
+    resume = plain(fields, controller.models.resume, tags=tags)
+    if resume.dry_run or resume.run_async:
+        return await service.answer(request, resume)
+    operation = await service.operate(request, resume)
+    if operation.status == "succeeded":
+        await controller.continue_(fields)
+    return response_of(controller.answer(operation))
 
 
-@router.post("/release_kv_cache_memory", responses=_RESPONSES, openapi_extra=takes(ReleaseFields))
-async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: ReleaseOf) -> JSONResponse:
-    """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
-    release = fields.model_copy(update={"tags": ["kv_cache"], "run_async": False})
-    if fields.dry_run:
-        return await service.plan(release)
-    return answer(await service.release(request, release))
-
-
-@router.get("/is_sleeping", response_model=SleepingAnswer, responses=REFUSED_RESPONSES)
-@reads_only
-async def is_sleeping(service: ServiceOf) -> dict[str, bool]:
-    """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
-    return {"is_sleeping": service.lifecycle.is_sleeping}
+def flags(rows: Iterable[EngineRow], flag: Callable[[EngineRow], bool]) -> list[dict[str, Any]]:
+    """Return what ``flag`` says of each engine."""
+    return [{"name": row.name, "url": row.url, "state": row.state, "flag": flag(row)} for row in rows]

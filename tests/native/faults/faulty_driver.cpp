@@ -228,6 +228,6 @@ std::string FaultyDriver::loss() const {
   }
   return driver_->loss();
 }
-std::vector<DeviceAccount> FaultyDriver::accounts() { return driver_->accounts(); }
+std::vector<std::pair<int, int>> FaultyDriver::accounts() { return driver_->accounts(); }
 
 }  // namespace memsaver

@@ -77,7 +77,7 @@ class FaultyDriver final : public Driver {
   void register_host(void* address, std::size_t bytes) override;
   void unregister_host(void* address) override;
   std::string loss() const override;
-  std::vector<DeviceAccount> accounts() override;
+  std::vector<std::pair<int, int>> accounts() override;
 
  private:
   struct Fault {

@@ -1,4 +1,74 @@
-"""Ways to catch allocations. Importing the package registers both with ``base.HookUtilBase.create``."""
+"""The two ways to catch allocations: ``torch_memory_saver.hooks``, and its modules."""
 
-from memsaver_core.compat.torch_memory_saver.hooks import mode_preload as mode_preload
-from memsaver_core.compat.torch_memory_saver.hooks import mode_torch as mode_torch
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from memsaver_core import _native, process
+from memsaver_core.compat.torch_memory_saver import state
+from memsaver_core.compat.torch_memory_saver.utils import PRELOAD, change_env, get_binary_path_from_package
+
+logger = logging.getLogger(__name__)
+
+HookMode = Literal["preload", "torch"]
+base = mode_preload = mode_torch = sys.modules[__name__]
+
+
+class HookUtilBase:
+    """A way to catch allocations."""
+
+    @staticmethod
+    def create(hook_mode: HookMode) -> HookUtilBase:
+        """Return an object of the class for ``hook_mode``; raises KeyError if there is none."""
+        return {"preload": HookUtilModePreload, "torch": HookUtilModeTorch}[hook_mode]()
+
+    def get_path_binary(self) -> str:
+        """Return the path of the library that catches allocations."""
+        raise NotImplementedError
+
+
+class HookUtilModePreload(HookUtilBase):
+    """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
+
+    def __init__(self) -> None:
+        if state.this_process.attach_library() or not process.backend().has_memory_pools:
+            return
+        how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + self.get_path_binary()
+        if state.flag("TMS_INIT_ENABLE"):
+            raise state.MisuseError(
+                "TMS_INIT_ENABLE=1 is for a process with the preload library, which is not loaded here, "
+                f"so nothing outside a region could be paused; {how}"
+            )
+        logger.info("The preload library is not loaded: regions hold what torch allocates and nothing else; %s", how)
+
+    def get_path_binary(self) -> str:
+        """Return the path of the library that is or would be preloaded."""
+        return state.this_process.attach_library() or str(get_binary_path_from_package(PRELOAD))
+
+
+class HookUtilModeTorch(HookUtilBase):
+    """Catches what torch allocates in a region, by its pluggable allocator."""
+
+    def get_path_binary(self) -> str:
+        """Return the path of the native core, whose functions torch calls."""
+        return _native.__file__
+
+
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Have processes started inside load the preload library.
+
+    When such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit
+    it (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there).
+
+    Raises:
+        ConfigurationError: the library is missing from this installation.
+    """
+    library = str(get_binary_path_from_package(PRELOAD))
+    others = [each for each in state.preloaded() if each != library]
+    with change_env("LD_PRELOAD", ":".join([library, *others])):
+        yield

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.ray.cluster import NAMESPACE
 from memsaver_server.fleet.ray.membership import RayMembership
@@ -24,7 +25,6 @@ from memsaver_server.fleet.results import (
     FleetResult,
     FleetStatus,
 )
-from memsaver_server.fleet.selectors import Selector
 from memsaver_server.fleet.status import engine_status
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memsaver_server.fleet.ray.registry import Registration, register
 
 if TYPE_CHECKING:
-    from memsaver_server.attachment import Attachment
+    from memsaver_server import Attachment
     from memsaver_server.engine import Engine
 
 

@@ -7,10 +7,10 @@ import logging
 import time
 from dataclasses import dataclass
 
+from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.members import Member, MembershipError, checked
 from memsaver_server.fleet.ray.cluster import actor_events, actor_state
 from memsaver_server.fleet.ray.registry import Entry, entries, forget
-from memsaver_server.fleet.selectors import Selector
 
 logger = logging.getLogger("memsaver")
 

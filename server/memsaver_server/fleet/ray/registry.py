@@ -19,7 +19,7 @@ from memsaver_server.fleet.results import FleetError
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from memsaver_server.attachment import Attachment
+    from memsaver_server import Attachment
     from memsaver_server.engine import Engine
 
 #: Labels that every member has: its node and, if it is in one, its placement group, by Ray's ids in hex.
@@ -155,7 +155,7 @@ def _check_is_free(fleet: str, name: str, actor: str) -> None:
 
 
 def _serve(engine: Engine) -> Attachment:
-    from memsaver_server.attachment import attach
+    from memsaver_server import attach
 
     return attach(engine, host=get_node_ip_address())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memsaver_core import MemsaverError
+from memsaver_core.contract.errors import MemsaverError
 
 
 class UnknownModelError(MemsaverError):

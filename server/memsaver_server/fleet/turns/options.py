@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from memsaver_server.schemas import Seconds
+from memsaver_core.contract.requests import Seconds
 from memsaver_server.wrong_fields import wrong_fields
 
 #: The name of the entry that holds for all models without one of their own.

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
 
 import httpx
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from memsaver_core import MemsaverError
-from memsaver_server.engine import AdmissionClosedError
+from memsaver_core.contract.errors import AdmissionClosedError, MemsaverError
 from memsaver_server.fleet.turns.errors import NoTurnError
-from memsaver_server.fleet.turns.relay import ClientGoneError, Relayed, while_connected
 from memsaver_server.fleet.turns.seat import Seat
 from memsaver_server.fleet.turns.turns import Mover, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
+
+_T = TypeVar("_T")
 
 #: How often one request is sent to engines that turn out to be not ready.
 ATTEMPTS = 8
 #: The answer of a client that is gone, as some proxies log it.
 CLIENT_CLOSED = 499
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads an answer."""
 
 
 class BadGatewayError(MemsaverError):
@@ -48,7 +56,7 @@ class Proxy:
             BadGatewayError: the engine does not answer. It may have begun to.
         """
         try:
-            return await while_connected(request, self._forward(request, model, body))
+            return await while_connected(request.receive, self._forward(request, model, body))
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
 
@@ -106,3 +114,52 @@ def _is_refusal(content: bytes) -> bool:
         return bool(json.loads(content)["error"]["type"] == AdmissionClosedError.kind)
     except (ValueError, KeyError, TypeError):
         return False
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of ``work``. The request's body must have been read.
+
+    Raises:
+        ClientGoneError: the client went away first; ``work`` was cancelled, and has ended.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class Relayed(Response):
+    """An engine's answer, byte for byte. ``ended`` is called once, when it is through or the client is gone."""
+
+    def __init__(self, upstream: httpx.Response, headers: Headers, ended: Callable[[], None]) -> None:
+        self.background = None
+        self.status_code = upstream.status_code
+        self.raw_headers = headers
+        self._upstream = upstream
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientGoneError):
+                await while_connected(receive, self._relay(send))
+        finally:
+            # Before it has ended, this closes the connection, by which the engine learns of it.
+            await self._upstream.aclose()
+            self._ended()
+
+    async def _relay(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._upstream.aiter_raw():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

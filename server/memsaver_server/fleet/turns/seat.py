@@ -1,12 +1,11 @@
-"""One engine as the turns see it."""
+"""One engine as the turns see it, and which engines make room for another on the GPUs that they share."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from memsaver_server.fleet.members import Member
+from memsaver_server import clock
 from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.status import wishes_for
@@ -45,7 +44,7 @@ class Seat:
         self.yielding = False
         self.extra = 0
         self.not_before = 0.0
-        self.awake_since = self.last_used = time.monotonic()
+        self.awake_since = self.last_used = clock.monotonic()
 
     @property
     def is_ready(self) -> bool:
@@ -60,7 +59,7 @@ class Seat:
     def woken(self) -> None:
         """Note that it was resumed."""
         self.state, self.extra, self.not_before = "awake", 0, 0.0
-        self.awake_since = self.last_used = time.monotonic()
+        self.awake_since = self.last_used = clock.monotonic()
 
     def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
         """Take note of what the engine said."""
@@ -74,16 +73,37 @@ class Seat:
         was = self.state
         self.state, self.reason = _state_of(status, wanted)
         if self.state == "awake" != was:
-            self.awake_since = self.last_used = time.monotonic()
+            self.awake_since = self.last_used = clock.monotonic()
 
     def share_of(self, size: int) -> int:
         """Return the part of ``size`` bytes of its memory that is on one of its GPUs: ranks hold equal parts."""
         return size // max(1, len(self.gpus))
 
 
-def member_of(status: EngineStatus) -> Member:
-    """Return the member, with what its engine said of itself."""
-    return Member(status.name, status.url, status.model, status.labels, status.host, status.gpus)
+def victims(seat: Seat, seats: Sequence[Seat]) -> list[Seat] | None:
+    """Return the engines that have to be released, in whole, before ``seat`` fits; None if it would not fit even then.
+
+    Those without requests in flight come first, of those the one that has been idle longest.
+    """
+    others = [one for one in seats if one is not seat and one.is_awake and set(one.gpus) & set(seat.gpus)]
+    others.sort(key=lambda one: (one.in_flight > 0, one.last_used))
+    short = {gpu: missing for gpu in seat.gpus if (missing := _missing(seat, gpu, seats)) > 0}
+    chosen: list[Seat] = []
+    for one in others:
+        if not short and len(chosen) >= seat.extra:
+            break
+        if seat.extra > len(chosen) or short.keys() & set(one.gpus):
+            chosen.append(one)
+            freed = one.share_of(one.resident_bytes)
+            short = {gpu: size - freed * (gpu in one.gpus) for gpu, size in short.items()}
+            short = {gpu: size for gpu, size in short.items() if size > 0}
+    return chosen if not short and len(chosen) >= seat.extra else None
+
+
+def _missing(seat: Seat, gpu: str, seats: Iterable[Seat]) -> int:
+    # Its own count is what its resume goes by; without one, the least that any engine counts.
+    free = seat.free.get(gpu, min((each.free[gpu] for each in seats if gpu in each.free), default=None))
+    return seat.share_of(seat.released_bytes) - free if free is not None else 0
 
 
 def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SeatState, str]:
@@ -105,5 +125,5 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SeatState
 
 def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
     """Return whether a caller wants it released, not only until the next request."""
-    wishes = wishes_for(member_of(status), wanted).values()
+    wishes = wishes_for(status, wanted).values()
     return any(wish.state == "released" and not wish.operation_id.startswith(TURN_PREFIX) for wish in wishes)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from memsaver_core.contract.requests import Verb
+from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
-from memsaver_server.fleet.turns.line import Line
 from memsaver_server.fleet.turns.options import TurnOptions
-from memsaver_server.fleet.turns.room import victims
-from memsaver_server.fleet.turns.seat import Seat, SeatState
+from memsaver_server.fleet.turns.seat import Seat, SeatState, victims
 
 logger = logging.getLogger("memsaver")
 
@@ -36,12 +36,61 @@ RETRY_S = 1.0
 class Mover(Protocol):
     """Moves the memory of engines, and looks what became of it."""
 
-    async def release(self, names: Sequence[str]) -> FleetResult: ...
-
-    async def resume(self, names: Sequence[str]) -> FleetResult: ...
+    async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult: ...
 
     async def look(self, names: Sequence[str]) -> None:
         """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
+
+
+class Line:
+    """The requests that wait for one model, in the order in which they came.
+
+    Attributes:
+        looked: its engines were looked at since somebody waits, so that what is free is known.
+        short_since: since when no engine would fit, on the monotonic clock; None if one would.
+    """
+
+    def __init__(self) -> None:
+        self.looked = False
+        self.short_since: float | None = None
+        self._waiting: deque[tuple[float, asyncio.Future[Seat]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def since(self) -> float:
+        """When the request at its head came, on the monotonic clock."""
+        return self._waiting[0][0]
+
+    def join(self) -> asyncio.Future[Seat]:
+        """Add a request; its turn is the future's result. A future that is cancelled leaves the line."""
+        turn: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
+        entry = clock.monotonic(), turn
+        if not self._waiting:
+            self.looked, self.short_since = False, None
+        self._waiting.append(entry)
+        turn.add_done_callback(lambda _: self._leave(entry))
+        return turn
+
+    def serve(self, seat: Seat) -> None:
+        """Let all requests go to ``seat``."""
+        while self._waiting:
+            _, turn = self._waiting.popleft()
+            if not turn.done():
+                seat.in_flight += 1
+                turn.set_result(seat)
+
+    def fail(self, error: Exception) -> None:
+        """Refuse all requests."""
+        while self._waiting:
+            _, turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(error)
+
+    def _leave(self, entry: tuple[float, asyncio.Future[Seat]]) -> None:
+        if entry in self._waiting:
+            self._waiting.remove(entry)
 
 
 class Turns:
@@ -129,7 +178,7 @@ class Turns:
     def leave(self, seat: Seat) -> None:
         """Take note that a request has ended."""
         seat.in_flight -= 1
-        seat.last_used = time.monotonic()
+        seat.last_used = clock.monotonic()
         self._schedule()
 
     def failed(self, seat: Seat, state: SeatState, reason: str) -> None:
@@ -211,7 +260,7 @@ class Turns:
 
     def _no_room(self, line: Line, asleep: list[Seat]) -> None:
         """Refuse the line if no engine has fitted for a while: an engine may tell what was free a moment ago."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if any(self._may_change(seat) for seat in asleep):
             line.short_since = None
         elif line.short_since is None or now < line.short_since + SHORT_S:
@@ -225,7 +274,7 @@ class Turns:
 
     def _claim(self, seat: Seat, making_room: list[Seat]) -> None:
         """Wake ``seat`` once the others may make room and have no requests in flight."""
-        now = time.monotonic()
+        now = clock.monotonic()
         due = max([seat.not_before, *(each.awake_since + self._awake_s(each) for each in making_room)])
         if due > now:
             self._again_in(due - now)
@@ -236,7 +285,7 @@ class Turns:
             self._start(seat, making_room)
 
     def _release_idle(self, claimed: set[str]) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         for seat in self._seats.values():
             idle_s = self.options.of(seat.model).idle_release_s
             if idle_s is None or not seat.is_ready or seat.in_flight or claimed & set(seat.gpus):
@@ -264,17 +313,17 @@ class Turns:
 
     async def _move(self, seat: Seat | None, making_room: list[Seat], seats: list[Seat]) -> None:
         """Release ``making_room``, then resume ``seat``."""
-        began = time.monotonic()
+        began = clock.monotonic()
         try:
             if making_room:
                 await self._release(making_room)
             if seat is not None:
                 await self._resume(seat)
-            self._last_move_s = time.monotonic() - began
+            self._last_move_s = clock.monotonic() - began
         except (NoTurnError, FleetError) as error:
             logger.warning("%s", error)
             for each in seats:
-                each.not_before = time.monotonic() + RETRY_S
+                each.not_before = clock.monotonic() + RETRY_S
         except Exception as error:  # of the membership or the record
             logger.exception("turns: memory could not be moved")
             self._fail(seat, NoTurnError(f"memory could not be moved: {error}"))
@@ -285,12 +334,12 @@ class Turns:
             self._schedule()
 
     async def _release(self, making_room: list[Seat]) -> None:
-        result = await self._mover.release([each.name for each in making_room])
+        result = await self._mover.move("release", [each.name for each in making_room])
         if not result.success:  # all are as before; tried again until those who wait give up
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, seat: Seat) -> None:
-        result = await self._mover.resume([seat.name])
+        result = await self._mover.move("resume", [seat.name])
         if result.success:
             seat.woken()
             self.wakes[seat.model] = self.wakes.get(seat.model, 0) + 1
@@ -327,7 +376,7 @@ class Turns:
         """Return after how many seconds a repeat may find a turn: after those before it, and one move."""
         gpus = {gpu for seat in seats for gpu in seat.gpus}
         ends = [each.awake_since + self._awake_s(each) for each in self._seats.values() if gpus & set(each.gpus)]
-        left = max(ends, default=0.0) - time.monotonic()
+        left = max(ends, default=0.0) - clock.monotonic()
         return max(1, math.ceil(max(0.0, left) + self._last_move_s))
 
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import logging
+import operator
 import threading
+import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import memsaver_core as ms
-from memsaver_core.errors import ConfigurationError
-from memsaver_server.gate import Gate, InFlightRequest
-from memsaver_server.integrations.module import module_tensors
-from memsaver_server.integrations.module.gated_forward import GatedForward, NestedRequests
-from memsaver_server.integrations.module.module_tensors import ModuleTensor
+from memsaver_core.contract.errors import ConfigurationError
+from memsaver_server.engine.gate import Gate, InFlightRequest
+from memsaver_server.integrations.adapter.calls import NestedRequests
+
+logger = logging.getLogger("memsaver")
+
+#: Bytes moved at once. The device needs room for a copy of them, or of one larger tensor.
+BATCH_BYTES = 256 << 20
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+Kind = Literal["parameter", "persistent buffer", "buffer", "attribute"]
+Policy = ms.RestorePolicy | str | None
+_Place = tuple[str, Policy, torch.device]
 
 
 class ModuleEngine(Gate):
@@ -44,7 +61,7 @@ class ModuleEngine(Gate):
         module: nn.Module,
         *others: nn.Module,
         workspaces: str | Iterable[str] = (),
-        workspace_restore: ms.RestorePolicy | str | None = None,
+        workspace_restore: Policy = None,
     ) -> None:
         """Move what the modules hold, and gate their calls. Nothing may use them meanwhile.
 
@@ -69,13 +86,13 @@ class ModuleEngine(Gate):
         self._requests = NestedRequests(super().request)
         self._gated: list[GatedForward] = []
         _check_forwards(modules)
-        tensors = module_tensors.tensors_of(modules)
+        tensors = tensors_of(modules)
         _check_patterns(patterns, tensors)
         with ModuleEngine._attaching:
             _check_alone()
             if ms.enabled():
-                module_tensors.check(tensors)
-                module_tensors.move(_under_tags(tensors, patterns, workspace_restore))
+                _check_memory(tensors)
+                _move(_under_tags(tensors, patterns, workspace_restore))
             self._devices = sorted({each.tensor.device.index or 0 for each in tensors if each.tensor.is_cuda})
             self._gated = [GatedForward(self._requests, each) for each in modules]
             ModuleEngine._attached = weakref.ref(self)
@@ -90,11 +107,8 @@ class ModuleEngine(Gate):
         Raises:
             AdmissionClosedError: the gate is closed; the message says why.
         """
-        request, outer = self._requests.begin(name)
-        try:
-            yield request.in_flight
-        finally:
-            self._requests.end(request, outer)
+        with self._requests.request(name) as request:
+            yield request
 
     @contextmanager
     def workspace(
@@ -125,6 +139,51 @@ class ModuleEngine(Gate):
         with ModuleEngine._attaching:
             if ModuleEngine._attached is not None and ModuleEngine._attached() is self:
                 ModuleEngine._attached = None
+
+
+class GatedForward:
+    """Replaces a module's ``forward``. Copies and pickles of the module have the original.
+
+    Not a pair of hooks: those end nothing at a KeyboardInterrupt, and code that was compiled before does not run them.
+    """
+
+    def __init__(self, requests: NestedRequests, module: nn.Module) -> None:
+        self._requests = requests
+        self._module = module
+        self._own = "forward" in vars(module)
+        self._forward = module.forward
+        self._active = True
+        functools.update_wrapper(self, self._forward)
+        module.forward = self
+
+    # A compiled caller's graph ends before it, and what it calls is compiled by itself.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,misc,unused-ignore]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        requests, name = self._requests, type(self._module).__name__
+        if not self._active:
+            return self._forward(*args, **kwargs)
+        request, outer = requests.begin(name)
+        try:
+            result = self._forward(*args, **kwargs)
+        finally:
+            requests.end(request, outer)
+        return requests.iterate(name, result) if isinstance(result, types.GeneratorType) else result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By builtins alone, so that a pickle can be read without memsaver.
+        if self._own:
+            return operator.getitem, ((self._forward,), 0)
+        return getattr, (self._module, "forward")
+
+    def remove(self) -> None:
+        """Put the original back, unless other code has wrapped this one; then only pass calls on."""
+        self._active = False
+        if vars(self._module).get("forward") is not self:
+            return
+        if self._own:
+            self._module.forward = self._forward
+        else:
+            del self._module.forward
 
 
 def _check_forwards(modules: tuple[nn.Module, ...]) -> None:
@@ -160,8 +219,8 @@ def _check_alone() -> None:
 
 
 def _under_tags(
-    tensors: list[ModuleTensor], patterns: list[str], workspace_restore: ms.RestorePolicy | str | None
-) -> Iterator[tuple[ModuleTensor, str, ms.RestorePolicy | str | None]]:
+    tensors: list[ModuleTensor], patterns: list[str], workspace_restore: Policy
+) -> Iterator[tuple[ModuleTensor, str, Policy]]:
     """Yield each tensor's tag and policy; of tensors that share memory, the one whose content matters most first."""
 
     def is_workspace(each: ModuleTensor) -> bool:
@@ -172,3 +231,137 @@ def _under_tags(
     yield from ((each, "weights", None) for each in kept if each.kind in saved)
     yield from ((each, "buffers", ms.RestorePolicy.HOST) for each in kept if each.kind not in saved)
     yield from ((each, "workspace", workspace_restore) for each in tensors if is_workspace(each))
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor that a module holds.
+
+    Attributes:
+        name: as in ``named_parameters`` and ``named_buffers``; entries of containers are numbered.
+        kind: a ``buffer`` is in no state dict; an ``attribute`` is not registered with the module.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: Kind
+
+
+def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
+    """Return what the modules and their submodules hold, also in lists, tuples and dictionaries."""
+    found: list[ModuleTensor] = []
+    for root in modules:
+        for prefix, module in root.named_modules():
+            dot = f"{prefix}." if prefix else ""
+            unsaved = module._non_persistent_buffers_set
+            for name, parameter in module.named_parameters(dot[:-1], recurse=False, remove_duplicate=False):
+                found.append(ModuleTensor(name, parameter, "parameter"))
+            for name, buffer in module.named_buffers(dot[:-1], recurse=False, remove_duplicate=False):
+                kind: Kind = "buffer" if name[len(dot) :] in unsaved else "persistent buffer"
+                found.append(ModuleTensor(name, buffer, kind))
+            for name, value in list(vars(module).items()):
+                if name not in _TABLES:
+                    held = _tensors_in(value, dot + name, set())
+                    found.extend(ModuleTensor(where, tensor, "attribute") for where, tensor in held)
+    return found
+
+
+def _check_memory(tensors: list[ModuleTensor]) -> None:
+    """Raise ConfigurationError if there are tensors whose memory memsaver cannot manage; the message names them. Host
+    memory beside device memory is fine."""
+    managed = ms.torch_device().type
+    for each in tensors:
+        if isinstance(each.tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ConfigurationError(f"{each.name} is not initialized yet: call the module once before it is attached")
+    if empty := [each.name for each in tensors if each.tensor.device.type == "meta"]:
+        raise ConfigurationError(f"{_listed(empty)} on the meta device: load the weights before the module is attached")
+    if foreign := [each for each in tensors if each.tensor.device.type not in (managed, "cpu")]:
+        raise ConfigurationError(
+            f"{_listed([each.name for each in foreign])} on {foreign[0].tensor.device}, but memsaver's "
+            f"{ms.driver_name()} driver manages {managed} memory; move the module there, or set MEMSAVER_DRIVER"
+        )
+    if tensors and all(each.tensor.device.type != managed for each in tensors):
+        raise ConfigurationError(
+            f"{_listed([each.name for each in tensors])} in host memory: move the module to the device before it is "
+            f"attached, model.to({str(ms.torch_device())!r})"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    """Return ``a, b and 3 more are``."""
+    if len(names) == 1:
+        return f"{names[0]} is"
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more} are"
+
+
+def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+        seen.add(id(value))
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors_in(entry, f"{name}.{key}", seen)
+
+
+def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
+    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them.
+
+    Every other tensor of the process that shares the memory, as in a state dict, moves along. What is under a tag
+    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
+    a second copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated.
+    """
+    managed = ms.torch_device().type
+    storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
+    left = []
+    for each, tag, restore in tagged:
+        for tensor in _parts(each.tensor):
+            if tensor.device.type == managed and not ms.is_plain(tensor):
+                left.append(each.name)
+            elif tensor.device.type == managed:
+                place = (tag, restore, tensor.device)
+                storages.setdefault(tensor.untyped_storage()._cdata, (place, []))[1].append(tensor)
+    if left:
+        logger.warning(
+            "%s of a kind that cannot be moved: released only if made inside a region. Load the module inside "
+            'memsaver_core.region("weights")',
+            _listed(left),
+        )
+    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
+    for tensor in [each for each in gc.get_objects() if ms.is_plain(each)]:
+        if tensor.device.type == managed and tensor.untyped_storage()._cdata in storages:
+            storages[tensor.untyped_storage()._cdata][1].append(tensor)
+    batches: dict[_Place, list[Tensor]] = {}
+    sizes: Counter[_Place] = Counter()
+    for place, tensors in storages.values():
+        batches.setdefault(place, []).extend(tensors)
+        sizes[place] += tensors[0].untyped_storage().nbytes()
+        if sizes[place] >= BATCH_BYTES:
+            _adopt(place, batches.pop(place))
+            del sizes[place]
+    for place, tensors in batches.items():
+        _adopt(place, tensors)
+
+
+def _adopt(place: _Place, tensors: list[Tensor]) -> None:
+    tag, restore, device = place
+    old = [tensor.untyped_storage() for tensor in tensors]
+    _synchronize(device)  # other streams may still write what is to be copied
+    ms.adopt(tensors, tag, restore=restore, device=device.index)
+    _synchronize(device)  # other streams may be given the old memory once it is free
+    del old
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that have the memory: of a subclass that wraps others, those."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor

@@ -1,72 +1,155 @@
-"""Serves SGLang's scheduler from its own process: attached by SGLang's plugin entry point, or by hand (``attach``)."""
+"""What memsaver changes in SGLang's processes: by SGLang's plugin entry point (``register``), or by hand (``attach``).
+
+The scheduler is served from its own process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memsaver_server.integrations.scheduler_loop import plugin
-from memsaver_server.integrations.sglang import frontend, nccl, prefill_graphs
+from memsaver_core import MemsaverError, communicators
+from memsaver_server.integrations.adapter.plugin import Plugin
 
-if TYPE_CHECKING:
-    from memsaver_server import Attachment, Settings
-
-#: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
-VARIABLE = "MEMSAVER_SGLANG"
+_plugin = Plugin("MEMSAVER_SGLANG", "memsaver_server.integrations.sglang.engine:SglangEngine")
+attach, follow = _plugin.attach, _plugin.follow
 
 
 def register() -> None:
     """SGLang's plugin entry point: carry out the memory calls of each engine whose memory is in memsaver's regions, and
     serve it at ``MEMSAVER_SGLANG`` if that is set."""
-    if not (os.environ.get(VARIABLE) or plugin.is_installed()):
+    if not _plugin.is_wanted():
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    around = hooks.HookType.AROUND
-    hooks.HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_event_loop", _attached, around)
-    hooks.HookRegistry.register(nccl.CONFIGURE, nccl.configure, around)
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-    hooks.HookRegistry.register(f"{manager}.__init__", frontend.initialize, around)
-    for call in frontend.CALLS:
-        hooks.HookRegistry.register(f"{manager}.{call}", frontend.hook(call), around)
-    if prefill_graphs.are_released():
-        hooks.HookRegistry.register(f"{prefill_graphs.BACKEND}.__init__", prefill_graphs.initialize, around)
+    around = {
+        "sglang.srt.managers.scheduler.Scheduler.run_event_loop": _serve,
+        CONFIGURE: _configure,
+        f"{manager}.__init__": _initialize_manager,
+        **{f"{manager}.{call}": _raising(call) for call in CALLS},
+    }
+    if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # graphs are released, too
+        around[f"{BACKEND}.__init__"] = _tag_prefill_graphs
+    for target, hook in around.items():
+        hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
 
 
-def attach(scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
-    """Serve a SGLang ``Scheduler`` from a thread of its process: call it before ``scheduler.run_event_loop()``.
-
-    Args:
-        scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks call
-            ``follow`` at the same time.
-        settings, options: as for ``memsaver_server.attach``.
-
-    Raises:
-        ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
-    """
-    # Not at the import, which SGLang does in each of its processes.
-    from memsaver_server.integrations.sglang.engine import SglangEngine, check
-
-    check(scheduler, service=True)
-    return plugin.attach(SglangEngine(scheduler), settings, **options)
-
-
-def follow(scheduler: Any) -> None:
-    """Let the service on the first rank release this one's memory: call it before ``scheduler.run_event_loop()``.
-
-    Raises:
-        ConfigurationError: this scheduler cannot be served.
-    """
-    from memsaver_server.integrations.sglang import engine, port
-
-    engine.check(scheduler)
-    port.join(scheduler)
-
-
-def _attached(run_event_loop: Callable[..., None], scheduler: Any) -> None:
-    from memsaver_server.integrations.sglang.engine import start
-
-    with plugin.served(VARIABLE, scheduler.memory_saver_adapter.enabled, partial(start, scheduler)):
+def _serve(run_event_loop: Callable[..., None], scheduler: Any) -> None:
+    with _plugin.served(scheduler, scheduler.memory_saver_adapter.enabled):
         run_event_loop(scheduler)
+
+
+# In the process that starts the ranks: settings under which they can give back what their communicators hold.
+
+#: Sets the environment of all ranks before they are started. SGLang switches NCCL_CUMEM_ENABLE off unless it is set.
+CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
+#: NCCL_CUMEM_ENABLE is NCCL's own default. Graphs with NCCL calls replay after a resume without NCCL_GRAPH_REGISTER.
+SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
+
+
+def _configure(original: Callable[..., None], server_args: Any, *arguments: Any, **named: Any) -> None:
+    """Give several ranks whose memory is released ``SETTINGS``, if they are not set."""
+    ranks = server_args.tp_size * server_args.pp_size
+    if ranks > 1 and server_args.enable_memory_saver and communicators.can_suspend():
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+    original(server_args, *arguments, **named)
+
+
+# In the scheduler's process: prefill graphs, with their memory under the tag of the other graphs.
+
+TAG = "cuda_graph"
+BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+
+
+def _tag_prefill_graphs(
+    original: Callable[..., None], backend: Any, *arguments: Any, enable_memory_saver: bool = False, **named: Any
+) -> None:
+    """Answer the check of ``BreakableCudaGraphBackend``, which refuses to start if the memory of graphs is released.
+
+    A prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All of them take their
+    memory from the pool whose id the backend has; here it is the pool of the graphs captured with ``cuda_graph``.
+    """
+    original(backend, *arguments, enable_memory_saver=False, **named)
+    if enable_memory_saver:
+        from memsaver_core.compat.torch_memory_saver.entrypoint import graph_pool
+
+        pools = importlib.import_module("sglang.srt.model_executor.runner_utils.pool")
+        pool = graph_pool(pools.get_or_create_global_graph_memory_pool(backend._device_module), TAG)
+        backend._memsaver_pool = pool  # it must live as long as the graphs
+        backend._pool = pool.id
+
+
+# In the process of SGLang's HTTP server, or of its ``Engine``: a release or a resume that failed in the scheduler is
+# answered as a failure, and an update of weights waits for the requests in flight, each of which holds a lock until it
+# is answered. It does not wait for those that memsaver holds back, which may themselves wait for that update.
+
+CALLS = ("release_memory_occupation", "resume_memory_occupation")
+#: The name of a request for the scheduler's state, which ``SglangEngine`` answers.
+QUESTION = "memsaver"
+#: How often an update that waits asks what it waits for, seconds.
+ASK_S = 1.0
+
+
+class SchedulerCallError(MemsaverError):
+    """The call failed in the scheduler. SGLang's server answers it with ``status_code``."""
+
+    kind = "scheduler_call"
+
+    def __init__(self, answer: str) -> None:
+        status, _, message = answer.partition(" ")
+        self.status_code = int(status)
+        super().__init__(message)
+
+
+def _raising(call: str) -> Callable[..., Awaitable[None]]:
+    """Return a hook around ``TokenizerManager``'s method ``call``, which ignores what the scheduler answers."""
+
+    async def raising(original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None) -> None:
+        communicate = getattr(manager, f"{call}_communicator", None)
+        if communicate is None:
+            await original(manager, obj, request)
+            return
+        manager.auto_create_handle_loop()
+        for output in await communicate(obj):
+            if output.rid:
+                raise SchedulerCallError(output.rid)
+
+    return raising
+
+
+def _initialize_manager(original: Callable[..., None], manager: Any, *arguments: Any, **named: Any) -> None:
+    original(manager, *arguments, **named)
+    if manager.server_args.enable_memory_saver:
+        lock = manager.model_update_lock
+        lock.acquire_writer = partial(_acquire_writer, manager, lock, lock.acquire_writer)
+
+
+async def _acquire_writer(manager: Any, lock: Any, acquire: Callable[[], Awaitable[None]]) -> None:
+    """Return once no request is in flight, or those that are wait in the scheduler until memory is back or written.
+
+    ``release_writer`` may follow either.
+    """
+    acquiring = asyncio.ensure_future(acquire())
+    timeout_s = 0.0
+    try:
+        while not (await asyncio.wait([acquiring], timeout=timeout_s))[0]:
+            if await _all_are_held(manager):
+                acquiring.cancel()
+                return
+            timeout_s = ASK_S
+    except BaseException:
+        if not acquiring.cancel():
+            await lock.release_writer()
+        raise
+
+
+async def _all_are_held(manager: Any) -> bool:
+    messages = importlib.import_module("sglang.srt.managers.io_struct")
+    outputs = await manager.get_internal_state_communicator(messages.GetInternalStateReq(rid=QUESTION))
+    replicas = [output.internal_state for output in outputs]
+    return all(each.get("still") for each in replicas) and any(each.get("closed") for each in replicas)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from types import ModuleType
+from typing import Any
 
-from memsaver_core.errors import ConfigurationError, UnsupportedError
-from memsaver_server.engine import DrainMode, check_drain_mode, never
-from memsaver_server.integrations.scheduler_loop.checks import lacking, memory_problem
-from memsaver_server.integrations.scheduler_loop.engine import LoopEngine
-from memsaver_server.integrations.tokenspeed import port
-from memsaver_server.integrations.tokenspeed.controls import Controls
-from memsaver_server.integrations.tokenspeed.work import LoopWork
-from memsaver_server.settings import Settings
-
-if TYPE_CHECKING:
-    from memsaver_server.lifecycle import Lifecycle
+from memsaver_core.contract.errors import DrainTimeoutError, MemsaverError, UnsupportedError
+from memsaver_core.contract.requests import DrainMode
+from memsaver_core.hibernation.preconditions import register_check
+from memsaver_server.engine import check_drain_mode, never
+from memsaver_server.engine.tag_selection import released_tags
+from memsaver_server.integrations.adapter import engine as base
 
 #: What an event loop must have, by the path to it.
 NAMES = (
@@ -26,87 +25,267 @@ NAMES = (
     "server_args.mapping.attn",
 )  # fmt: skip
 
+#: tokenspeed sets NCCL_CUMEM_ENABLE=0 whatever the environment has, and its all-reduces have buffers of all ranks.
+_SHARED = (
+    "tokenspeed's ranks share device memory, in NCCL and for their all-reduces, that cannot be checkpointed; release "
+    "without hibernate, or run one rank"
+)
 
-class TokenspeedEngine(LoopEngine):
-    """An engine over an ``EventLoop``.
+
+class TokenspeedScheduler(base.Scheduler):
+    """Admission is that of tokenspeed's ``PauseController``: unless that is UNPAUSED, what is not refused waits.
+
+    Attributes:
+        frozen: nothing is computed until ``open``.
+    """
+
+    engine = "tokenspeed"
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(own)
+        self._paused_before: Any = None  # the state before ``close``; None while admission is open
+        self._draining = self.frozen = False
+        self._closed: tuple[str, int] = ("", 0)  # the reason, and how many requests may wait
+        self._held = 0
+        self._pause: Any = getattr(own, "_pause", None)
+
+    @property
+    def _pausing(self) -> ModuleType:
+        return importlib.import_module("tokenspeed.runtime.engine.pause")
+
+    @property
+    def group(self) -> base.Group:
+        """The ranks, which are those of one tensor-parallel group."""
+        attention = self.own.server_args.mapping.attn
+        return base.Group(attention.tp_size, attention.tp_group, attention.tp_rank, self.own.attn_tp_cpu_group)
+
+    def missing(self) -> list[str]:
+        return base.lacking(self.own, NAMES, "EventLoop")
+
+    def obstacles(self, service: bool) -> Iterator[str]:
+        settings = self.own.server_args
+        adapter = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
+        yield from base.memory_obstacles(settings.enable_memory_saver, adapter)
+        if settings.mapping.attn.tp_size != settings.mapping.world_size:
+            yield "its ranks are more than one tensor-parallel group; run a server for each group"
+        if getattr(settings, "nnodes", 1) > 1:
+            yield "its ranks are on several hosts"
+        if settings.disaggregation_mode != "null":
+            yield f"it is the {settings.disaggregation_mode} side of a disaggregated engine"
+        if not self.own._memory._kv_cache_release_allowed:
+            yield "its scheduler cannot forget cached prefixes; start it with --no-enable-prefix-caching"
+
+    def take_over(self, loop: base.EventLoop) -> None:
+        handler = self.own.request_handler
+        process = handler.process_requests
+
+        def process_and_refuse(received: list[Any]) -> Any:
+            result = process(received)
+            self._refuse(*result[:2])
+            self._stay_frozen()
+            return result
+
+        handler.recv_reqs = loop.beginning(handler.recv_reqs)
+        handler.process_requests = lambda received: loop.process(received, process_and_refuse)
+        if hasattr(self.own, "_paused_idle_step"):  # up to 0.1.0
+            self._begin_iteration = self.own._process_new_requests
+            self.own._process_new_requests = self._stay_while_frozen
+        if self.own.server_args.mapping.world_size > 1:
+            register_check(lambda: [_SHARED])
+
+    def _stay_while_frozen(self) -> None:
+        """Begin an iteration, and stay in it while nothing may be computed.
+
+        The overlapping loop calls CUDA before each iteration. While the process is hibernated, such a call waits until
+        the wake-up. The loop would then never receive the request for the wake-up.
+        """
+        was_frozen = self.frozen
+        self._begin_iteration()
+        # The iteration that froze still commits what was computed before.
+        while was_frozen and self.frozen:
+            self.own._paused_idle_step()
+            self._begin_iteration()
+
+    def lead(self, loop: base.LeadingLoop) -> base.IdleRest:
+        handler = self.own.request_handler
+        socket = handler.recv_func
+        handler.recv_func = Receiver(socket, loop.handle)
+        return base.IdleRest([getattr(socket, "_socket", socket)], self.has_nothing_to_do)
+
+    def is_ending(self) -> bool:
+        ended = getattr(self.own, "shutdown_event", None)
+        return ended is not None and bool(ended.is_set())
+
+    def is_still(self) -> bool:
+        """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved.
+
+        For a drain also whether prefixes can be forgotten, which is then done: tokenspeed waits for it, too.
+        """
+        copies = getattr(self.own, "_num_inflight_cache_ops", False)  # up to 0.1.0
+        moves = getattr(self.own._memory, "_weights_busy", bool)  # from 0.1.1 on
+        still = not copies and not moves() and bool(self._pausing.scheduler_drained(self.own.scheduler))
+        return still and (not self._draining or self._forgets())
+
+    def has_nothing_to_do(self) -> bool:
+        pause = self._pause
+        waiting = pause.buffered_specs and not pause.is_paused
+        compiling = self.own.request_handler.grammar_manager.grammar_queue
+        return not (waiting or compiling or pause.is_drain_pending) and self.is_still()
+
+    def in_flight(self) -> list[str]:
+        waiting = {spec.request_id for spec in list(self._pause.buffered_specs)}
+        return [rid for rid in list(self.own.output_processor.rid_to_state) if rid not in waiting]
+
+    def close(self, reason: str, hold: int) -> None:
+        """Let ``hold`` new requests wait and refuse others; tokenspeed does not continue generation until ``open``."""
+        self._closed = (reason, hold)
+        if self._paused_before is None:
+            self._paused_before = self._pause.state
+            self._pause.state = max(self._pause.state, self._pausing.PauseState.PAUSED_NEW)
+        self._pause.released = True
+
+    def _refuse(self, specs: Sequence[Any], states: Sequence[Any]) -> None:
+        """Mark those of the new requests as ended that may not wait: tokenspeed answers them before they are admitted.
+
+        Its health check takes any answer as a sign of life; its server does not start without that to its warm-up.
+        """
+        if self._paused_before is None:
+            return
+        reason, hold = self._closed
+        for spec, state in zip(specs, states, strict=True):
+            kind, _, _ = spec.request_id.partition("_")
+            if kind == "WARMUP" or (kind != "HEALTH" and self._held < hold):
+                self._held += 1
+            else:
+                state.set_finish_with_abort(reason, notify_client=True)
+
+    def drain(self, abort: bool) -> None:
+        """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
+        self._draining = not self.frozen
+        self._pause.state = self._pausing.PauseState.PAUSED_NEW
+        self._pause._abort_all_pending = self._pause._abort_all_pending or abort
+
+    def freeze(self) -> None:
+        """Compute nothing until ``open``; raise DrainTimeoutError if a request runs."""
+        if not self.is_still():
+            raise DrainTimeoutError(0, self.in_flight())
+        self._draining, self.frozen = False, True
+        self._stay_frozen()
+        self.save_buffers()
+
+    def _stay_frozen(self) -> None:
+        """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
+        if self.frozen:
+            self._pause.state = self._pausing.PauseState.PAUSED_ALL
+
+    def open(self) -> None:
+        """Take requests again. As by tokenspeed alone, a pause ends with the resume of all memory."""
+        if self._paused_before is not None:
+            self._pause.released = False
+            self._pause.state = self._pausing.PauseState.UNPAUSED if self.frozen else self._paused_before
+            self._paused_before, self._held = None, 0
+            self._draining = self.frozen = False
+
+    def flush(self) -> None:
+        if not self._forgets():
+            raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
+
+    def _forgets(self) -> bool:
+        """Forget every cached prefix; return False if pages are in use, as they may be from 0.1.1 on."""
+        return self.own._memory._reset_caches() is not False
+
+    def repair(self, lost: Sequence[str]) -> None:
+        """As of any engine; also clear the pages of a lost cache."""
+        super().repair(lost)
+        if "kv_cache" in lost:
+            self.own._memory._kv_repair()
+
+    def models(self) -> list[Any]:
+        executor = getattr(self.own, "model_executor", None)  # up to 0.1.0
+        return [(executor or self.own._device._executor).model_runner.model]
+
+
+class Receiver:
+    """Stands in for the socket that rank 0 reads: gives what ``handle`` makes of each batch of messages."""
+
+    def __init__(self, socket: Any, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        self._zmq = importlib.import_module("zmq")
+        self._messages = self._batches(socket, handle)
+
+    def recv_pyobj(self, flags: int) -> Any:
+        """Return the next message; raise ``zmq.Again`` at the end of the batch."""
+        if (message := next(self._messages)) is None:
+            raise self._zmq.Again
+        return message
+
+    def _batches(self, socket: Any, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> Iterator[Any]:
+        """Give the messages of each batch, then None."""
+        while True:
+            received = []
+            with suppress(self._zmq.ZMQError):
+                while True:
+                    received.append(socket.recv_pyobj(self._zmq.NOBLOCK))
+            yield from handle(received)
+            yield None
+
+
+class TokenspeedEngine(base.LoopEngine):
+    """An engine over an ``EventLoop``, of which it stands in for the socket to tokenspeed's server.
 
     By tokenspeed alone requests wait while memory is released, and each holds a lock that a weight update waits for; so
-    they are refused, or wait up to a number.
+    they are refused, or wait up to a number. A release waits without a deadline, a repeated one fails, a failure ends
+    the process, and a weight update touches memory that is released.
     """
 
     name = "tokenspeed"
+    scheduler_class = TokenspeedScheduler
 
-    @property
-    def model_name(self) -> str:
-        return str(self._event_loop.server_args.model)
-
-    def __init__(self, event_loop: Any) -> None:
-        """Take over the intake of ``event_loop``, before it runs.
-
-        Raises:
-            ConfigurationError: this loop cannot be served; the message says why.
-        """
-        check(event_loop)
-        self._event_loop = event_loop
-        work = LoopWork(event_loop)
-        super().__init__(work, port.lead(event_loop, work), port.group(event_loop))
-
-    def take_controls(self, lifecycle: Lifecycle, settings: Settings) -> None:
-        self.loop.take = Controls(self, self._event_loop.request_handler, lifecycle, settings).take
+    def __init__(self, scheduler: TokenspeedScheduler) -> None:
+        self.model_name = str(scheduler.own.server_args.model)
+        self._messages = importlib.import_module("tokenspeed.runtime.engine.io_struct")
+        handler = scheduler.own.request_handler
+        self._socket, handler.send_func = handler.send_func, self
+        super().__init__(scheduler)
 
     # The methods of ``Engine``.
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self.loop.tell("close", reason, hold)
+        self.tell("close", reason, hold)
 
     def open_admission(self) -> None:
-        self.loop.tell("open")
+        self.tell("open")
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's event loop to a standstill until `open_admission`.
 
         Raises:
-            DrainTimeoutError: it took longer, or was given up; the requests continue.
             UnsupportedError: the mode is ``keep``.
-            ValueError: the mode is unknown.
         """
         check_drain_mode(mode)
         if mode == "keep":
             raise UnsupportedError(
                 "tokenspeed cannot compute a paused request again from its tokens; release with the mode wait or abort"
             )
-        self.when_still(timeout_s, begin=lambda: self.loop.tell("drain", mode == "abort"), given_up=given_up)
-        self._run("freeze")
-        self._run("")  # from this iteration on the loop makes no call of CUDA: port.stay_while_frozen
+        self.when_still(timeout_s, begin=lambda: self.tell("drain", mode == "abort"), given_up=given_up)
+        self.run_on_all("freeze")
+        self.run_on_all("")  # from this iteration on the loop makes no call of CUDA: see _stay_while_frozen
 
+    # tokenspeed's own calls.
 
-def start(event_loop: Any, service: bool) -> TokenspeedEngine | None:
-    """As ``plugin.served`` has it."""
-    check(event_loop)
-    if event_loop.attn_tp_rank == 0:
-        return TokenspeedEngine(event_loop)
-    port.join(event_loop)
-    return None
+    def send_pyobj(self, output: Any) -> None:
+        """Send ``output`` to tokenspeed's server, and see the answers to updates. In the scheduler's thread."""
+        if (answered := self._updates.pop(type(output).__name__, None)) is not None:
+            answered.set_result(output)
+        self._socket.send_pyobj(output)
 
+    def _takes(self, request: Any) -> bool:
+        if type(request).__name__ == "IsSleepingReqInput":
+            sleeping = bool(released_tags(self.memory.status()))
+            self._socket.send_pyobj(self._messages.IsSleepingReqOutput(is_sleeping=sleeping))
+            return True
+        return super()._takes(request)
 
-def check(loop: Any) -> None:
-    """Raise ConfigurationError if ``loop`` cannot be served; the message says why."""
-    if missing := lacking(loop, NAMES):
-        raise ConfigurationError(
-            f"this version of tokenspeed cannot be served: its EventLoop has no {', '.join(missing)}; "
-            "docs/tokenspeed.md lists versions that can"
-        )
-    mapping = loop.server_args.mapping
-    adapter = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
-    if problem := memory_problem(loop.server_args.enable_memory_saver, adapter):
-        pass
-    elif mapping.attn.tp_size != mapping.world_size:
-        problem = "its ranks are more than one tensor-parallel group; run a server for each group"
-    elif getattr(loop.server_args, "nnodes", 1) > 1:
-        problem = "its ranks are on several hosts"
-    elif loop.server_args.disaggregation_mode != "null":
-        problem = f"it is the {loop.server_args.disaggregation_mode} side of a disaggregated engine"
-    elif not loop._memory._kv_cache_release_allowed:
-        problem = "its scheduler cannot forget cached prefixes; start it with --no-enable-prefix-caching"
-    if problem:
-        raise ConfigurationError(f"tokenspeed's scheduler cannot be served: {problem}")
+    def _answer(self, request: Any, error: BaseException | None) -> None:
+        kind = getattr(self._messages, base.answer_to(request))
+        output = kind(success=error is None, message=str(error or ""))
+        self.submit(partial(self._socket.send_pyobj, output))

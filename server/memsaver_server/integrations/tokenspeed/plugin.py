@@ -1,75 +1,62 @@
-"""Serves tokenspeed's scheduler from its own process: attached by the entry point ``tokenspeed.plugins``, by
+"""What memsaver changes in tokenspeed's processes: by the entry point ``tokenspeed.plugins`` (``register``), by
 ``serve.py`` for versions without it, or by hand (``attach``)."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memsaver_server.integrations.scheduler_loop import plugin
+import torch
 
-if TYPE_CHECKING:
-    from memsaver_server import Attachment, Settings
+import memsaver_core as ms
+from memsaver_core.compat.patching import wrap
+from memsaver_server.integrations.adapter.plugin import Plugin
 
-#: Where to serve: ``HOST:PORT``, or the path of a Unix socket. If it is not set, there is no service.
-VARIABLE = "MEMSAVER_TOKENSPEED"
+#: The tag of the attention workspaces, which tokenspeed creates outside of its regions.
+TAG = "workspace"
+BACKENDS = "tokenspeed.runtime.layers.attention.backends"
+#: Where each is, by the module in ``BACKENDS`` of which the first backend creates it for the process.
+WORKSPACES = {
+    "flashmla": "_global_workspace_buffer",
+    "tokenspeed_mla": "_cutedsl_workspace_buffer",
+    "trtllm": "_global_workspace_buffer",
+    "trtllm_mla": "_trtllm_workspace_buffer",
+}
+
+_plugin = Plugin("MEMSAVER_TOKENSPEED", "memsaver_server.integrations.tokenspeed.engine:TokenspeedEngine")
+attach, follow = _plugin.attach, _plugin.follow
 
 
 @functools.cache
 def register() -> None:
     """Carry out the memory calls of each engine of this process whose memory is in memsaver's regions, and serve it at
     ``MEMSAVER_TOKENSPEED`` if that is set."""
-    if not (os.environ.get(VARIABLE) or plugin.is_installed()):
+    if not _plugin.is_wanted():
         return
-    from memsaver_server.integrations.tokenspeed import workspaces
-
-    module: Any = importlib.import_module("tokenspeed.runtime.engine.event_loop")
-    if hasattr(module, "create_attn_components"):  # in 0.1.0
-        module.create_attn_components = workspaces.releasable(module.create_attn_components)
-    loop = module.EventLoop
+    module = importlib.import_module("tokenspeed.runtime.engine.event_loop")
+    wrap(module, "create_attn_components", _with_tagged_workspaces)  # in 0.1.0
     for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
-        if hasattr(loop, name):
-            setattr(loop, name, _attached(getattr(loop, name)))
+        wrap(module.EventLoop, name, _serve)
 
 
-def attach(loop: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
-    """Serve a tokenspeed ``EventLoop`` from a thread of its process: call it before ``loop.event_loop()``.
+def _serve(run: Callable[[Any], None], loop: Any) -> None:
+    with _plugin.served(loop, loop.server_args.enable_memory_saver):
+        run(loop)
 
-    Args:
-        loop: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks call
-            ``follow`` at the same time.
-        settings, options: as for ``memsaver_server.attach``.
 
-    Raises:
-        ConfigurationError: this loop cannot be served, or the address cannot be bound.
+def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *arguments: Any, **named: Any) -> Any:
+    """Move workspaces under ``TAG`` after ``create_attn_components``: no graph has captured their addresses yet.
+
+    They come back as zeros, as TensorRT-LLM's kernels expect of their semaphores. What is in one is of one kernel.
     """
-    # Not at the import, which tokenspeed does in each of its processes.
-    from memsaver_server.integrations.tokenspeed.engine import TokenspeedEngine
-
-    return plugin.attach(TokenspeedEngine(loop), settings, **options)
-
-
-def follow(loop: Any) -> None:
-    """Let the service on the first rank release this one's memory: call it before ``loop.event_loop()``.
-
-    Raises:
-        ConfigurationError: this loop cannot be served.
-    """
-    from memsaver_server.integrations.tokenspeed import engine, port
-
-    engine.check(loop)
-    port.join(loop)
-
-
-def _attached(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(run)
-    def served(loop: Any) -> None:
-        from memsaver_server.integrations.tokenspeed.engine import start
-
-        with plugin.served(VARIABLE, loop.server_args.enable_memory_saver, functools.partial(start, loop)):
-            run(loop)
-
-    return served
+    components = create(server_args, *arguments, **named)
+    held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]
+    by_device = [each for one in held for each in (one.values() if isinstance(one, dict) else [one])]
+    workspaces = [each for each in by_device if isinstance(each, torch.Tensor)]
+    if server_args.enable_memory_saver and workspaces:
+        ms.adopt(workspaces, TAG)
+        torch.cuda.empty_cache()  # the memory that they were in
+    return components

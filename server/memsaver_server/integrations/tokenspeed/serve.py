@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import runpy
-from collections.abc import Callable
 from typing import Any
 
+from memsaver_core.compat.patching import wrap
 from memsaver_server.integrations.tokenspeed.plugin import register
 
 
@@ -22,13 +22,15 @@ class RaisingClient:
         self._client = client
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        call = getattr(self._client, name)
 
-    async def release_memory_occupation(self, request: Any) -> Any:
-        return checked(await self._client.release_memory_occupation(request))
+        async def raising(request: Any) -> Any:
+            output = await call(request)
+            if not output.success:
+                raise RuntimeError(output.message)
+            return output
 
-    async def resume_memory_occupation(self, request: Any) -> Any:
-        return checked(await self._client.resume_memory_occupation(request))
+        return raising if name in ("release_memory_occupation", "resume_memory_occupation") else call
 
 
 def prepare() -> None:
@@ -36,15 +38,8 @@ def prepare() -> None:
     scheduler says: have it answer a failure with status 500 and the message."""
     register()
     if importlib.util.find_spec("tokenspeed.runtime.plugins") is None:
-        routes: Any = importlib.import_module("tokenspeed.runtime.entrypoints.sglang_compat_http")
-        client_of: Callable[[Any], Any] = routes._llm
-        routes._llm = lambda request: RaisingClient(client_of(request))
-
-
-def checked(output: Any) -> Any:
-    if not output.success:
-        raise RuntimeError(output.message)
-    return output
+        routes = importlib.import_module("tokenspeed.runtime.entrypoints.sglang_compat_http")
+        wrap(routes, "_llm", lambda client_of, request: RaisingClient(client_of(request)))
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -6,29 +6,47 @@ and continued by vLLM's own pause and sleep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import logging
+import threading
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
-from memsaver_core.errors import MemsaverError, UnsupportedError
-from memsaver_core.options import ReleaseOptions
-from memsaver_core.policies import RestorePolicy
+from memsaver_core.compat.patching import wrap
+from memsaver_core.contract.errors import (
+    AdmissionClosedError,
+    DrainTimeoutError,
+    GroupFailedError,
+    MemsaverError,
+    UnsupportedError,
+)
+from memsaver_core.contract.policies import RestorePolicy
+from memsaver_core.contract.requests import DrainMode, MemoryRequest
+from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
-from memsaver_server.engine import DrainMode, DrainTimeoutError, Engine, never
-from memsaver_server.gate import Gate
-from memsaver_server.integrations.vllm.api_server import AsyncClient, HttpAdmission
-from memsaver_server.integrations.vllm.offline import OfflineClient
-from memsaver_server.ranks import Deadlines, GroupFailedError, RankMemory
+from memsaver_server.engine import never
+from memsaver_server.engine.gate import Gate, InFlightRequest
+from memsaver_server.integrations.adapter.calls import NestedRequests, is_done
+from memsaver_server.ranks import Deadlines, RankMemory
+
+logger = logging.getLogger("memsaver")
 
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
 
-#: The prompt of a verification: token ids that every vocabulary has.
-VERIFICATION_PROMPT = tuple(range(3, 35))
-VERIFICATION_TOKENS = 8
-#: How long it may take, and the scheduler's start before it, seconds.
+#: The methods by which an ``LLM`` generates; one of these may call another.
+CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
+
+#: Of a verification: tokens that every vocabulary has, how many are to follow, and how long each call of vLLM in it may
+#: take, and the scheduler to stop after it, seconds.
+PROMPT = range(3, 35)
+LENGTH = 8
 VERIFICATION_S = 60.0
-#: How long the scheduler may take to stop after it, seconds.
 STOP_S = 10.0
 
 _T = TypeVar("_T")
@@ -43,7 +61,7 @@ class VllmMemory(RankMemory):
         super().__init__(ranks, processes, deadlines)
         self._ranks = ranks
 
-    def release_awake(self, options: ReleaseOptions) -> list[Answer]:
+    def release_awake(self, options: MemoryRequest) -> list[Answer]:
         answers = self.ask(ExpectRelease(options))
         if any(answer.failure is not None for answer in answers):
             return answers
@@ -64,84 +82,261 @@ class VllmMemory(RankMemory):
         return answers
 
 
-class VllmEngine(Engine):
-    """An engine over either front end of vLLM."""
+class VllmEngine(Gate):
+    """An engine over either front end of vLLM: a gate, and then vLLM's scheduler."""
 
-    name = "vllm"
+    def __init__(self, core: Any, model_config: Any) -> None:
+        """``core`` is the front end's ``engine_core``, of which the processes are watched, one for each data-parallel
+        rank. One that runs in this process or in Ray has none."""
+        super().__init__("vllm")
+        self._asleep = self._paused = False
+        self._wake_up: Future[Any] | None = None
+        self.model_name = str(getattr(model_config, "model", ""))
+        manager = getattr(getattr(core, "resources", None), "engine_manager", None)
+        processes = {f"engine core {number}": each.pid for number, each in enumerate(getattr(manager, "processes", ()))}
+        self.memory = VllmMemory(self, processes)
 
-    def __init__(self, client: AsyncClient | OfflineClient, admission: HttpAdmission | Gate) -> None:
-        self._client = client
-        self._admission = admission
-        self._asleep = False
-        self._paused = False
-        self.memory = VllmMemory(self, client.processes)
+    # The front end. None of these blocks.
 
-    # The ranks, for ``memory``.
-
+    @abstractmethod
     def start(self, message: Plain) -> Future[list[Plain]]:
-        return self._client.start(message)
+        """Of the protocol ``Channel``, for ``memory``."""
+
+    @abstractmethod
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """Begin a call of vLLM's method ``name``."""
+
+    @abstractmethod
+    def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
+        """Have vLLM generate from one prompt; the result is its last ``RequestOutput``."""
+
+    @abstractmethod
+    def pending(self) -> list[str]:
+        """Return the names of the requests in flight."""
 
     def sleep(self, level: int) -> Future[None]:
-        """Put the engine to sleep in its own way: 1 keeps the weights, 2 discards them. Does not block."""
+        """Put the engine to sleep in its own way: 1 keeps the weights, 2 discards them."""
         self._asleep = True
-        return self._client.sleep(level)
+        return self.call("sleep", level, "keep")
 
-    @property
-    def model_name(self) -> str:
-        return self._client.model_name()
+    def wake_up(self, tags: list[str] | None) -> None:
+        """Have vLLM resume ``tags``, all if None."""
+        self._wake_up = self.call("wake_up", tags)
+        self._wake_up.add_done_callback(_log_failure)
 
     # The methods of ``Engine``.
 
-    def is_alive(self) -> bool:
-        return self._client.is_alive()
-
-    def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._admission.close_admission(reason, hold=hold)
-
     def open_admission(self) -> None:
         if self._paused or self._asleep:
-            self._client.wake_up(None if self._asleep else [SCHEDULING])
+            self.wake_up(None if self._asleep else [SCHEDULING])
         self._paused = self._asleep = False
-        self._admission.open_admission()
+        super().open_admission()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        self._admission.drain(timeout_s, mode, given_up)
+        super().drain(timeout_s, mode, given_up)
         try:
-            self._client.pause(mode, timeout_s, given_up)
+            self.pause(mode, timeout_s, given_up)
         except DrainTimeoutError:
             if not self._paused:
-                self._client.wake_up([SCHEDULING])
+                self.wake_up([SCHEDULING])
             raise
         self._paused = True
+
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
+        """Have vLLM end, finish or freeze its requests, and take no others; raises as ``drain``."""
+        pausing = self.call("sleep", 0, mode)
+        if not is_done(pausing, timeout_s, given_up):
+            pausing.cancel()
+            raise DrainTimeoutError(timeout_s, self.pending())
+        pausing.result()
 
     def verify_tokens(self) -> list[int]:
         """Have vLLM generate from a fixed prompt, for which its scheduler has to run.
 
         Raises:
-            UnsupportedError: requests are frozen, which would run along.
-            MemsaverError: the tokens were not computed in time.
+            UnsupportedError: requests are frozen.
+            MemsaverError: the tokens were not computed in ``VERIFICATION_S``.
         """
-        if frozen := self._client.pending():
+        if frozen := self.pending():
             raise UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
             )
-        _in_time(self._client.run_scheduler(None if self._asleep else [SCHEDULING]))
+        _in_time(self.call("wake_up", None if self._asleep else [SCHEDULING]))
         self._asleep, self._paused = False, True
         try:
-            return _in_time(self._client.generate(VERIFICATION_PROMPT, VERIFICATION_TOKENS))
+            from vllm import SamplingParams
+
+            greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+            _in_time(self.call("reset_prefix_cache"))
+            output = _in_time(self.generate({"prompt_token_ids": list(PROMPT)}, greedy))
+            _in_time(self.call("reset_prefix_cache"))
+            return list(output.outputs[0].token_ids)
         finally:
-            self._client.pause("abort", STOP_S, never)  # a prompt that was not computed in time, too
+            self.pause("abort", STOP_S)  # a prompt that was not computed in time, too
 
     def flush_cache(self) -> None:
-        self._client.reset_prefix_cache()
+        self.call("reset_prefix_cache").result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since."""
+        """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since.
+
+        Of a large cache this takes milliseconds, so it is not waited for: vLLM does it before later requests.
+        """
         if "kv_cache" in lost:
-            self._client.forget_prefixes()
+            self.call("reset_prefix_cache").add_done_callback(_log_failure)
+
+
+class ApiServerEngine(VllmEngine):
+    """vLLM's asynchronous engine client, called from threads other than that of its loop.
+
+    Requests come over HTTP, and are tasks of that loop. None of them is inside the gate: one that has entered is vLLM's
+    to drain.
+    """
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+        self._core = getattr(client, "engine_core", None)
+        self._waiting: set[asyncio.Event] = set()
+        super().__init__(self._core, getattr(getattr(client, "vllm_config", None), "model_config", None))
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
+    async def enter(self) -> None:
+        """Return when a request may enter; raise AdmissionClosedError if it may not, and no more may wait."""
+        with self._changed:
+            if self._closed is None:
+                return
+            if len(self._waiting) >= self._hold:
+                raise AdmissionClosedError(self._closed)
+            opened = asyncio.Event()
+            self._waiting.add(opened)
+        try:
+            await opened.wait()
+        finally:
+            with self._changed:
+                self._waiting.discard(opened)
+
+    def open_admission(self) -> None:
+        super().open_admission()
+        with self._changed:
+            waiting, self._waiting = self._waiting, set()
+        for opened in waiting:
+            self._loop.call_soon_threadsafe(opened.set)
+
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return asyncio.run_coroutine_threadsafe(self._ask_workers(message), self._loop)
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(getattr(self._client, name)(*arguments), self._loop)
+
+    def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
+        async def generated() -> Any:
+            async for output in self._client.generate(prompt, parameters, f"memsaver-{uuid.uuid4().hex}"):
+                last = output
+            return last
+
+        return asyncio.run_coroutine_threadsafe(generated(), self._loop)
+
+    def pending(self) -> list[str]:
+        states = getattr(getattr(self._client, "output_processor", None), "request_states", {})
+        return sorted(str(getattr(state, "external_req_id", name)) for name, state in list(states.items()))
+
+    def is_alive(self) -> bool:
+        return not self._client.errored
+
+    async def _ask_workers(self, message: Plain) -> list[Plain]:
+        """Return the answers of every engine core's workers; ``collective_rpc`` returns those of the first alone."""
+        cores = getattr(self._core, "core_engines", ())
+        if self._core is None or len(cores) < 2:
+            answers: list[Plain] = await self._client.collective_rpc("memsaver", args=(message,))
+            return answers
+        arguments = ("collective_rpc", "memsaver", None, (message,), None)
+        groups = await asyncio.gather(*(self._core._call_utility_async(*arguments, engine=each) for each in cores))
+        return [answer for group in groups for answer in group]
+
+
+class OfflineEngine(VllmEngine):
+    """An ``LLM``, whose calls must not overlap: they run in the order in which they were begun. One that hangs keeps
+    those after it waiting, and nobody else."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._lock = threading.Lock()  # held during each call, generation included
+        self._beginning = threading.Lock()
+        self._last: Future[Any] = started(lambda: None)
+        super().__init__(llm.llm_engine.engine_core, getattr(llm.llm_engine, "model_config", None))
+
+    def gate_calls(self) -> None:
+        """Make each call by which the ``LLM`` generates one request of the gate, and one of the calls in order."""
+        requests = NestedRequests(self._generating)
+
+        def gated(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with requests.request(name):
+                return call(*args, **kwargs)
+
+        for name in CALLS:
+            wrap(self._llm, name, partial(gated, name), again=True)
+
+    @contextmanager
+    def _generating(self, name: str | None) -> Iterator[InFlightRequest]:
+        """Run the block, in which the ``LLM`` generates, alone and after the last wake-up; raise what that has raised:
+        in an engine that is paused the block would not return."""
+        with self.request(name) as request:
+            if self._wake_up is not None:
+                self._wake_up.result()
+            with self._lock:
+                yield request
+
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return self._begin(lambda: self._llm.collective_rpc("memsaver", args=(message,)))
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        return self._begin(lambda: getattr(self._llm, name)(*arguments))
+
+    def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
+        call = getattr(self._llm.generate, "__wrapped__", self._llm.generate)  # not by the gate, which is closed
+        return self._begin(lambda: call([prompt], parameters, use_tqdm=False)[0])
+
+    def pending(self) -> list[str]:
+        """Return nothing: an offline engine generates only inside its callers' calls, which are drained."""
+        return []
+
+    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
+        pausing = self.call("sleep", 0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
+        if not is_done(pausing, timeout_s, given_up):
+            raise DrainTimeoutError(timeout_s, ["a call of the LLM that has not returned"])
+        pausing.result()
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
+        if "kv_cache" in lost:
+            self.flush_cache()
+
+    def is_alive(self) -> bool:
+        return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
+
+    def _begin(self, call: Callable[[], _T]) -> Future[_T]:
+        """Begin a call. A thread for each: one that hangs must not keep the process from ending."""
+
+        def in_turn(before: Future[Any]) -> _T:
+            wait([before])
+            with self._lock:
+                return call()
+
+        with self._beginning:
+            begun = started(partial(in_turn, self._last))
+            self._last = begun
+        return begun
 
 
 def _in_time(call: Future[_T]) -> _T:
-    if not wait([call], VERIFICATION_S).done:
+    if not is_done(call, VERIFICATION_S):
         raise MemsaverError(f"vLLM did not compute the verification prompt in {VERIFICATION_S:g} s")
     return call.result()
+
+
+def _log_failure(done: Future[Any]) -> None:
+    if not done.cancelled() and done.exception() is not None:
+        logger.error("vLLM did not continue as it should after a wake-up: %s", done.exception())

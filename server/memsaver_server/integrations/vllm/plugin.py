@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-import os
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Scope, Send
 
-from memsaver_core.compat.vllm.config import is_wanted, switch
-from memsaver_core.compat.vllm.import_hooks import when_imported, wrap
-from memsaver_core.errors import ConfigurationError, UnsupportedError
+from memsaver_core.compat.patching import wrap, wrap_in
+from memsaver_core.compat.vllm.allocator import is_wanted, switch
+from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, UnsupportedError
 from memsaver_server import Attachment, Settings, attach, create_app
-from memsaver_server.engine import AdmissionClosedError
-from memsaver_server.gate import Gate
+from memsaver_server.controller import Answer
 from memsaver_server.http.auth import check_address
-from memsaver_server.http.errors import error_response
-from memsaver_server.integrations.vllm.api_server import AsyncClient, ClosedRoute, HttpAdmission, OverlayRoute
-from memsaver_server.integrations.vllm.engine import VllmEngine
-from memsaver_server.integrations.vllm.offline import OfflineClient, gate_calls
-from memsaver_server.integrations.vllm.weight_updates import watch_updates
+from memsaver_server.integrations.vllm.engine import ApiServerEngine, OfflineEngine
 
 logger = logging.getLogger("memsaver")
+
+#: Paths of vLLM's own that our routes replace: the service must see the calls of its sleep mode, and knows of a worker
+#: that has ended before vLLM does.
+REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/health"})
+
+#: Paths, or beginnings of paths, that need the device.
+WORK = ("/v1/", "/v2/", "/inference/", "/generate", "/invocations", "/pooling", "/classify", "/score", "/rerank")
 
 
 def register() -> None:
     """The entry point that vLLM calls in each of its processes. Does nothing if ``MEMSAVER_VLLM=0``."""
     if switch() is not False:
-        when_imported("vllm.plugins", lambda module: wrap(module, "load_endpoint_plugins", _load_endpoint_plugins))
-
-
-def _load_endpoint_plugins(load: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> list[Any]:
-    return [*load(*args, **kwargs), RoutesPlugin()]
+        one_more = {"load_endpoint_plugins": lambda load, *args, **named: [*load(*args, **named), RoutesPlugin()]}
+        wrap_in("vllm.plugins", one_more)
 
 
 class RoutesPlugin:
@@ -56,50 +58,66 @@ class RoutesPlugin:
             return
         settings = Settings()
         try:
-            _check_servers(args)
+            if (servers := getattr(args, "api_server_count", None) or 1) > 1:  # the kernel picks one for a request
+                raise ConfigurationError(
+                    f"vLLM has {servers} API servers, by default one for each data-parallel engine, and each would act "
+                    "as the only one; start it with --api-server-count 1"
+                )
             if not getattr(args, "uds", None):
                 check_address(getattr(args, "host", None) or "0.0.0.0", settings)
         except ConfigurationError as error:
             logger.warning("memsaver's routes are not served: %s. Sleep mode itself works", error)
             return
-        await serve_in(self._app, engine_client, settings)
+        engine = await asyncio.to_thread(ApiServerEngine, engine_client, asyncio.get_running_loop())
+        ours = create_app(engine, settings)
+        self._app.router.routes[:0] = [ClosedRoute(self._app, engine), OverlayRoute(ours, self._app)]
+        watch_updates(engine_client, ours.state.memsaver.controller.lifecycle.weights_updated)
         logger.info("memsaver's routes are served beside vLLM's own")
 
 
-def _check_servers(args: Any) -> None:
-    """Raise ConfigurationError if vLLM's server has several processes, of which the kernel picks one for a request."""
-    servers = getattr(args, "api_server_count", None) or 1
-    if servers > 1:
-        raise ConfigurationError(
-            f"vLLM has {servers} API servers, by default one for each data-parallel engine, and each would act "
-            "as the only one; start it with --api-server-count 1"
-        )
+class ClosedRoute(BaseRoute):
+    """In front of all routes while admission is closed: requests that need the device wait here, or are refused."""
+
+    def __init__(self, app: FastAPI, engine: ApiServerEngine) -> None:
+        self._app = app
+        self._engine = engine
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        work = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK)
+        return (Match.FULL if work and self._engine.is_closed else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._engine.enter()
+        except AdmissionClosedError as closed:
+            refusal = Answer.failure(closed)
+            await JSONResponse(refusal.body, refusal.status, headers=dict(refusal.headers))(scope, receive, send)
+        else:
+            await self._app.router(scope, receive, send)
 
 
-async def serve_in(app: FastAPI, engine_client: Any, settings: Settings) -> VllmEngine:
-    """Serve ``engine_client`` inside vLLM's application ``app``, before that takes its first request."""
-    admission = HttpAdmission()
-    client = AsyncClient(engine_client, asyncio.get_running_loop())
-    engine = await asyncio.to_thread(VllmEngine, client, admission)
-    ours = create_app(engine, settings)
-    app.router.routes[:0] = [ClosedRoute(app, admission, _refusal), OverlayRoute(ours, app)]
-    watch_updates(engine_client, ours.state.memsaver.lifecycle.weights_updated)
-    return engine
+class OverlayRoute(BaseRoute):
+    """Our application in front of another: for paths that the other lacks, and those replaced."""
+
+    def __init__(self, ours: FastAPI, theirs: FastAPI) -> None:
+        self._app = ours
+        self._theirs = list(theirs.routes)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        ours = _serves(self._app.routes, scope)
+        if ours and (scope["path"] in REPLACED or not _serves(self._theirs, scope)):
+            return Match.FULL, {}
+        return Match.NONE, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
-def _refusal(closed: AdmissionClosedError) -> JSONResponse:
-    response = error_response(closed)
-    return JSONResponse(response.body(), response.status, headers=response.headers)
+def _serves(routes: Sequence[BaseRoute], scope: Scope) -> bool:
+    return any(route.matches(scope)[0] is Match.FULL for route in routes)
 
 
-def attach_to(
-    llm: Any,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    uds: str | os.PathLike[str] | None = None,
-    settings: Settings | None = None,
-) -> Attachment:
+def attach_to(llm: Any, **options: Any) -> Attachment:
     """Serve a ``vllm.LLM`` from a thread of this process.
 
     A call of ``llm.generate`` and its like is one request: a release waits for its end, and while memory is released
@@ -107,21 +125,49 @@ def attach_to(
 
     Args:
         llm: started with sleep mode, with MEMSAVER_VLLM=1 or the backend ``memsaver``.
-        host, port, uds, settings: as for ``memsaver_server.attach``.
+        options: as for ``memsaver_server.attach``.
 
     Raises:
         UnsupportedError: the engine does not sleep by memsaver.
         ConfigurationError: as for ``memsaver_server.attach``.
     """
-    gate = Gate("vllm")
-    client = OfflineClient(llm)
-    engine = VllmEngine(client, gate)
+    engine = OfflineEngine(llm)
     if not engine.memory.enabled():
         raise UnsupportedError(
             "this engine does not sleep by memsaver: start it with enable_sleep_mode=True and MEMSAVER_VLLM=1, "
             "on a CUDA device"
         )
-    gate_calls(llm, gate, client)
-    attachment = attach(engine, host=host, port=port, uds=uds, settings=settings)
+    engine.gate_calls()
+    attachment = attach(engine, **options)
     watch_updates(llm, attachment.lifecycle.weights_updated)
     return attachment
+
+
+#: Methods that write weights: all that name them, but for those that prepare, ask or only set a version.
+_WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version).*weight", re.IGNORECASE)
+
+
+def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
+    """Have ``updated`` called after each ``collective_rpc`` of vLLM's client or ``LLM`` that by its name wrote weights.
+
+    vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``,
+    from vLLM's routes or from this process. An update in several calls counts with its first one, as nothing marks the
+    last: callers keep the KV cache asleep, or generation paused, until all are done.
+    """
+
+    def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(method, *args, **kwargs)
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        if _WRITES.match(name) is None:
+            return result
+        if inspect.isawaitable(result):
+            return noted(result)
+        updated()
+        return result
+
+    async def noted(writing: Awaitable[Any]) -> Any:
+        result = await writing
+        updated()
+        return result
+
+    wrap(engine, "collective_rpc", watched, again=True)

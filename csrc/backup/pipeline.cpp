@@ -1,0 +1,55 @@
+#include "backup/pipeline.hpp"
+
+#include <string>
+
+#include "support/log.hpp"
+
+namespace memsaver {
+
+bool Pipeline::can_digest() {
+  if (!driver.has_digest(device)) return false;
+  if (!digests_) digests_ = std::make_unique<DigestQueue>(driver, device, key, kernels);
+  return true;
+}
+
+void Pipeline::copy(Direction direction, Address base, const std::vector<Extent>& extents,
+                    const std::vector<HostRange>& memory) {
+  for_each_piece(extents, memory, [&](std::size_t offset, std::uintptr_t address, std::size_t bytes) {
+    auto* const host_address = reinterpret_cast<void*>(address);
+    if (direction == Direction::to_host) {
+      driver.copy_to_host(device, host_address, base + offset, bytes, copies);
+    } else {
+      driver.copy_to_device(device, base + offset, host_address, bytes, copies);
+    }
+  });
+}
+
+void Pipeline::wait_for_streams() {
+  record(copies)->wait();
+  record(kernels)->wait();
+}
+
+void Pipeline::settle(const FileTransfers& transfers) noexcept {
+  for (const auto& transfer : transfers) {
+    if (transfer.done.valid()) transfer.done.wait();
+  }
+  if (digests_) digests_->abandon();
+  try {
+    wait_for_streams();
+  } catch (const std::exception& error) {
+    warn(std::string("while waiting for copies to end: ") + error.what());
+    // A device that cannot be synchronized either has lost its context and runs nothing any more.
+    try {
+      driver.synchronize(device);
+    } catch (const std::exception& failure) {
+      warn(std::string("while waiting for the device: ") + failure.what());
+    }
+  }
+  try {
+    packing.close();
+  } catch (const std::exception&) {
+    // The context is lost, and the device's memory with it.
+  }
+}
+
+}  // namespace memsaver

@@ -1,0 +1,73 @@
+"""Restore policies: what a resume owes a tag."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeAlias
+
+from memsaver_core.contract.errors import ConfigurationError
+
+
+class RestorePolicy(str, Enum):
+    """What a resume owes the content of a tag."""
+
+    DISCARD = "discard"  # nothing: it is undefined
+    ZERO = "zero"  # zeros
+    HOST = "host"  # the content, kept in pinned host memory
+    FILE = "file"  # the content, kept on disk
+
+
+PolicyLike: TypeAlias = "RestorePolicy | str"
+
+#: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
+WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace", "communicators")
+
+#: The tag of what NCCL's communicators hold. Not of regions: NCCL takes and keeps this memory itself.
+COMMUNICATORS = "communicators"
+
+#: The policy of a region that is given none; ``discard`` for other tags. A graph's memory holds state that is written
+#: only at capture, so it is kept. KV pages with undefined content have given NaN, so they come back as zeros.
+DEFAULT_POLICIES = {
+    "weights": RestorePolicy.HOST,
+    "cuda_graph": RestorePolicy.HOST,
+    "kv_cache": RestorePolicy.ZERO,
+    "workspace": RestorePolicy.ZERO,
+    COMMUNICATORS: RestorePolicy.HOST,
+}
+
+#: Tags whose memory comes back as zeros unless its content is kept.
+ZEROED_TAGS = frozenset(tag for tag, policy in DEFAULT_POLICIES.items() if policy is RestorePolicy.ZERO)
+
+
+def keeps_all(restore: str) -> bool:
+    """Return whether all content of a tag with this policy survives a release; ``mixed`` does not keep all."""
+    return restore in (RestorePolicy.HOST, RestorePolicy.FILE)
+
+
+def keeps_any(restore: str) -> bool:
+    """Return whether any content of a tag with this policy, which may be ``mixed``, survives a release."""
+    return restore == "mixed" or keeps_all(restore)
+
+
+def parse_policy(value: PolicyLike) -> RestorePolicy:
+    """Return the policy that ``value`` names.
+
+    Raises:
+        ConfigurationError: there is no such policy.
+    """
+    try:
+        return RestorePolicy(value)
+    except ValueError:
+        names = ", ".join(policy.value for policy in RestorePolicy)
+        raise ConfigurationError(f"unknown restore policy {value!r}; choose one of {names}") from None
+
+
+def policy_for(tag: str, restore: PolicyLike | None) -> RestorePolicy:
+    """Return ``restore`` if given, else the default of ``tag``, else ``DISCARD``.
+
+    Raises:
+        ConfigurationError: ``restore`` is not a policy.
+    """
+    if restore is not None:
+        return parse_policy(restore)
+    return DEFAULT_POLICIES.get(tag, RestorePolicy.DISCARD)

@@ -1,0 +1,222 @@
+"""What an operation did, would do, or does now. All sizes are bytes, all times seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.status import PreparedState
+
+#: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
+OperationStatus = Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
+Ignored = Annotated[tuple[str, ...], Field(description="Unknown fields of the request; absent if there are none.")]
+
+
+class DeviceDelta(Model):
+    """Memory of one device before and after a phase. ``delta_bytes`` is after minus before."""
+
+    index: int
+    uuid: str
+    used_before_bytes: int
+    used_after_bytes: int
+    delta_bytes: int
+
+
+class MeteredDelta(DeviceDelta):
+    """Memory of one device before and after an operation."""
+
+    name: str
+    total_bytes: int
+    process_bytes: int | None
+
+
+class PhaseReport(Model):
+    """One step of an operation; ``name`` is that of a ``Phase``."""
+
+    name: str
+    seconds: float
+    devices: tuple[DeviceDelta, ...]
+    details: Mapping[str, int | float] = Field(
+        default={}, description="seconds by kind of work (overlapping), bytes, gigabytes per second"
+    )
+
+
+class TagReport(Model):
+    """What an operation did to a tag."""
+
+    tag: str
+    restore: str = Field(description="the policy that it was released under, else its own; mixed if its regions differ")
+    state: str = Field(description="resident or released, after the operation")
+    bytes: int = Field(default=0, description="live bytes under the tag, on all devices")
+    released_bytes: int = Field(default=0, description="that this release gave back to the driver")
+    resumed_bytes: int = Field(default=0, description="that this resume mapped")
+    backed_up_bytes: int = Field(default=0, description="content copied to host memory or disk by this release")
+    unchanged_bytes: int = Field(default=0, description="content not copied, because the backup is still equal")
+    shared_bytes: int = Field(
+        default=0, description="content not copied, because the shared store has it from another process"
+    )
+    zero_bytes: int = Field(default=0, description="content in all-zero blocks, which need no backup memory")
+    restored_bytes: int = Field(default=0, description="content copied back by this resume")
+    kept_bytes: int = Field(default=0, description="what the backups of backed_up_bytes take: less if packed")
+    already: bool = Field(default=False, description="the tag was in the requested state when the operation began")
+
+
+class OperationReport(Model):
+    """What a release or a resume did, measured."""
+
+    operation: Literal["release", "resume"]
+    enabled: bool = Field(default=True, description="false if memsaver is disabled and the call was a no-op")
+    seconds: float = Field(default=0.0, description="duration of the whole call")
+    released_bytes: int = 0
+    resumed_bytes: int = 0
+    tags: tuple[TagReport, ...] = Field(default=(), description="of each requested tag; of all if none was named")
+    phases: tuple[PhaseReport, ...] = Field(default=(), description="its steps, in the order in which they ran")
+    devices: tuple[MeteredDelta, ...] = Field(default=(), description="before and after the whole call")
+
+
+class OperationAnswer(OperationReport):
+    """What a release or a resume did."""
+
+    success: bool
+    message: str
+    operation_id: str
+    state: str
+    ignored: Ignored = ()
+
+
+class Room(Model):
+    """Bytes that are needed somewhere, and free there."""
+
+    needed_bytes: int
+    free_bytes: int
+
+    @property
+    def is_short(self) -> bool:
+        return self.needed_bytes > self.free_bytes
+
+
+class DeviceRoom(Room):
+    index: int
+
+
+class PlannedTag(Model):
+    """A tag in a dry run: ``bytes`` of device memory, and ``backup_bytes`` that its backup is expected to take more."""
+
+    tag: str
+    restore: str = Field(description="the policy that the release would use, or the region's own")
+    bytes: int
+    backup_bytes: int = 0
+    loses_content: bool = Field(
+        default=False, description="Its content would have to be written before it is used again."
+    )
+
+
+class PlanAnswer(Model):
+    """What a release or a resume would do. With ``blockers`` it would fail, for these reasons."""
+
+    success: Literal[True] = True
+    message: str
+    dry_run: Literal[True] = True
+    operation: Literal["release", "resume"]
+    tags: tuple[PlannedTag, ...]
+    host: Room
+    file: Room
+    devices: tuple[DeviceRoom, ...]
+    blockers: tuple[str, ...]
+    ignored: Ignored = ()
+
+
+class PreparedAnswer(PreparedState):
+    """An operation that waits for its commit: what it will do, and the estimate of how long that takes, if there was
+    one like it. ``message`` says how to go on."""
+
+    success: Literal[True] = True
+    message: str
+    prepared: Literal[True] = True
+    expected_s: float | None
+    tags: tuple[PlannedTag, ...]
+    ignored: Ignored = ()
+
+
+class AcceptedAnswer(Model):
+    """An operation that continues in the background; its status is at ``location``."""
+
+    success: bool = True
+    message: str
+    operation: Literal["release", "resume"]
+    operation_id: str
+    status: str
+    location: str
+    ignored: Ignored = ()
+
+
+class ErrorDetails(Model):
+    """The error; with the figures and names of its kind."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    message: str
+    phase: str | None = Field(default=None, description="The phase of an operation that failed or stalls.")
+
+
+class ErrorAnswer(Model):
+    """What failed, on what, and what to do."""
+
+    model_config = ConfigDict(extra="allow")
+
+    success: Literal[False] = False
+    message: str
+    error: ErrorDetails
+
+
+class ProgressAnswer(Model):
+    """The progress of an operation's copies. ``seconds_left`` is null while it cannot be estimated."""
+
+    done_bytes: int
+    total_bytes: int
+    copied_bytes: int
+    gb_per_s: float
+    seconds_left: float | None
+
+
+class Stall(Model):
+    """A phase without progress for longer than MEMSAVER_PHASE_TIMEOUT_S. The operation continues."""
+
+    phase: str
+    seconds: float
+
+
+class OperationStatusAnswer(Model):
+    """An operation in any status. ``answer`` is its caller's answer once it has ended."""
+
+    operation_id: str
+    operation: Literal["release", "resume"]
+    status: OperationStatus
+    phase: str
+    stalled: Stall | None
+    tags: tuple[str, ...] | None
+    client: str
+    callers: int = Field(description="How many calls it answers.")
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    seconds: float
+    progress: ProgressAnswer | None
+    phases: tuple[PhaseReport, ...]
+    # A fleet's answer to an operation that failed has the fields of both.
+    answer: ErrorAnswer | OperationAnswer | None = Field(union_mode="left_to_right")
+
+
+class OperationsAnswer(Model):
+    operations: tuple[OperationStatusAnswer, ...]
+
+
+class MessageAnswer(Model):
+    success: Literal[True] = True
+    message: str
+    status: Literal["ok"] = "ok"
+    ignored: Ignored = ()

@@ -1,0 +1,292 @@
+"""What callers ask of a release and of a resume: each option once.
+
+All else is made from these models: the JSON of the service, the keywords of the clients, the options of the command
+line, messages to ranks, what a fleet sends to its engines and keeps in its record, and the tables of the documentation.
+A new option is one field here, the line that acts on it, and a test. Sizes are bytes, times seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from typing_extensions import Self
+
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.policies import RestorePolicy
+
+#: The two operations.
+Verb = Literal["release", "resume"]
+OPPOSITE: dict[Verb, Verb] = {"release": "resume", "resume": "release"}
+#: The state of the memory that each leaves.
+STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
+#: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
+#: ``keep`` (freeze) them until admission opens.
+DrainMode = Literal["wait", "abort", "keep"]
+#: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
+FleetMode = Literal["all", "best_effort"]
+
+#: How long an operation stays prepared without its commit, if its caller does not say, seconds.
+DEFAULT_LEASE_S = 30.0
+
+Tags = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=1024)]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
+
+
+@dataclass(frozen=True)
+class Acts:
+    """Where a field acts.
+
+    Attributes:
+        by: ``core``: says what becomes of the memory, and is sent to ranks; ``service``: says how the operation runs;
+            ``caller``: concerns this one call. Requests that differ only in fields of callers are one operation.
+        fleet: ``each``: sent to every engine; ``own``: the coordinator acts on it; else why a fleet refuses it.
+        lasting: a fleet uses it as well for engines that join later, so its record keeps it.
+    """
+
+    by: Literal["core", "service", "caller"]
+    fleet: str = "each"
+    lasting: bool = False
+
+
+_PREPARED_BY_FLEET = "a fleet prepares and commits by itself; send the operation without prepare, lease_s and commit"
+
+
+class Fields(Model):
+    """A field that is null counts as absent; one that does not exist is an error."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, protected_namespaces=())
+
+
+class Tagged(Fields):
+    """The tags that a call is about; none means all."""
+
+    tags: Annotated[Tags, Acts("core", lasting=True)] = Field(default=(), description="Which; absent or empty: all.")
+
+    @field_validator("tags", mode="after")
+    @classmethod
+    def _without_repeats(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tags))
+
+
+class MemoryRequest(Tagged):
+    """What becomes of the memory: all that the core and the ranks are given."""
+
+    restore: Annotated[Mapping[str, RestorePolicy], Acts("core", lasting=True)] = Field(
+        default={}, description="Restore policies by tag, for this release only."
+    )
+    trim: Annotated[bool | None, Acts("core", lasting=True)] = Field(
+        default=None, description="Also release what libraries cache; by default only when hibernating."
+    )
+    hibernate: Annotated[bool, Acts("core", lasting=True)] = Field(
+        default=False, description="Release the CUDA context last; any resume restores it."
+    )
+
+    @property
+    def trims(self) -> bool:
+        """Whether what libraries cache is released, too."""
+        return self.hibernate if self.trim is None else self.trim
+
+
+class _Operation(Tagged):
+    """What may be asked of a release and of a resume."""
+
+    operation: ClassVar[Verb]
+
+    verify: Annotated[Literal["token"] | None, Acts("service")] = Field(
+        default=None, description="The tokens of a fixed prompt must be the same before and after."
+    )
+    prepare: Annotated[bool, Acts("service", fleet=_PREPARED_BY_FLEET)] = Field(
+        default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
+    )
+    lease_s: Annotated[float, Field(gt=0, le=3600), Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
+        default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
+    )
+    dry_run: Annotated[bool, Acts("caller", fleet="own")] = Field(
+        default=False, description="Only say what would happen and what it would take."
+    )
+    wait: Annotated[bool, Acts("caller", fleet="own")] = Field(
+        default=False, description="Queue behind a conflicting operation instead of answering 409."
+    )
+    run_async: Annotated[bool, Acts("caller", fleet="own")] = Field(
+        default=False, alias="async", description="Answer 202 with the operation's address at once."
+    )
+
+    @model_validator(mode="after")
+    def _lease_of_something(self) -> Self:
+        if "lease_s" in self.model_fields_set and not self.prepare:
+            raise ValueError('lease_s needs "prepare": true')
+        return self
+
+    def identity(self) -> tuple[Any, ...]:
+        """Return what two equal requests have in common; fields that concern one call are not in it."""
+        same = (getattr(self, name) for name, acts in acts_of(type(self)).items() if acts.by != "caller")
+        return (self.operation, *(tuple(sorted(each)) if isinstance(each, tuple) else each for each in same))
+
+    def patience_s(self, phase: str) -> float:
+        """Return how long ``phase`` may wait beyond the phase timeout because the caller asked for it, seconds."""
+        return 0.0
+
+    def resolved(self, drain_timeout_s: float) -> Self:
+        """Return the request with sorted tags, and the service's deadline of a drain if it has one and names none."""
+        deadline = {"timeout_s": drain_timeout_s} if getattr(self, "timeout_s", 0.0) is None else {}
+        return self.model_copy(update={"tags": tuple(sorted(self.tags)), **deadline})
+
+
+class Release(MemoryRequest, _Operation):
+    """Gives the memory of tags back to the driver."""
+
+    operation: ClassVar[Verb] = "release"
+
+    timeout_s: Annotated[Seconds | None, Acts("service")] = Field(
+        default=None, description="Deadline of the drain; by default MEMSAVER_DRAIN_TIMEOUT_S, for a fleet 60."
+    )
+    mode: Annotated[DrainMode, Acts("service", lasting=True)] = Field(
+        default="wait", description="Requests in flight: wait for them, abort them, or keep (freeze) them."
+    )
+    at_least_bytes: Annotated[
+        Annotated[int, Field(ge=1, lt=1 << 63)] | None,
+        Acts("service", fleet="a fleet releases whole tags; send tags instead of at_least_bytes"),
+    ] = Field(default=None, description="Release only as many tags as free this much, cheapest first.")
+
+    def patience_s(self, phase: str) -> float:
+        return self.timeout_s or 0.0 if phase == "drain" else 0.0
+
+
+class Resume(_Operation):
+    """Brings the memory of tags back, at the same addresses."""
+
+    operation: ClassVar[Verb] = "resume"
+
+    wait_for_memory_s: Annotated[Seconds, Acts("service", lasting=True)] = Field(
+        default=0.0, description="How long to wait until other processes free device memory."
+    )
+
+    def patience_s(self, phase: str) -> float:
+        return self.wait_for_memory_s if phase == "wait_for_memory" else 0.0
+
+
+Asked = Release | Resume
+
+
+# -- of a fleet -----------------------------------------------------------------------------------------------------
+
+
+class Described(Protocol):
+    """What a selector looks at: an engine of a fleet, as far as it is described."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+
+class Selector(Fields):
+    """Selects the engines that match every field given; one without fields selects all."""
+
+    names: tuple[str, ...] = Field(default=(), description="Names of members.")
+    models: tuple[str, ...] = Field(default=(), description="What the engines serve.")
+    labels: Mapping[str, str] = Field(default={}, description="Labels that a member must have, with these values.")
+    hosts: tuple[str, ...] = Field(default=(), description="Hosts on which the engines run.")
+    gpus: tuple[str, ...] = Field(default=(), description="UUIDs; an engine matches if it uses one of them.")
+
+    def matches(self, member: Described) -> bool:
+        """Return whether ``member``, as far as it is described, is selected."""
+        return (
+            _any(self.names, [member.name])
+            and _any(self.models, [member.model])
+            and _any(self.hosts, [member.host])
+            and _any(self.gpus, member.gpus)
+            and all(member.labels.get(name) == value for name, value in self.labels.items())
+        )
+
+    def may_match(self, member: Described) -> bool:
+        """Return whether ``member`` could match once its model and GPUs are known, if it does not name them."""
+        unknown = {name: () for name, known in (("models", member.model), ("gpus", member.gpus)) if not known}
+        return self.model_copy(update=unknown).matches(member)
+
+
+def _any(wanted: Collection[str], found: Collection[str]) -> bool:
+    return not wanted or any(one in wanted for one in found)
+
+
+class Selected(Fields):
+    """Which engines a call is about; by default all."""
+
+    selector: Annotated[Selector, Acts("service", fleet="own")] = Field(
+        default_factory=Selector, description="The engines, by names, models, labels, hosts, gpus."
+    )
+    model: Annotated[Annotated[str, Field(max_length=256)] | None, Acts("service", fleet="own")] = Field(
+        default=None, description="Only engines that serve this model."
+    )
+
+    def selected(self) -> Selector:
+        """Return the selector."""
+        return self.selector if self.model is None else self.selector.model_copy(update={"models": (self.model,)})
+
+
+class OfFleet(Selected, _Operation):
+    """What may be asked of a release and of a resume of a fleet."""
+
+    fleet_mode: Annotated[FleetMode, Acts("service", fleet="own")] = Field(
+        default="all", description="All engines or none; or each by itself (best_effort)."
+    )
+    operation_id: Annotated[OperationId | None, Acts("caller", fleet="own")] = Field(
+        default=None, description="The id of the operation; a repeat carries out only what has failed."
+    )
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        for name, acts in acts_of(type(self)).items():
+            default = type(self).model_fields[name].default
+            if acts.fleet not in ("each", "own") and getattr(self, name) != default:
+                raise ValueError(acts.fleet)
+        return self
+
+    def sent(self) -> dict[str, Any]:
+        """Return the fields that every engine is sent: those that the caller set, and what ``resolved`` has put in."""
+        names = {name for name in self.model_fields_set if acts_of(type(self))[name].fleet == "each"}
+        return self.model_dump(mode="json", by_alias=True, include=names)
+
+    def lasting(self) -> dict[str, Any]:
+        """Return the fields, beside the tags, with which engines that join later are brought to the same state."""
+        names = {name for name in self.model_fields_set - {"tags"} if acts_of(type(self))[name].lasting}
+        return self.model_dump(mode="json", by_alias=True, include=names)
+
+
+class FleetRelease(Release, OfFleet):
+    """A release of the selected engines of a fleet."""
+
+    wake_on_request: Annotated[bool, Acts("service", fleet="own")] = Field(
+        default=False, description="A request for its model resumes an engine; otherwise only a resume does."
+    )
+
+
+class FleetResume(Resume, OfFleet):
+    """A resume of the selected engines of a fleet."""
+
+    timeout_s: Annotated[Seconds | None, Acts("service", fleet="own")] = Field(
+        default=None, description="How long an engine may take to prepare, beside its wait for memory."
+    )
+
+
+AskedOfFleet = FleetRelease | FleetResume
+ASKED_OF_FLEET: dict[Verb, type[AskedOfFleet]] = {"release": FleetRelease, "resume": FleetResume}
+
+
+@cache
+def acts_of(model: type[Model]) -> dict[str, Acts]:
+    """Return where each field of a request acts; fields of a dialect's own are not in it."""
+    return {
+        name: each for name, field in model.model_fields.items() for each in field.metadata if isinstance(each, Acts)
+    }

@@ -1,0 +1,216 @@
+"""What is held now. All sizes are bytes, all times seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from memsaver_core.contract.model import Model
+
+
+class DeviceMemory(Model):
+    """Memory of one device at one moment."""
+
+    index: int = Field(description="torch's index of the device in this process, or the number of the host device")
+    uuid: str = Field(description="the driver's identifier, independent of CUDA_VISIBLE_DEVICES")
+    name: str
+    total_bytes: int
+    used_bytes: int = Field(description="in use by all processes, as nvidia-smi shows it")
+    process_bytes: int | None = Field(description="in use by this process; null if the driver does not say")
+
+
+class Consumer(Model):
+    """One consumer of device memory.
+
+    ``kind`` is ``tag``: a region, including free ranges inside its chunks; ``torch``: tensors outside regions;
+    ``cache``: torch's cache outside regions; ``graphs``: captured CUDA graphs, beside their tensors; ``reserved``: held
+    for a resume that is prepared; ``process``: the rest of this process: context, modules, libraries; ``others``: other
+    processes; ``unexplained``: the rest, if the driver does not count by process. It tells tags, which may have any
+    name, from other consumers.
+    """
+
+    kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
+    name: str = Field(description="the tag, or a description of the kind")
+    bytes: int
+
+
+class OccupiedDevice(DeviceMemory):
+    """A device now. ``sources`` are the consumers of its memory; their sum is ``used_bytes``."""
+
+    free_bytes: int
+    sources: tuple[Consumer, ...]
+
+
+@dataclass(frozen=True)
+class TorchMemory:
+    """What torch's allocator holds of one device."""
+
+    reserved_bytes: int  # all segments; those of regions count whether mapped or released
+    cached_bytes: int | None  # free memory in segments outside of regions; None if counting it would take too long
+
+
+class TagOccupation(Model):
+    """What a tag holds now."""
+
+    tag: str
+    restore: str = Field(description="its policy; ``mixed`` if its regions differ")
+    state: str = Field(description="resident, releasing, released or resuming")
+    content: Literal["ok", "lost"] = Field(default="ok", description="lost: discarded, and not written since.")
+    bytes: int = Field(description="live bytes, on all devices, mapped or not")
+    resident_bytes: int = Field(description="live bytes that are mapped")
+    released_bytes: int = Field(description="live bytes that are released")
+    retained_bytes: int = Field(description="mapped bytes that no live allocation uses: free ranges in shared chunks")
+    backed_up_bytes: int = Field(description="live content with a backup in host memory or on disk")
+    kept_bytes: int = Field(default=0, description="what these backups take: less if packed, nothing for zeros")
+    allocations: int = Field(description="number of live allocations (torch's segments)")
+    chunks: int = Field(description="number of physical handles")
+
+
+class TagStatus(TagOccupation):
+    """What a tag holds now, with what only the core needs."""
+
+    mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
+    bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
+    expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
+
+
+class CommunicatorStatus(Model):
+    """One communicator of a process: what lets its ranks exchange device memory."""
+
+    name: str = Field(description="the same on all of its ranks, and of no other communicator that a rank has")
+    ranks: int = Field(description="how many ranks it has")
+    rank: int = Field(description="this process's number among them")
+    suspendable_bytes: int = Field(default=0, description="that suspending it gives back; 0 while suspended")
+    suspended_bytes: int = Field(default=0, description="that it gave back and takes again; 0 unless suspended")
+    persistent_bytes: int = Field(default=0, description="device memory that stays")
+    suspended: bool = False
+    obstacle: str = Field(default="", description="why it cannot be suspended and what to do; empty if it can")
+
+
+class RankStatus(Model):
+    """One process of an engine that has several."""
+
+    rank: int
+    pid: int | None = Field(description="null if it does not use memsaver")
+    alive: bool | None = Field(
+        description="null if it cannot be watched: it is in another container or on another host"
+    )
+    state: str = Field(description="the state of its memory, after its last operation")
+    stopped: bool = Field(default=False, description="a signal or a debugger has stopped it")
+
+
+class SharedStoreStatus(Model):
+    """The store of host memory that several processes use (``MEMSAVER_SHARED_BACKUPS``)."""
+
+    name: str
+    processes: int = Field(description="that take part in it")
+    held_bytes: int = Field(description="of blocks that this process uses")
+    share_bytes: int = Field(description="the same, each block divided by the number of processes that use it")
+    used_bytes: int = Field(description="of blocks that any process uses")
+    total_bytes: int = Field(description="its memory")
+    limit_bytes: int = Field(description="the bound on its memory, for all processes together")
+
+
+class HostBackup(Model):
+    """Host memory and files that hold backups."""
+
+    bytes: int = Field(
+        default=0, description="what backups take, in memory and in files; less than their content if packed"
+    )
+    capacity_bytes: int = Field(default=0, description="pinned memory that the pool has ready")
+    limit_bytes: int = Field(default=0, description="the bound on that memory")
+    file_bytes: int = Field(default=0, description="what backups take in files")
+    prepared: bool = Field(default=True, description="the pool is as large as a release of everything needs")
+    unused_bytes: int = Field(default=0, description="of capacity_bytes, kept for the next release")
+    shared_store: SharedStoreStatus | None = Field(default=None, description="the rest is of this process alone")
+
+
+class HostBackupStatus(HostBackup):
+    """Host memory and files that hold backups, with what only the core needs."""
+
+    target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
+
+    def room_bytes(self, available_bytes: int) -> int:
+        """Return how much more backups may take, bytes: within the limit, of what the host has ``available_bytes``
+        and of pinned memory that is unused, ready or growing."""
+        if (store := self.shared_store) is not None:
+            used, pinned, limit = store.used_bytes, store.total_bytes, store.limit_bytes
+        else:
+            pinned = max(self.capacity_bytes, self.target_bytes)
+            used, limit = self.bytes - self.file_bytes, self.limit_bytes
+        return max(0, min(limit - used, max(0, pinned - used) + available_bytes))
+
+
+class Progress(Model):
+    """Progress of the operation in flight."""
+
+    operation: str = ""  # ``release``, ``resume``, or ``""`` if none is in flight
+    done_bytes: int = 0  # bytes of content processed so far (copied, or found unchanged)
+    total_bytes: int = 0  # bytes of content to process
+    copied_bytes: int = 0  # bytes copied over the link so far
+    seconds: float = 0.0  # since the operation began
+
+
+class Status(Model):
+    """What the saver of a process holds. Reading it never waits for an operation in flight and calls no driver."""
+
+    enabled: bool  # False if memsaver is disabled
+    driver: str  # ``cuda``, ``host`` or ``none``
+    state: str  # ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``
+    failure: str = ""  # why the state is ``failed``, else an empty string
+    tags: tuple[TagStatus, ...] = ()
+    host_backup: HostBackupStatus = Field(default_factory=HostBackupStatus)
+    progress: Progress = Field(default_factory=Progress)
+    hibernated: bool = False  # the CUDA context is given back, too; CUDA calls of this process block until the resume
+    communicators: tuple[CommunicatorStatus, ...] = ()  # those of more than one rank, as last counted
+    shared: tuple[str, ...] = ()  # what ranks share of device memory besides, which stays, and what to change
+    reserved_by_device: Mapping[int, int] = {}  # bytes held for a resume that is prepared
+    ranks: tuple[RankStatus, ...] = ()  # the engine's processes, if its memory is in others than this one
+
+
+class AdmissionStatus(Model):
+    """Whether requests are accepted now, and if not why."""
+
+    open: bool
+    reason: str
+
+
+class PreparedState(Model):
+    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+
+    operation_id: str
+    operation: Literal["release", "resume"]
+    lease_s: float
+
+
+class OccupationAnswer(Model):
+    """What an engine holds on its devices now."""
+
+    enabled: bool
+    driver: str
+    state: str
+    hibernated: bool
+    engine: str
+    model: str = Field(default="", description="What the engine serves; empty if it does not say.")
+    admission: AdmissionStatus
+    operation_id: str | None
+    prepared: PreparedState | None = None
+    tags: tuple[TagOccupation, ...]
+    communicators: tuple[CommunicatorStatus, ...] = ()
+    shared_by_ranks: tuple[str, ...] = Field(
+        default=(), description="Other device memory that ranks share, which no release gives back; what to change."
+    )
+    devices: tuple[OccupiedDevice, ...]
+    host_backup: HostBackup
+    ranks: tuple[RankStatus, ...] = ()
+
+
+class HealthAnswer(Model):
+    """``reason`` says why the status is not ``ok``."""
+
+    status: str
+    state: str
+    reason: str

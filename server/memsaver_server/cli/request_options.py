@@ -1,0 +1,95 @@
+"""The options of a release and a resume. Generated from the contract by .ci/generate.py; do not edit."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import typer
+
+from memsaver_server.cli.connection import size_of
+from memsaver_server.cli.options import Options, pairs_of
+
+
+class Release(Options):
+    convert: ClassVar = {"verify": lambda _: "token", "restore": pairs_of, "at_least_bytes": size_of}
+
+    verify: bool = typer.Option(
+        False, "--verify", help="The tokens of a fixed prompt must be the same before and after."
+    )
+    wait: bool = typer.Option(False, "--wait", help="Wait for a conflicting operation to end.")
+    run_async: bool = typer.Option(False, "--async", help="Return as soon as the operation has started.")
+    restore: list[str] | None = typer.Option(
+        None, "--restore", help="Restore policies by tag, for this release only. Repeatable.", metavar="TAG=POLICY"
+    )
+    trim: bool | None = typer.Option(
+        None, "--trim/--no-trim", help="Also release what libraries cache; by default only when hibernating."
+    )
+    hibernate: bool = typer.Option(False, "--hibernate", help="Release the CUDA context last; any resume restores it.")
+    timeout_s: float | None = typer.Option(
+        None,
+        "--timeout",
+        help="Deadline of the drain; by default MEMSAVER_DRAIN_TIMEOUT_S, for a fleet 60.",
+        metavar="SECONDS",
+    )
+    mode: str | None = typer.Option(
+        None,
+        "--mode",
+        help="Requests in flight: wait for them, abort them, or keep (freeze) them.",
+        metavar="wait|abort|keep",
+    )
+    at_least_bytes: str | None = typer.Option(
+        None,
+        "--at-least",
+        help="Release only as many tags as free this much, cheapest first. 20GiB, 500MB, or a number of bytes.",
+        metavar="SIZE",
+    )
+
+
+class Resume(Options):
+    convert: ClassVar = {"verify": lambda _: "token"}
+
+    verify: bool = Release.verify
+    wait: bool = Release.wait
+    run_async: bool = Release.run_async
+    wait_for_memory_s: float | None = typer.Option(
+        None, "--wait-for-memory", help="How long to wait until other processes free device memory.", metavar="SECONDS"
+    )
+
+
+class FleetRelease(Options):
+    convert: ClassVar = {"verify": lambda _: "token", "fleet_mode": lambda _: "best_effort", "restore": pairs_of}
+
+    verify: bool = Release.verify
+    fleet_mode: bool = typer.Option(
+        False, "--best-effort", help="On each engine by itself; those that fail are listed."
+    )
+    restore: list[str] | None = Release.restore
+    trim: bool | None = Release.trim
+    hibernate: bool = Release.hibernate
+    timeout_s: float | None = Release.timeout_s
+    mode: str | None = Release.mode
+
+
+class FleetResume(Options):
+    convert: ClassVar = {"verify": lambda _: "token", "fleet_mode": lambda _: "best_effort"}
+
+    verify: bool = Release.verify
+    fleet_mode: bool = FleetRelease.fleet_mode
+    wait_for_memory_s: float | None = Resume.wait_for_memory_s
+    timeout_s: float | None = typer.Option(
+        None, "--timeout", help="How long an engine may take to prepare, beside its wait for memory.", metavar="SECONDS"
+    )
+
+
+class Selector(Options):
+    convert: ClassVar = {"labels": pairs_of}
+
+    names: list[str] | None = typer.Option(None, "--name", help="Names of members. Repeatable.")
+    models: list[str] | None = typer.Option(None, "--model", help="What the engines serve. Repeatable.")
+    labels: list[str] | None = typer.Option(
+        None, "--label", help="Labels that a member must have, with these values. Repeatable.", metavar="NAME=VALUE"
+    )
+    hosts: list[str] | None = typer.Option(None, "--host", help="Hosts on which the engines run. Repeatable.")
+    gpus: list[str] | None = typer.Option(
+        None, "--gpu", help="UUIDs; an engine matches if it uses one of them. Repeatable.", metavar="UUID"
+    )

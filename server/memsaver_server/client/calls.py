@@ -1,0 +1,217 @@
+"""The calls of the clients."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from os import PathLike, fspath
+from typing import Any, Literal, overload
+
+import httpx
+from typing_extensions import Unpack
+
+from memsaver_core.contract.reports import (
+    AcceptedAnswer,
+    MessageAnswer,
+    OperationAnswer,
+    OperationsAnswer,
+    OperationStatusAnswer,
+    PreparedAnswer,
+)
+from memsaver_core.contract.status import OccupationAnswer
+from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
+from memsaver_server.client.requests import (
+    FIRST_DELAY_S,
+    AnswerT,
+    Call,
+    Target,
+    operation_call,
+    parse,
+    parse_json,
+)
+
+
+class Calls:
+    """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
+
+    def __init__(self, target: Target, attempts: int) -> None:
+        self._target = target
+        self._attempts = attempts
+
+    @property
+    def address(self) -> str:
+        """The service's address, for messages."""
+        return self._target.address
+
+    async def _request(self, call: Call) -> httpx.Response:
+        raise NotImplementedError
+
+    async def _pause(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    async def _send(self, call: Call) -> httpx.Response:
+        attempt = 1
+        while True:
+            try:
+                return await self._request(call)
+            except httpx.TransportError as error:
+                if attempt >= self._attempts or not call.may_repeat(error):
+                    raise self._target.unreachable(error, attempt) from error
+            await self._pause(FIRST_DELAY_S * 2 ** (attempt - 1))
+            attempt += 1
+
+    async def _ask(self, model: type[AnswerT], call: Call) -> AnswerT:
+        return parse(model, await self._send(call))
+
+    @overload
+    async def release(
+        self, tags: Iterable[str] | None = None, *, prepare: Literal[False] = False, **options: Unpack[ReleaseKeywords]
+    ) -> OperationAnswer: ...
+
+    @overload
+    async def release(
+        self, tags: Iterable[str] | None = None, *, prepare: Literal[True], **options: Unpack[ReleaseKeywords]
+    ) -> PreparedAnswer: ...
+
+    async def release(
+        self, tags: Iterable[str] | None = None, *, prepare: bool = False, **options: Unpack[ReleaseKeywords]
+    ) -> OperationAnswer | PreparedAnswer:
+        """Release the device memory of ``tags`` (None: of all) to the driver.
+
+        Args:
+            prepare: do everything but that: close admission, drain, check; then wait for ``commit`` or ``abort``.
+            options: the other fields of ``memsaver_core.contract.requests.Release``. ``wait`` waits for a conflicting
+                operation instead of raising ConflictError.
+
+        Raises:
+            InvalidRequestError: a tag is unknown; the message lists those that exist.
+            DrainDeadlineError: requests were still in flight at the deadline.
+            HostMemoryError: host memory for the backup is short.
+        """
+        call = operation_call("release", tags, options, prepare=prepare)
+        return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
+
+    async def start_release(
+        self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseKeywords]
+    ) -> AcceptedAnswer:
+        """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
+        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, run_async=True))
+
+    @overload
+    async def resume(
+        self, tags: Iterable[str] | None = None, *, prepare: Literal[False] = False, **options: Unpack[ResumeKeywords]
+    ) -> OperationAnswer: ...
+
+    @overload
+    async def resume(
+        self, tags: Iterable[str] | None = None, *, prepare: Literal[True], **options: Unpack[ResumeKeywords]
+    ) -> PreparedAnswer: ...
+
+    async def resume(
+        self, tags: Iterable[str] | None = None, *, prepare: bool = False, **options: Unpack[ResumeKeywords]
+    ) -> OperationAnswer | PreparedAnswer:
+        """Bring back the device memory of ``tags`` (None: of all that are released), at the same addresses.
+
+        Args:
+            prepare: only take the device memory, and wait for ``commit`` or ``abort``.
+            options: the other fields of ``memsaver_core.contract.requests.Resume``.
+
+        Raises:
+            InvalidRequestError: a tag is unknown; the message lists those that exist.
+            DeviceMemoryError: the device has too little free memory. All is still released; call again later.
+        """
+        call = operation_call("resume", tags, options, prepare=prepare)
+        return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
+
+    async def start_resume(
+        self, tags: Iterable[str] | None = None, **options: Unpack[ResumeKeywords]
+    ) -> AcceptedAnswer:
+        """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
+        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, run_async=True))
+
+    async def commit(self, operation_id: str) -> OperationAnswer:
+        """Do what was prepared; return as ``release`` and ``resume`` do. Idempotent.
+
+        Raises:
+            ConflictError: its lease has ended, or it was aborted; all is as before it was prepared.
+            Also as ``release`` and ``resume``.
+        """
+        return await self._ask(OperationAnswer, Call("POST", f"/operations/{operation_id}/commit", long=True))
+
+    async def abort(self, operation_id: str) -> OperationStatusAnswer:
+        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it was committed.
+        """
+        call = Call("POST", f"/operations/{operation_id}/abort", long=True)
+        return await self._ask(OperationStatusAnswer, call)
+
+    async def occupation(self) -> OccupationAnswer:
+        """Return what the engine holds on its devices now."""
+        return await self._ask(OccupationAnswer, Call("GET", "/memory_occupation"))
+
+    async def operations(self) -> list[OperationStatusAnswer]:
+        """Return the operations that the service remembers, newest first."""
+        return list((await self._ask(OperationsAnswer, Call("GET", "/operations"))).operations)
+
+    async def operation(self, operation_id: str) -> OperationStatusAnswer:
+        """Return the status of one operation."""
+        return await self._ask(OperationStatusAnswer, Call("GET", f"/operations/{operation_id}"))
+
+    async def cancel(self, operation_id: str) -> OperationStatusAnswer:
+        """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
+
+        Raises:
+            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+        """
+        return await self._ask(OperationStatusAnswer, Call("DELETE", f"/operations/{operation_id}", long=True))
+
+    async def ready(self) -> bool:
+        """Return whether the engine accepts requests now. Raises only UnreachableError."""
+        return (await self._send(Call("GET", "/readyz"))).is_success
+
+    async def alive(self) -> bool:
+        """Return whether the engine's process and device context work. Raises only UnreachableError."""
+        return (await self._send(Call("GET", "/livez"))).is_success
+
+    async def generate(
+        self, /, text: str | None = None, *, input_ids: Sequence[int] | None = None, **sampling_params: Any
+    ) -> dict[str, Any]:
+        """Generate from ``text`` or ``input_ids``; returns ``text``, ``output_ids`` and ``meta_info``.
+
+        Raises:
+            UnavailableError: memory is released.
+        """
+        prompt = {"text": text or ""} if input_ids is None else {"input_ids": list(input_ids)}
+        body = {"sampling_params": sampling_params, **prompt}
+        return dict(parse_json(await self._send(Call("POST", "/generate", body, repeatable=False, long=True))))
+
+    async def update_weights_from_disk(self, model_path: str | PathLike[str]) -> str:
+        """Overwrite resident weights with a checkpoint folder that the server can read; returns the service's message.
+
+        Raises:
+            InvalidRequestError: the folder's model has another shape; nothing was written.
+            ConflictError: the weights are released.
+        """
+        call = Call("POST", "/update_weights_from_disk", {"model_path": fspath(model_path)}, long=True)
+        return (await self._ask(MessageAnswer, call)).message
+
+    async def update_weights_from_tensor(self, *safetensors: bytes) -> str:
+        """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
+        payloads = [b64encode(image).decode() for image in safetensors]
+        call = Call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": payloads}, long=True)
+        return (await self._ask(MessageAnswer, call)).message
+
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self._ask(MessageAnswer, Call("POST", "/flush_cache"))
+
+    async def pause_generation(self, mode: str = "abort", *, timeout_s: float | None = None) -> None:
+        """Stop generating until ``continue_generation``. Requests in flight: ``abort``, ``wait`` or ``keep``."""
+        body = {"mode": mode} if timeout_s is None else {"mode": mode, "timeout_s": timeout_s}
+        await self._ask(MessageAnswer, Call("POST", "/pause_generation", body, long=True))
+
+    async def continue_generation(self) -> str:
+        """Generate again, at once or when all memory is resident; the message says which."""
+        return (await self._ask(MessageAnswer, Call("POST", "/continue_generation"))).message

@@ -1,0 +1,28 @@
+"""The keyword arguments of the clients: fields of ``memsaver_core.contract.requests``, which describes them.
+
+Generated from the contract by .ci/generate.py; do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypedDict
+
+
+class ReleaseKeywords(TypedDict, total=False):
+    verify: Literal["token"] | None
+    lease_s: float | None
+    wait: bool | None
+    restore: Mapping[str, str] | None
+    trim: bool | None
+    hibernate: bool | None
+    timeout_s: float | None
+    mode: Literal["wait", "abort", "keep"] | None
+    at_least_bytes: int | None
+
+
+class ResumeKeywords(TypedDict, total=False):
+    verify: Literal["token"] | None
+    lease_s: float | None
+    wait: bool | None
+    wait_for_memory_s: float | None

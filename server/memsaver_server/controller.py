@@ -1,0 +1,243 @@
+"""What the routes are mounted on: one engine, or a fleet of them.
+
+A route turns the body of its dialect into a request of the contract, and the controller's answer into that of its
+dialect. What a request does, to how many engines, is the controller's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.reports import (
+    AcceptedAnswer,
+    MessageAnswer,
+    OperationAnswer,
+    OperationsAnswer,
+    OperationStatusAnswer,
+    PlanAnswer,
+    PreparedAnswer,
+)
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
+from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
+from memsaver_server.metrics import CallerFigures
+from memsaver_server.operation.operation import Operation as Operation
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a caller is answered."""
+
+    body: dict[str, Any]
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, answer: Model, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+        """Return the answer that has the fields of a model, those that a person looks for first."""
+        body = answer.model_dump(mode="json", exclude={"ignored"})
+        first = {name: body.pop(name) for name in ("success", "message") if name in body}
+        return cls(first | body, status, headers or {})
+
+    @classmethod
+    def message(cls, text: str) -> Answer:
+        return cls.of(MessageAnswer(message=text))
+
+    @classmethod
+    def error(cls, status: int, kind: str, message: str, retry_after_s: int | None = None, **details: Any) -> Answer:
+        """Return the answer that reports an error of ``kind``, with its figures and names."""
+        about = {"type": kind, "message": message, **details}
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        if retry_after_s is not None:
+            headers["Retry-After"] = str(retry_after_s)
+        return cls({"success": False, "message": message, "error": about}, status, headers)
+
+    @classmethod
+    def failure(cls, error: BaseException) -> Answer:
+        """Return the answer that reports ``error``. One that is not memsaver's is a 500 with its type and message."""
+        if not isinstance(error, MemsaverError):
+            return cls.error(500, "internal_error", f"{type(error).__name__}: {error}")
+        return cls.error(error.status, error.kind, str(error), error.retry_after_s, **error.details())
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """One engine as status calls of dialects show it.
+
+    Attributes:
+        asleep: it accepts no requests because memory is released or scheduling is paused.
+    """
+
+    name: str
+    url: str
+    state: str
+    asleep: bool
+    released: tuple[str, ...]
+    tags: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models by which the requests to a kind of controller are read, and its answers described.
+
+    Attributes:
+        several: answers list engines.
+        selected: which engines a call is about.
+        failures: statuses of failures, with their descriptions, that not every controller has.
+    """
+
+    release: type[Release] = Release
+    resume: type[Resume] = Resume
+    selected: type[Fields] = Fields
+    done: Any = OperationAnswer | PlanAnswer | PreparedAnswer
+    message: type[Model] = MessageAnswer
+    occupation: type[Model] = OccupationAnswer
+    operation: type[Model] = OperationStatusAnswer
+    operations: type[Model] = OperationsAnswer
+    generates: type[Model] = HealthAnswer
+    several: bool = False
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+    def asked(self, verb: Verb) -> type[Asked]:
+        """Return the model of a request."""
+        return self.release if verb == "release" else self.resume
+
+
+OperationT = TypeVar("OperationT", bound=Operation)
+
+
+class Controller(Protocol[OperationT]):
+    """Use it in one event loop, except ``close``. Methods raise errors of the contract.
+
+    Attributes:
+        closing: set by ``close``: streams end.
+        name: of what is controlled.
+        capabilities: what it can do beside what every controller can; decides which routes there are.
+        callers: what the server counts of its callers.
+    """
+
+    models: Models
+    closing: threading.Event
+    name: str
+    capabilities: frozenset[Literal["generate", "update", "models"]]
+    callers: CallerFigures
+
+    async def start(self) -> None: ...
+
+    def close(self) -> None:
+        """End the streams and threads that would keep a server from stopping. Operations in flight continue."""
+
+    async def end(self) -> None:
+        """End what ``start`` began."""
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    async def submit(self, asked: Asked, *, client: str, key: str | None) -> OperationT:
+        """Start an operation, or join an equal one; ``key`` is the caller's Idempotency-Key."""
+
+    async def attend(self, operation: OperationT, *, prepared: bool) -> None:
+        """Wait until an operation has ended, or is ``prepared`` if its caller asked for that.
+
+        Raises:
+            PhaseTimeoutError: it stalls. It continues.
+            EngineFailedError: a rank was lost.
+        """
+
+    def answer(self, operation: OperationT) -> Answer:
+        """Return the answer to the callers of an operation that has ended, or is prepared."""
+
+    def describe(self, operation: OperationT) -> dict[str, Any]:
+        """Return an operation in any status, as JSON."""
+
+    def find(self, operation_id: str) -> OperationT:
+        """Return an operation, or raise NotFoundError if it is not remembered."""
+
+    def recent(self) -> Sequence[OperationT]:
+        """Return the remembered operations, newest first."""
+
+    async def commit(self, operation: OperationT) -> None:
+        """Carry out what is prepared; wait for its end."""
+
+    async def cancel(self, operation: OperationT, by: str) -> None:
+        """Give an operation up that does not move memory yet; wait for its end. Idempotent."""
+
+    def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
+        """Yield the events of an operation, the last one ``done``."""
+
+    async def plan(self, asked: Asked) -> Answer:
+        """Return what an operation would do."""
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    async def occupation(self) -> dict[str, Any]:
+        """Return what is held now, as JSON."""
+
+    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+        """Return the selected engines; None: all, if there are any."""
+
+    def health(self, *, ready: bool) -> HealthAnswer:
+        """Return whether it lives; with ``ready`` whether it accepts requests."""
+
+    async def generates(self) -> Answer:
+        """Return whether a token is generated now."""
+
+    def version(self) -> dict[str, str]: ...
+
+    def scrape(self) -> bytes:
+        """Return the metrics in Prometheus' format."""
+
+    # -- the dashboard -------------------------------------------------------------------------------------------
+
+    def readings(self) -> Iterable[dict[str, Any]]:
+        """Return device memory in use over the last minutes."""
+
+    def mark(self, operation: OperationT) -> object:
+        """Return what differs once an operation is to be shown again."""
+
+    def timeline(self, operation: OperationT) -> dict[str, Any]:
+        """Return an operation as ``describe``, with the beginnings of its phases."""
+
+    async def shown(self) -> dict[str, Any]:
+        """Return what is held now, and when it was read, with the devices to draw."""
+
+    # -- calls of the engine -------------------------------------------------------------------------------------
+
+    async def pause(
+        self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
+    ) -> Answer:
+        """Stop generating; ``asleep``: until a wake-up."""
+
+    async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
+        """Generate again, at once or when all memory is resident; ``scheduling``: after a pause that is ``asleep``."""
+
+    async def flush(self, selected: Fields) -> Answer:
+        """Forget cached prefixes."""
+
+    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
+        """Take the caller's word that content was written."""
+
+    async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Serve one request for tokens; only with the capability."""
+
+    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
+        """Overwrite the weights with those of a checkpoint folder."""
+
+    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
+        """Overwrite some weights with those of a body, which a controller of several engines passes on as it is."""
+
+
+def accepted(operation: Operation, of: str = "") -> Answer:
+    """Return the answer to a caller who does not wait; ``of`` says whose operation it is."""
+    verb, location = operation.request.operation, f"/operations/{operation.id}"
+    answer = AcceptedAnswer(
+        message=f"{verb} {operation.id}{of} continues in the background",
+        operation=verb,
+        operation_id=operation.id,
+        status=operation.status,
+        location=location,
+    )
+    return Answer.of(answer, 202, {"Location": location})

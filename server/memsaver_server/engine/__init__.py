@@ -1,0 +1,230 @@
+"""The interface between the service and an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, cast, get_args, runtime_checkable
+
+import memsaver_core as ms
+from memsaver_core.contract.errors import AdmissionClosedError as AdmissionClosedError
+from memsaver_core.contract.errors import DrainTimeoutError as DrainTimeoutError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import DrainMode as DrainMode
+from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.contract.status import DeviceMemory, Status
+from memsaver_core.phases import PhaseLog
+from memsaver_core.ranks.plans import plan_release, reserve
+
+#: How often a drain looks whether its caller has given it up, seconds.
+DRAIN_POLL_S = 0.05
+
+
+def never() -> bool:
+    """The caller of a drain does not give it up."""
+    return False
+
+
+def check_drain_mode(mode: str) -> None:
+    if mode not in get_args(DrainMode):
+        raise ValueError(f"unknown drain mode {mode!r}; choose one of {', '.join(get_args(DrainMode))}")
+
+
+class Memory(Protocol):
+    """The memory of an engine. Each member promises what the function of that name in ``memsaver_core`` does;
+    ``release`` and ``resume`` are ``release_with`` and ``resume_with``.
+
+    An engine whose memory is in other processes has an attribute ``memory`` that reaches them: the service treats them
+    as one memory, of which all or none is released.
+    """
+
+    def enabled(self) -> bool: ...
+
+    def check_tags(self, tags: Sequence[str] | None) -> list[str]: ...
+
+    def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport: ...
+
+    def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport: ...
+
+    def check_release(self, request: MemoryRequest) -> object:
+        """Raise what ``release`` would raise now because it is impossible; changes nothing."""
+
+    def reserve(self, request: Tagged) -> None:
+        """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
+        ``give_back_reserved``. A hibernated engine only checks that it is free.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
+        """
+
+    def give_back_reserved(self) -> None:
+        """Give back what ``reserve`` took and no ``resume`` has used."""
+
+    def status(self) -> Status: ...
+
+    def read_devices(self) -> tuple[DeviceMemory, ...]: ...
+
+    def hibernation_obstacles(self) -> list[str]: ...
+
+    def prepare_backup(self) -> None: ...
+
+
+@runtime_checkable
+class WatchedMemory(Memory, Protocol):
+    """A memory in other processes, of which the death of one is an event."""
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once ``status`` says ``failed``, from any thread."""
+
+    def take_lost(self) -> set[str]:
+        """Return the tags whose content a failed release has lost although they are resident again; each once."""
+
+
+class _LocalMemory:
+    enabled = staticmethod(ms.enabled)
+    check_tags = staticmethod(ms.check_tags)
+    release = staticmethod(ms.release_with)
+    resume = staticmethod(ms.resume_with)
+    check_release = staticmethod(plan_release)
+    reserve = staticmethod(reserve)
+    give_back_reserved = staticmethod(ms.give_back_reserved)
+    status = staticmethod(ms.status)
+    read_devices = staticmethod(ms.read_devices)
+    hibernation_obstacles = staticmethod(ms.hibernation_obstacles)
+    prepare_backup = staticmethod(ms.prepare_backup)
+
+
+#: The memory of this process.
+LOCAL_MEMORY: Memory = _LocalMemory()
+
+
+def memory_of(engine: object) -> Memory:
+    """Return the memory of ``engine``; without an attribute ``memory`` it is that of this process."""
+    return cast(Memory, getattr(engine, "memory", LOCAL_MEMORY))
+
+
+def model_name_of(engine: object) -> str:
+    """Return the name of the model that ``engine`` serves; an empty string if it has no attribute ``model_name``."""
+    return str(getattr(engine, "model_name", None) or "")
+
+
+def unwritten_weights(engine: object) -> Collection[str]:
+    """Return the weights that no update has written since their content was discarded.
+
+    An engine without an attribute ``unwritten_weights`` does not know; then one update counts as all.
+    """
+    return cast(Collection[str], getattr(engine, "unwritten_weights", ()))
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An engine that the service can quiesce. Calls may come from different threads, and may block unless they say
+    otherwise.
+
+    The service closes admission and drains the engine before it releases memory, and opens admission only when all
+    memory is resident and repaired.
+    """
+
+    name: str
+
+    def is_alive(self) -> bool:
+        """Whether the engine can still serve (its scheduler runs, its device context works). Must not block."""
+
+    def close_admission(self, reason: str, *, hold: int = 0) -> None:
+        """Start no new request. Idempotent: the last call's ``reason`` and ``hold`` count. Must not block.
+
+        Up to ``hold`` new requests wait until admission opens (they are not in flight meanwhile); the others are
+        refused with AdmissionClosedError(reason). Requests that wait already continue to wait.
+        """
+
+    def open_admission(self) -> None:
+        """Take requests again: frozen ones continue, held and new ones start. Idempotent. Must not block."""
+
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        """Wait until no request is in flight; held and frozen requests are not.
+
+        Args:
+            timeout_s: deadline, seconds.
+            mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
+                admission opens.
+            given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
+                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter is
+                not told; the release is then cancelled after its drain.
+
+        Raises:
+            DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.
+        """
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix. Touches no device memory: it is called while that may be released."""
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str] | None:
+        """Repair the engine after ``tags`` were resumed, of which ``lost`` came back without their content.
+
+        Forget prefixes cached in a lost ``kv_cache``, and recompute requests frozen over it from their tokens. Called
+        before admission opens; called again with the same tags if it raised.
+
+        Returns:
+            Those of ``lost`` that have their content again. Admission stays closed until the content of others is
+            written, if a release discarded it although their regions keep it, or if they are ``weights``.
+        """
+
+
+@runtime_checkable
+class GeneratingEngine(Engine, Protocol):
+    """An engine that also answers ``POST /generate``."""
+
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve one request: ``text`` or ``input_ids``, ``sampling_params{max_new_tokens, temperature}``.
+
+        Returns:
+            ``text``, ``output_ids`` and ``meta_info``.
+
+        Raises:
+            AdmissionClosedError: the engine takes no requests now.
+            ValueError: the request is invalid, and why.
+        """
+
+
+@runtime_checkable
+class VerifiableEngine(Engine, Protocol):
+    """An engine whose weights can be verified by the tokens that it computes from them."""
+
+    def verify_tokens(self) -> list[int]:
+        """Return the tokens that greedy decoding appends to a fixed prompt; a handful is enough.
+
+        Called before a release and after a resume, while all memory is resident, admission is closed and no request is
+        in flight; frozen ones continue afterwards as if nothing had been. Each call does the same computation: from
+        the prompt's first token, bypassing cached prefixes (or forgetting them), in the same batch shape. Does not open
+        admission, and leaves nothing of the prompt in a cache that requests use. Blocks.
+
+        Raises:
+            Any error: the tokens could not be computed, and why.
+        """
+
+
+@runtime_checkable
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights can be overwritten in place. Neither call overlaps a release or a resume."""
+
+    def update_weights_from_disk(
+        self, model_path: str, *, flush_cache: bool = True, abort_all_requests: bool = False
+    ) -> int:
+        """Overwrite the weights by those of a checkpoint folder of the same shape. Returns the tensors written.
+
+        Raises:
+            ValueError, OSError: the folder does not fit or cannot be read, and why; nothing was written.
+        """
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str],
+        *,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> int:
+        """Overwrite the weights that the payload of each rank names. Returns the tensors written.
+
+        Raises:
+            ValueError: a payload cannot be read or does not fit, and why; nothing was written.
+        """

@@ -1,0 +1,485 @@
+"""The controller of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any, Literal, cast
+
+from memsaver_core.contract.errors import (
+    AdmissionClosedError,
+    BadRequestError,
+    DrainTimeoutError,
+    NotFoundError,
+    PhaseTimeoutError,
+)
+from memsaver_core.contract.reports import (
+    OperationAnswer,
+    OperationReport,
+    OperationStatusAnswer,
+    PreparedAnswer,
+    ProgressAnswer,
+)
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
+from memsaver_core.contract.status import (
+    AdmissionStatus,
+    HealthAnswer,
+    OccupationAnswer,
+    OccupiedDevice,
+    PreparedState,
+)
+from memsaver_server.audit import AuditLog
+from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.engine import (
+    Engine,
+    GeneratingEngine,
+    UpdatableEngine,
+    memory_of,
+    model_name_of,
+    tracing,
+    unwritten_weights,
+)
+from memsaver_server.engine.device_monitor import DeviceMonitor, Sample
+from memsaver_server.engine.dry_run import expected_s, plan_release, plan_resume, planned_text, readable
+from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
+from memsaver_server.engine.memory_breakdown import break_down
+from memsaver_server.engine.metrics import EngineMetrics
+from memsaver_server.engine.tag_selection import released_tags
+from memsaver_server.log_output import relay
+from memsaver_server.metrics import CallerFigures
+from memsaver_server.operation.operation import Operation
+from memsaver_server.ranks.watch import is_rank_stopped, stopped_ranks
+from memsaver_server.settings import Settings
+from memsaver_server.threads import in_thread
+
+#: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
+STALL_CHECK_S = 0.5
+#: How long a call that cancels waits for the end of the operation, seconds.
+CANCEL_S = 5.0
+#: Time for the lines of the audit file to be written when the service closes, seconds.
+AUDIT_CLOSE_S = 1.0
+#: Poll interval of an event stream, seconds.
+TICK_S = 0.1
+#: Time limit for the token of ``generates``, seconds.
+GENERATE_TIMEOUT_S = 20.0
+
+
+class EngineController:
+    """Implements ``Controller``.
+
+    Attributes:
+        lifecycle: the state machine of the engine's memory, for the program that runs the engine.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, callers: CallerFigures) -> None:
+        relay()
+        self.engine = engine
+        self.name = engine.name
+        self.models = Models()
+        offered: dict[Literal["generate", "update", "models"], type] = {
+            "generate": GeneratingEngine,
+            "update": UpdatableEngine,
+        }
+        self.capabilities = frozenset(name for name, kind in offered.items() if isinstance(engine, kind))
+        self.closing = threading.Event()
+        self.callers = callers
+        self._settings = settings
+        self._audit = AuditLog(settings.audit_file)
+        self._monitor = DeviceMonitor(memory=memory_of(engine))
+        self.lifecycle = Lifecycle(engine, settings, self._record)
+        self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
+        self._stall_loggers: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        self._monitor.start()
+
+    def close(self) -> None:
+        self.closing.set()
+        self._monitor.stop()
+        self.lifecycle.operations.close()
+        self._audit.close(AUDIT_CLOSE_S)
+
+    async def end(self) -> None:
+        self.close()
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, asked: Asked, *, client: str, key: str | None) -> Operation:
+        try:
+            resolved = asked.resolved(self._settings.drain_timeout_s)
+            operation = self.lifecycle.start(resolved, key=key, client=client)
+        except Exception as error:
+            self._metrics.count(asked.operation, _kind(error))
+            raise
+        self._log_stalls(operation)
+        return operation
+
+    async def attend(self, operation: Operation, *, prepared: bool) -> None:
+        if prepared:
+            await self._reached(operation, operation.settled())
+        if operation.status != "prepared":
+            await self._reached(operation, operation.ended())
+
+    def answer(self, operation: Operation) -> Answer:
+        if not operation.has_ended:
+            return Answer.of(self._prepared(operation))
+        if operation.error is None:
+            assert operation.report is not None
+            return Answer.of(
+                OperationAnswer(
+                    **dict(operation.report),
+                    success=True,
+                    message=_message(operation.report),
+                    operation_id=operation.id,
+                    state=operation.memory_state,
+                )
+            )
+        failed = Answer.failure(operation.error)
+        failed.body["error"]["status"] = failed.status  # for readers of the operation, whose own status is 200
+        if operation.log.failed:
+            failed.body["error"].setdefault("phase", operation.log.failed)
+        about = {
+            "operation": operation.request.operation,
+            "operation_id": operation.id,
+            "state": operation.memory_state,
+            "seconds": operation.seconds,
+            "phases": [phase.model_dump(mode="json") for phase in operation.phases],
+        }
+        return Answer({**failed.body, **about}, failed.status, failed.headers)
+
+    def describe(self, operation: Operation) -> dict[str, Any]:
+        status = OperationStatusAnswer(
+            operation_id=operation.id,
+            operation=operation.request.operation,
+            status=operation.status,
+            phase=operation.phase,
+            stalled=operation.stall(),
+            tags=operation.request.tags or None,
+            client=operation.client,
+            callers=operation.callers,
+            created_at=operation.created_at,
+            started_at=operation.started_at,
+            finished_at=operation.finished_at,
+            seconds=operation.elapsed_s(),
+            progress=_progress(operation),
+            phases=operation.phases,
+            answer=None,
+        )
+        answer = self.answer(operation).body if operation.has_ended else None
+        return {**status.model_dump(mode="json"), "answer": answer}
+
+    def find(self, operation_id: str) -> Operation:
+        found = self.lifecycle.operations.get(operation_id)
+        if found is None:
+            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
+        return found
+
+    def recent(self) -> Sequence[Operation]:
+        return self.lifecycle.operations.recent()
+
+    async def commit(self, operation: Operation) -> None:
+        try:
+            operation.commit()
+        finally:
+            if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
+                await self._reached(operation, operation.ended())  # a caller that is refused finds all as before
+
+    async def cancel(self, operation: Operation, by: str) -> None:
+        self.lifecycle.operations.cancel(operation, by)
+        try:
+            await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
+        except asyncio.TimeoutError:
+            stopped = stopped_ranks(self.lifecycle.memory.status().ranks)
+            raise PhaseTimeoutError(
+                f"{operation.request.operation} {operation.id} is cancelled, but its phase {operation.phase!r} cannot "
+                f"be interrupted and has not ended in {CANCEL_S:g} s. Memory and admission are as before once it has; "
+                f"GET /operations/{operation.id} shows that{f'; {stopped}' if stopped else ''}",
+                operation.phase,
+                operation.id,
+            ) from None
+
+    async def events(self, operation: Operation) -> AsyncIterator[tuple[str, Any]]:
+        sent = 0  # phases
+        current = stalled_in = ""
+        last_progress: ProgressAnswer | None = None
+        ended = operation.ended()
+        while not self.closing.is_set():
+            done = operation.done.done()
+            phases = operation.phases
+            for phase in phases[sent:]:
+                yield "phase_done", phase.model_dump(mode="json")
+            sent = len(phases)
+            if operation.phase and operation.phase != current:
+                current = operation.phase
+                yield "phase", {"name": current}
+            now = _progress(operation)
+            if now is not None and now != last_progress:
+                last_progress = now
+                yield "progress", now.model_dump()
+            stall = operation.stall()
+            if stall is not None and stall.phase != stalled_in:
+                stalled_in = stall.phase
+                yield "stalled", stall.model_dump()
+            if done:
+                yield "done", self.answer(operation).body
+                return
+            await asyncio.wait({ended}, timeout=TICK_S)
+
+    async def plan(self, asked: Asked) -> Answer:
+        asked = asked.resolved(self._settings.drain_timeout_s)
+        if isinstance(asked, Release):
+            return Answer.of(plan_release(self.lifecycle, asked))
+        return Answer.of(plan_resume(self.lifecycle, asked, (await self._monitor.fresh()).devices))
+
+    def _prepared(self, operation: Operation) -> PreparedAnswer:
+        request = operation.request
+        if isinstance(request, Release):
+            plan = plan_release(self.lifecycle, request)
+        else:
+            plan = plan_resume(self.lifecycle, request, ())
+        path = f"/{plan.operation}_memory_occupation"
+        return PreparedAnswer(
+            message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
+            f"does it; POST /operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
+            **dict(_prepared_state(operation)),
+            expected_s=expected_s(plan, self.recent()),
+            tags=plan.tags,
+        )
+
+    async def _reached(self, operation: Operation, reached: asyncio.Future[None]) -> None:
+        """Wait for ``reached``, a future of ``operation``; raises as ``attend``."""
+        while not reached.done():
+            await asyncio.wait({reached}, timeout=self._stall_check_s)
+            if reached.done():
+                return
+            self.lifecycle.raise_if_rank_lost()
+            running = self.lifecycle.operations.running
+            if running is not None and (stall := running.stall()) is not None:
+                raise PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
+
+    def _log_stalls(self, operation: Operation) -> None:
+        """Log where ``operation`` stalls, even if no client waits for it."""
+        if operation.id in self._stall_loggers or operation.done.done():
+            return
+        task = asyncio.get_running_loop().create_task(operation.log_stalls(self._stall_check_s))
+        self._stall_loggers[operation.id] = task
+        task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
+
+    @property
+    def _stall_check_s(self) -> float:
+        return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
+
+    def _record(self, operation: Operation) -> None:
+        outcome = "success" if operation.error is None else _kind(operation.error)
+        self._metrics.record(operation, outcome)
+        self._audit.record(operation, outcome)
+        tracing.record(operation, outcome)
+        if operation.phases and operation.status != "cancelled":  # what was reserved is given back after the last phase
+            self._monitor.note(operation.phases[-1].devices)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    async def occupation(self) -> dict[str, Any]:
+        return self._occupation(await self._monitor.fresh()).model_dump(mode="json")
+
+    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+        now = self.lifecycle.snapshot()
+        return [
+            EngineRow(
+                name=self.name,
+                url="",
+                state=now.state,
+                asleep=self.lifecycle.is_sleeping,
+                released=tuple(sorted(released_tags(now.status))),
+                tags=frozenset(tag.tag for tag in now.status.tags),
+            )
+        ]
+
+    def health(self, *, ready: bool) -> HealthAnswer:
+        now = self.lifecycle.snapshot()
+        return _health(now, self._unready_reason(now) if ready else self._failed_reason(now))
+
+    async def generates(self) -> Answer:
+        now = self.lifecycle.snapshot()
+        reason = self._unready_reason(now)
+        if not reason and isinstance(self.engine, GeneratingEngine):
+            one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+            try:
+                await asyncio.wait_for(self.engine.generate(one_token), GENERATE_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                reason = f"no token within {GENERATE_TIMEOUT_S:g} s"
+            except AdmissionClosedError as closed:
+                reason = str(closed)
+            except Exception as error:
+                reason = f"cannot generate: {type(error).__name__}: {error}"
+            now = self.lifecycle.snapshot()
+        return Answer.of(_health(now, reason), 503 if reason else 200)
+
+    def version(self) -> dict[str, str]:
+        return {
+            "version": metadata.version("memsaver"),
+            "python": platform.python_version(),
+            "torch": metadata.version("torch"),
+            "driver": self.lifecycle.snapshot().status.driver,
+            "engine": self.name,
+        }
+
+    def scrape(self) -> bytes:
+        return self._metrics.scrape()
+
+    def _failed_reason(self, now: Snapshot) -> str:
+        """Return why the process can never serve again, or an empty string."""
+        if now.state != "failed" and self.engine.is_alive():
+            return ""
+        return now.closed_reason or f"engine {self.name!r} is dead"
+
+    def _unready_reason(self, now: Snapshot) -> str:
+        """Return why the engine accepts no requests now, or an empty string."""
+        return self._failed_reason(now) or now.closed_reason or stopped_ranks(now.status.ranks)
+
+    def _occupation(self, sample: Sample) -> OccupationAnswer:
+        """Return what the process holds now, with the devices as in ``sample``."""
+        now = self.lifecycle.snapshot()
+        status = now.status
+        prepared = now.running if now.running and now.running.status == "prepared" else None
+        more = {
+            "state": now.state,
+            "tags": [
+                tag.model_copy(update={"content": "lost"}) if tag.tag in now.unwritten else tag for tag in status.tags
+            ],
+            "ranks": [rank.model_copy(update={"stopped": is_rank_stopped(rank)}) for rank in status.ranks],
+        }
+        return OccupationAnswer(
+            **{**dict(status), **more},
+            engine=self.name,
+            model=model_name_of(self.engine),
+            admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
+            operation_id=now.running.id if now.running else None,
+            prepared=_prepared_state(prepared) if prepared else None,
+            shared_by_ranks=status.shared,
+            devices=tuple(
+                OccupiedDevice(
+                    **dict(device),
+                    free_bytes=device.total_bytes - device.used_bytes,
+                    sources=tuple(break_down(device, sample)),
+                )
+                for device in sample.devices
+            ),
+        )
+
+    # -- the dashboard -------------------------------------------------------------------------------------------------
+
+    def readings(self) -> Iterable[dict[str, Any]]:
+        return [
+            {"at": sample.at, "used_bytes": {device.index: device.used_bytes for device in sample.devices}}
+            for sample in self._monitor.history()
+        ]
+
+    def mark(self, operation: Operation) -> object:
+        return operation.status, operation.phase, len(operation.phases)
+
+    def timeline(self, operation: Operation) -> dict[str, Any]:
+        return {**self.describe(operation), "phase_starts": list(operation.phase_starts)}
+
+    async def shown(self) -> dict[str, Any]:
+        sample = await self._monitor.fresh()
+        return {"at": sample.at, **self._occupation(sample).model_dump(mode="json")}
+
+    # -- calls of the engine -------------------------------------------------------------------------------------------
+
+    async def pause(
+        self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
+    ) -> Answer:
+        limit_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        try:
+            await in_thread(self.lifecycle.pause, mode, limit_s, asleep=asleep)
+        except DrainTimeoutError as late:
+            raise DrainTimeoutError(late.seconds, late.pending, "generation was not paused") from None
+        return Answer.message("Scheduling paused; memory stays." if asleep else "Generation paused.")
+
+    async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
+        closed_reason = self.lifecycle.continue_generation()
+        if scheduling:
+            return Answer.message("Scheduling continues.")
+        return Answer.message(f"Generation continues{f' once possible: {closed_reason}' if closed_reason else ''}.")
+
+    async def flush(self, selected: Fields) -> Answer:
+        await in_thread(self.engine.flush_cache)
+        return Answer.message("Cache flushed.")
+
+    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
+        closed_reason = self.lifecycle.content_written(tags)
+        return Answer.message(f"Content counts as written{f'; {closed_reason}' if closed_reason else ''}.")
+
+    async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await cast(GeneratingEngine, self.engine).generate(asked)
+        except ValueError as error:
+            raise BadRequestError(str(error)) from None
+
+    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
+        given = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
+        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **given)
+
+    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
+        assert isinstance(asked, Fields)
+        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_tensor, **dict(asked))
+
+    async def _update(self, write: Callable[..., int], **given: Any) -> Answer:
+        first = given.pop("model_path" if "model_path" in given else "serialized_named_tensors")
+
+        def update() -> int:
+            with self.lifecycle.writing():
+                return write(first, **given)
+
+        try:
+            written = await in_thread(update)
+        except (ValueError, OSError) as error:
+            raise BadRequestError(str(error)) from None
+        missing = sorted(unwritten_weights(self.engine))
+        more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""
+        return Answer.message(f"{written} tensors written.{more}")
+
+
+def _kind(error: BaseException) -> str:
+    return str(Answer.failure(error).body["error"]["type"])
+
+
+def _health(now: Snapshot, reason: str) -> HealthAnswer:
+    return HealthAnswer(status="unavailable" if reason else "ok", state=now.state, reason=reason)
+
+
+def _prepared_state(operation: Operation) -> PreparedState:
+    return PreparedState(
+        operation_id=operation.id, operation=operation.request.operation, lease_s=operation.lease_left_s()
+    )
+
+
+def _progress(operation: Operation) -> ProgressAnswer | None:
+    """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
+    now = operation.progress
+    if not operation.is_running or now.operation != operation.request.operation:
+        return None
+    rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
+    return ProgressAnswer(
+        done_bytes=now.done_bytes,
+        total_bytes=now.total_bytes,
+        copied_bytes=now.copied_bytes,
+        gb_per_s=rate / 1e9,
+        seconds_left=(now.total_bytes - now.done_bytes) / rate if rate else None,
+    )
+
+
+def _message(report: OperationReport) -> str:
+    if not report.enabled:
+        return f"memsaver is disabled in this process: nothing to {report.operation}"
+    release = report.operation == "release"
+    if moved := report.released_bytes if release else report.resumed_bytes:
+        names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)
+        return f"{'released' if release else 'resumed'} {readable(moved)} of {names} in {report.seconds:.3f} s"
+    if any(tag.bytes for tag in report.tags):
+        return f"{'released' if release else 'resident'} already: nothing to {report.operation}"
+    return f"no memory under these tags: nothing to {report.operation}"

@@ -1,0 +1,147 @@
+"""What a release or a resume would do and take, without doing any of it.
+
+What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It
+may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free before the
+operation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
+from memsaver_core.contract.requests import Asked, Release, Resume, Verb
+from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
+from memsaver_core.ranks.plans import free_file_bytes, missing_by_device
+from memsaver_core.release_resume import available_host_bytes
+from memsaver_server.engine.admission import failed_for_good
+from memsaver_server.engine.lifecycle import Lifecycle
+from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
+from memsaver_server.operation.operation import Operation, tag_list
+
+_NO_ROOM = Room(needed_bytes=0, free_bytes=0)
+
+
+def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
+    """Return what the release would do.
+
+    Raises:
+        UnknownTagError: a tag does not exist.
+        NotEnoughToReleaseError: the tags hold less than ``at_least_bytes``.
+    """
+    memory = lifecycle.memory
+    memory.check_tags((*request.tags, *request.restore))
+    now = lifecycle.snapshot()
+    asked = narrowed(request, now.status.tags) if now.status.enabled else request
+    tags = [_released(tag, asked) for tag in now.status.tags if not asked.tags or tag.tag in asked.tags]
+    needed: Counter[str] = Counter()
+    for tag in tags:
+        needed[tag.restore] += tag.backup_bytes
+    host = Room(
+        needed_bytes=needed["host"] + needed["mixed"],
+        free_bytes=now.status.host_backup.room_bytes(available_host_bytes()),
+    )
+    file = Room(needed_bytes=needed["file"], free_bytes=(free_file_bytes() or 0) if needed["file"] else 0)
+    blockers = [*_general_blockers(now.status, request, now.running)]
+    if request.hibernate and now.status.enabled:
+        blockers += memory.hibernation_obstacles()
+    # What others have in the shared store is not needed again, which shows only while content is saved.
+    if host.is_short and now.status.host_backup.shared_store is None:
+        blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
+    if file.is_short:
+        blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
+    return _plan("release", tags, blockers, host=host, file=file)
+
+
+def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceMemory]) -> PlanAnswer:
+    """Return what the resume would do; ``devices`` are their present readings.
+
+    Raises:
+        UnknownTagError: a tag does not exist.
+    """
+    lifecycle.memory.check_tags(request.tags)
+    now = lifecycle.snapshot()
+    asked = lifecycle.tags_to_resume(request.tags)
+    tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
+    needed = missing_by_device(tags, now.status)
+    free = {device.index: device.total_bytes - device.used_bytes for device in devices}
+    rooms = [
+        DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))
+        for index, size in sorted(needed.items())
+    ]
+    blockers = list(_general_blockers(now.status, request, now.running))
+    for room in rooms:
+        if room.is_short:
+            blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
+    planned = [
+        PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
+        for tag in tags
+    ]
+    return _plan("resume", planned, blockers, devices=tuple(rooms))
+
+
+def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
+    """Return how long ``plan`` takes at the rate of the last operation of its kind among ``recent`` (newest first) that
+    moved memory, without what it waited for. None if there is none."""
+    size = sum(tag.bytes for tag in plan.tags)
+    for operation in recent:
+        report = operation.report
+        if report is None or report.operation != plan.operation:
+            continue
+        if moved := report.released_bytes if plan.operation == "release" else report.resumed_bytes:
+            return size / moved * sum(phase.seconds for phase in report.phases if not Phase(phase.name).waits)
+    return None
+
+
+def _plan(operation: Verb, tags: list[PlannedTag], blockers: list[str], **rooms: Any) -> PlanAnswer:
+    would = f"would {planned_text(operation, tags)}" if any(tag.bytes for tag in tags) else f"nothing to {operation}"
+    return PlanAnswer(
+        message=f"dry run: would fail: {'; '.join(blockers)}" if blockers else f"dry run: {would}",
+        operation=operation,
+        tags=tuple(tags),
+        blockers=tuple(blockers),
+        **{"host": _NO_ROOM, "file": _NO_ROOM, "devices": (), **rooms},
+    )
+
+
+def planned_text(operation: Verb, tags: Iterable[PlannedTag]) -> str:
+    """Return what an operation on ``tags`` does, for messages."""
+    moved = readable(sum(tag.bytes for tag in tags))
+    names = ", ".join(tag.tag for tag in tags if tag.bytes)
+    return f"{operation} {f'{moved} of {names}' if names else 'nothing'}"
+
+
+def readable(size: int) -> str:
+    """Return ``size`` in bytes as messages show it."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:g} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def _released(tag: TagStatus, request: Release) -> PlannedTag:
+    override = request.restore.get(tag.tag)
+    restore = override.value if override is not None else tag.restore
+    kept = keeps_content(tag, request)
+    backup = max(0, tag.resident_bytes - tag.backed_up_bytes) if restore == "file" else tag.expected_bytes
+    return PlannedTag(
+        tag=tag.tag,
+        restore=restore if tag.resident_bytes else tag.restore,
+        bytes=sum(tag.mapped_by_device.values()),
+        backup_bytes=backup if kept or restore == "mixed" else 0,
+        loses_content=bool(tag.resident_bytes) and not kept and needs_writing(tag, request),
+    )
+
+
+def _general_blockers(status: Status, request: Asked, running: Operation | None) -> Iterable[str]:
+    if not status.enabled:
+        yield "memsaver is disabled in this process: nothing would happen"
+    if status.state == "failed":
+        yield failed_for_good(status)
+    if running is not None and running.request.operation != request.operation:
+        yield f"{running.request.operation} {running.id} of {tag_list(running.request.tags)} is in progress"

@@ -1,0 +1,114 @@
+"""A gate: the engine interface for a program without a scheduler.
+
+Work that touches device memory runs inside ``with gate.request():``. While memory is released the gate is closed; a
+release waits until all requests inside have ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
+from memsaver_core.contract.requests import DrainMode
+from memsaver_server import clock
+from memsaver_server.engine import DRAIN_POLL_S, Engine, never
+
+
+class InFlightRequest:
+    """One request inside the gate.
+
+    Attributes:
+        name: its name in the error of a drain that times out.
+        aborted: a release with mode ``abort`` waits for this request; it should end early.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.aborted = False
+
+
+class Gate:
+    """Implements ``Engine``. Every method may be called from any thread.
+
+    It cannot interrupt a request: mode ``abort`` sets ``InFlightRequest.aborted``, mode ``keep`` is ``wait``.
+    """
+
+    def __init__(self, name: str = "engine") -> None:
+        self.name = name
+        self._changed = threading.Condition()
+        self._inside: dict[str, InFlightRequest] = {}
+        self._closed: str | None = None
+        self._hold = 0
+        self._held = 0
+        self._numbers = itertools.count(1)
+
+    @property
+    def held(self) -> int:
+        """How many requests wait for the gate to open."""
+        return self._held
+
+    @contextmanager
+    def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
+        """Run the block inside the gate. Waits for the gate to open if the service holds requests.
+
+        Raises:
+            AdmissionClosedError: the gate is closed; the message says why.
+        """
+        request = self._enter(name)
+        try:
+            yield request
+        finally:
+            with self._changed:
+                del self._inside[request.name]
+                self._changed.notify_all()
+
+    def is_alive(self) -> bool:
+        """Always true: a gate cannot tell."""
+        return True
+
+    def close_admission(self, reason: str, *, hold: int = 0) -> None:
+        with self._changed:
+            self._closed, self._hold = reason, hold
+
+    def open_admission(self) -> None:
+        with self._changed:
+            self._closed = None
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+        deadline = clock.monotonic() + timeout_s
+        with self._changed:
+            while self._inside:
+                for request in self._inside.values():
+                    request.aborted = request.aborted or mode == "abort"
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic())))
+                if self._inside and (given_up() or clock.monotonic() >= deadline):
+                    raise DrainTimeoutError(timeout_s, list(self._inside))
+
+    def flush_cache(self) -> None:
+        """Does nothing: a gate has no cache."""
+
+    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str] | None:
+        """Does nothing. Override it to rebuild the content of ``lost`` tags, and return those rebuilt."""
+        return None
+
+    def _enter(self, name: str | None) -> InFlightRequest:
+        with self._changed:
+            if self._closed is not None:
+                if self._held >= self._hold:
+                    raise AdmissionClosedError(self._closed)
+                self._held += 1
+                try:
+                    self._changed.wait_for(lambda: self._closed is None)
+                finally:
+                    self._held -= 1
+            number = next(self._numbers)
+            request = InFlightRequest(f"{name} #{number}" if name else f"request {number}")
+            self._inside[request.name] = request
+            return request
+
+
+_implements: type[Engine] = Gate

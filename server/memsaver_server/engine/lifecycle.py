@@ -1,0 +1,418 @@
+"""The state machine of the engine's memory, behind every dialect.
+
+Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
+settle; optionally hibernate) -> report.
+Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
+released -> report.
+
+A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
+(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the
+operations (``OperationQueue``; not held while an operation runs).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from memsaver_core.contract.errors import (
+    DrainTimeoutError,
+    EngineFailedError,
+    MemoryBusyError,
+    NotResidentError,
+    OutOfDeviceMemoryError,
+    UnsupportedError,
+)
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import Asked, DrainMode, Release, Resume
+from memsaver_core.contract.status import Status, TagStatus
+from memsaver_core.phases import PhaseLog
+from memsaver_server import clock
+from memsaver_server.engine import DRAIN_POLL_S, Engine, WatchedMemory, memory_of, unwritten_weights
+from memsaver_server.engine.admission import Admission, failed_for_good
+from memsaver_server.engine.tag_selection import COMMON_TAGS, lost_tags, narrowed, needs_writing, released_tags
+from memsaver_server.engine.verification import Verification
+from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.queue import OperationQueue
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+
+#: Interval at which a resume that waits for device memory reads how much is free, seconds.
+MEMORY_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The process at one moment.
+
+    Attributes:
+        status: the core's account.
+        state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
+        closed_reason: why the engine accepts no requests, or an empty string if it does.
+        running: the operation in progress, or None.
+        unwritten: the tags whose content is lost until it is written again.
+    """
+
+    status: Status
+    state: str
+    closed_reason: str
+    running: Operation | None
+    unwritten: frozenset[str]
+
+
+class Lifecycle:
+    """Releases and resumes an engine's memory. Every method may be called from any thread.
+
+    ``release`` and ``resume`` return at once with the operation; others block if they say so.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, on_finished: Callable[[Operation], None]) -> None:
+        self._engine = engine
+        self._phase_timeout_s = settings.phase_timeout_s
+        #: The engine's memory: of this process, or of the ranks that the engine reaches.
+        self.memory = memory_of(engine)
+        self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
+        self._admission = Admission(engine, self.memory, settings)
+        if isinstance(self.memory, WatchedMemory):
+            self.memory.on_failure(self._admission.reopen)  # which closes it for good
+        self._moving = threading.Lock()  # releases, resumes and weight updates exclude each other
+        self._updating = False  # its holder is a weight update
+        # Tags that only a release of everything has taken, so that a client may never name them in a resume.
+        self._implicit: frozenset[str] = frozenset()
+        self._verification = Verification(engine, self._admission, self.memory, settings)
+
+    def start(self, request: Asked, *, key: str | None = None, client: str = "") -> Operation:
+        """Begin a release or a resume, or join the one in flight. See ``release`` and ``resume``."""
+        if isinstance(request, Release):
+            return self.release(request, key=key, client=client)
+        return self.resume(request, key=key, client=client)
+
+    def release(self, request: Release, *, key: str | None = None, client: str = "") -> Operation:
+        """Return the memory of the tags to the driver, after the requests in flight are drained.
+
+        A tag that is released already is success. After a failure admission is as before, unless memory is released.
+
+        With ``request.prepare`` it stops before memory is moved, until its ``commit`` or the end of its lease.
+
+        Raises:
+            UnknownTagError: a tag does not exist. Nothing was started.
+            UnsupportedError: the process cannot be hibernated. Nothing was started.
+            VerificationUnavailableError: it cannot be verified. Nothing was started.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
+        """
+        self.memory.check_tags(request.tags)
+        self.memory.check_tags(tuple(request.restore))
+        if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
+            raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+        self._verification.check(request)
+        return self.operations.submit(request, partial(self._release, request), key=key, client=client)
+
+    def _release(self, request: Release, operation: Operation, log: PhaseLog) -> OperationReport:
+        if not self.memory.enabled():
+            operation.hold()
+            return operation.moved(self.memory.release(request, log=log))
+        self._check_usable()
+        before = self.memory.status().tags
+        asked = narrowed(request, before)
+        self._admission.close_for("memory is being released")
+        try:
+            with ExitStack() as until_released:
+                with log.phase(Phase.DRAIN):
+                    self._drain(operation)
+                    until_released.callback(self._moving.release)
+                    if not request.prepare:
+                        operation.hold()
+                self._verification.before_release(request, log)
+                if request.prepare:
+                    with log.phase(Phase.CHECK):
+                        self.memory.check_release(asked)
+                    operation.hold()
+                try:
+                    return operation.moved(self.memory.release(asked, log=log))
+                finally:
+                    self._note_released(request, asked, before)
+        except BaseException:
+            operation.undo()
+            raise
+        finally:
+            self._admission.reopen()
+
+    def _drain(self, operation: Operation) -> None:
+        """Drain the engine for a release with the mode and the deadline that its callers ask for now, and take the
+        memory lock. A weight update counts as a request in flight.
+
+        Raises:
+            DrainTimeoutError: requests or a weight update did not end in time.
+            OperationCancelledError: the release was cancelled.
+        """
+        # Engines written for version 0.1 have no such parameter; their drains go on until they end by themselves.
+        can_give_up = "given_up" in inspect.signature(self._engine.drain).parameters
+        while True:
+            asked = operation.request
+            assert isinstance(asked, Release)
+            timeout_s = asked.timeout_s or 0.0
+            deadline = clock.monotonic() + timeout_s
+
+            def given_up(asked: Release = asked) -> bool:
+                return operation.cancelled_by is not None or operation.request is not asked
+
+            try:
+                self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
+                if self._take(deadline, given_up):
+                    return
+                raise DrainTimeoutError(timeout_s, ["a weight update"])
+            except DrainTimeoutError:
+                if operation.undo(asked):
+                    raise
+            operation.check()
+
+    def resume(self, request: Resume, *, key: str | None = None, client: str = "") -> Operation:
+        """Bring the memory of the tags back, and reopen admission once nothing is released.
+
+        A tag that is resident already is success. After a failure all is still released and the call can be repeated.
+
+        Raises:
+            As release.
+        """
+        self.memory.check_tags(request.tags)
+        return self.operations.submit(request, partial(self._resume, request), key=key, client=client)
+
+    def _resume(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
+        if not self.memory.enabled():
+            operation.hold()
+            return operation.moved(self.memory.resume(request, log=log))
+        self._check_usable()
+        self._verification.check(request)
+        status = self.memory.status()
+        released = released_tags(status)
+        request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
+        if released or self._admission.needs_repair() or status.hibernated:
+            self._admission.close_for("memory is being resumed")
+        try:
+            report = self._restore(request, operation, log)
+            self._note_resumed(released)
+            with log.phase(Phase.REPAIR):
+                self._admission.repair()
+        except BaseException:
+            operation.undo()
+            self._note_resumed(released)
+            self._admission.reopen()
+            raise
+        try:
+            self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
+        finally:
+            with log.phase(Phase.REOPEN):
+                self._admission.reopen()
+        return report.model_copy(update={"phases": log.phases})
+
+    def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released.
+
+        The others come back with the last of them, if they are such as no client names.
+        """
+        left = released_tags(self.memory.status()) - set(requested)
+        complete = requested and left <= self._implicit and not left & COMMON_TAGS
+        return (*requested, *sorted(left)) if complete else requested
+
+    def _restore(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
+        deadline = clock.monotonic() + request.wait_for_memory_s
+        while True:
+            self._take_for_resume(operation, log)
+            try:
+                return self._map(request, operation, log)
+            except OutOfDeviceMemoryError as short:
+                if clock.monotonic() >= deadline:
+                    raise
+                device, needed_bytes = short.device, short.needed_bytes
+            finally:
+                self._moving.release()
+            with log.phase(Phase.WAIT_FOR_MEMORY):
+                operation.move_later()
+                self._wait_for_memory(device, needed_bytes, deadline, operation)
+
+    def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
+        """Resume the memory; if that is to be prepared, on device memory that is reserved before."""
+        if operation.blocks_others:
+            with log.phase(Phase.RESERVE):
+                self.memory.reserve(request)
+        try:
+            operation.hold()
+            return operation.moved(self.memory.resume(request, log=log))
+        except BaseException:
+            if request.prepare:
+                self.memory.give_back_reserved()
+            raise
+
+    def _wait_for_memory(self, index: int, needed_bytes: int, deadline: float, operation: Operation) -> None:
+        """Poll until the device has so much free, or the deadline. Other processes do not signal a release."""
+        while clock.monotonic() < deadline:
+            time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - clock.monotonic())))
+            operation.check()
+            for device in self.memory.read_devices():
+                if device.index == index and device.total_bytes - device.used_bytes >= needed_bytes:
+                    return
+
+    def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
+        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
+
+        Args:
+            asleep: report the pause as ``is_sleeping``.
+
+        Raises:
+            DrainTimeoutError: requests still run. Generation is as before.
+            PauseEndedError: generation was continued meanwhile.
+        """
+        with self._admission.pausing(asleep=asleep):
+            self._engine.drain(timeout_s, mode)
+
+    def continue_generation(self) -> str:
+        """Undo ``pause``; while memory is released this is remembered, and admission opens when it is back.
+
+        Returns:
+            Why admission is still closed, or an empty string.
+        """
+        return self._admission.unpause()
+
+    @contextmanager
+    def writing(self, tag: str = "weights") -> Iterator[None]:
+        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks.
+
+        Content that a release had discarded counts as written afterwards, unless the block raised, or the engine says
+        that weights are still missing.
+
+        Raises:
+            NotResidentError: the tag is released. The block was not run.
+            MemoryBusyError: an operation stalls, or another update has not ended. The block was not run.
+        """
+        while not self._moving.acquire(timeout=self._phase_timeout_s):
+            if self._updating:
+                raise self._update_too_long("nothing was written")
+            operation = self.operations.running
+            if operation is not None and (stall := operation.stall()) is not None:
+                raise MemoryBusyError(f"no weights were written: {operation.stall_message(stall)}", stall.phase)
+        self._updating = True
+        try:
+            self._check_resident([tag])
+            yield
+            self._verification.content_changed()
+            if tag != "weights" or not unwritten_weights(self._engine):
+                self._admission.written([tag])
+        finally:
+            self._updating = False
+            self._moving.release()
+
+    def content_written(self, tags: Sequence[str]) -> str:
+        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written.
+
+        Returns:
+            Why admission is still closed, or an empty string.
+
+        Raises:
+            UnknownTagError: a tag does not exist.
+            NotResidentError: a tag is released.
+        """
+        self.memory.check_tags(tags)
+        written = list(tags) or self.snapshot().unwritten
+        self._check_resident(written)
+        self._verification.content_changed()
+        return self._admission.written(written)
+
+    def weights_updated(self) -> None:
+        """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
+        if "weights" not in released_tags(self.memory.status()):
+            self._verification.content_changed()
+            self._admission.written(["weights"])
+
+    def snapshot(self) -> Snapshot:
+        """Return the state now. Reads the core once, because each read may have to wait for the interpreter's lock."""
+        status = self.memory.status()
+        running = self.operations.running
+        state = status.state
+        if state != "failed" and running is not None and running.is_running:
+            state = "releasing" if running.request.operation == "release" else "resuming"
+        admission = self._admission
+        return Snapshot(status, state, admission.closed_reason(status), running, admission.unwritten(status))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory is released, or generation was put to sleep without a release."""
+        status = self.memory.status()
+        return bool(released_tags(status)) or status.hibernated or self._admission.asleep
+
+    def raise_if_rank_lost(self) -> None:
+        """Raise EngineFailedError if the engine's ranks have failed."""
+        if isinstance(self.memory, WatchedMemory):
+            self._check_usable()
+
+    def _check_usable(self) -> None:
+        status = self.memory.status()
+        if status.state == "failed":
+            raise EngineFailedError(failed_for_good(status))
+
+    def _check_resident(self, tags: Iterable[str]) -> None:
+        status = self.memory.status()
+        for tag in tags:
+            if status.hibernated or tag in released_tags(status):
+                raise NotResidentError(f"the memory of {tag!r} is released; resume it first")
+
+    def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
+        """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""
+        while not self._moving.acquire(timeout=max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic()))):
+            if given_up() or clock.monotonic() >= deadline:
+                return False
+        return True
+
+    def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
+        """Take the memory lock.
+
+        Raises:
+            MemoryBusyError: a weight update has not ended within the phase timeout.
+            OperationCancelledError: the resume was cancelled.
+        """
+        if self._moving.acquire(blocking=False):
+            return
+        with log.phase(Phase.WAIT_FOR_WEIGHTS):
+            if not self._take(clock.monotonic() + self._phase_timeout_s, lambda: operation.cancelled_by is not None):
+                operation.check()
+                raise self._update_too_long("nothing was resumed")
+
+    def _update_too_long(self, consequence: str) -> MemoryBusyError:
+        return MemoryBusyError(
+            f"a weight update has not ended after {self._phase_timeout_s:g} s; {consequence}. Repeat the call "
+            "when it is done",
+            Phase.WAIT_FOR_WEIGHTS.value,
+        )
+
+    def _note_released(self, request: Release, asked: Release, before: tuple[TagStatus, ...]) -> None:
+        """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
+        tags = self.memory.status().tags
+        released = [tag for tag in tags if tag.released_bytes and (not asked.tags or tag.tag in asked.tags)]
+        undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
+        lost = lost_tags(before, released, request) | undone
+        unwritten = [tag.tag for tag in tags if tag.tag in lost and needs_writing(tag, request)]
+        self._admission.content_lost(lost, unwritten)
+        if unwritten:
+            self._verification.content_changed()
+        if request.tags:
+            self._implicit -= set(request.tags)
+        else:
+            self._implicit |= {tag.tag for tag in released}
+        if undone:
+            self._admission.resumed(undone)
+            try:
+                self._admission.repair()
+            except Exception:
+                logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
+
+    def _note_resumed(self, released: set[str]) -> None:
+        resumed = released - released_tags(self.memory.status())
+        self._admission.resumed(resumed)
+        self._implicit -= resumed

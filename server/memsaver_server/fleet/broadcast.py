@@ -1,0 +1,76 @@
+"""The same call to every selected engine, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+
+from memsaver_server.controller import Answer
+from memsaver_server.fleet.results import CallRow, EngineStatus
+from memsaver_server.fleet.turns.upstream import Upstreams
+
+_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+
+
+async def call_each(
+    engines: Iterable[EngineStatus],
+    upstreams: Upstreams,
+    keys: Mapping[str, str | None],
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | bytes | None,
+    query: Mapping[str, Any] | None = None,
+) -> list[CallRow]:
+    """Return the row of each engine; ``keys`` has their keys, by name."""
+    target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+
+    async def call(engine: EngineStatus) -> CallRow:
+        name, url = engine.name, engine.url
+        try:
+            answer = await upstreams.to(url, keys.get(name)).send(method, target, _HEADERS, content)
+            try:
+                text = await answer.aread()
+            finally:
+                await answer.aclose()
+        except httpx.TransportError as error:
+            message = f"no answer: {str(error) or type(error).__name__}"
+            return CallRow(name=name, url=url, success=False, status=0, message=message)
+        body = _content(text)
+        said = str((body.get("message") if isinstance(body, dict) else body) or "")
+        success, status = answer.is_success, answer.status_code
+        return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
+
+    return list(await asyncio.gather(*map(call, engines)))
+
+
+def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:
+    """Return the answer that lists ``rows``; ``done`` is what a success says."""
+    failed = [row for row in rows if not row.success]
+    about = {"status": "failed" if failed else "ok", "engines": [row.model_dump() for row in rows], **(more or {})}
+    if not failed:
+        return Answer({"success": True, "message": f"{done} on {_engines(len(rows))}.", **about})
+    reasons = "; ".join(f"{row.name}: {row.message}" for row in failed)
+    status = failed[0].status if failed[0].status >= 400 else 502
+    message = f"{len(failed)} of {_engines(len(rows))} failed: {reasons}"
+    body = failed[0].body if isinstance(failed[0].body, dict) else {}
+    error = body.get("error") if isinstance(body.get("error"), dict) else {}
+    kind = str(error.get("type") or "engine_failed") if error else "engine_failed"
+    answer = Answer.error(status, kind, message, 1 if status == 503 else None)
+    return Answer({**answer.body, **about}, status, answer.headers)
+
+
+def _content(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode(errors="replace")[:1000]
+
+
+def _engines(count: int) -> str:
+    return f"{count} engine{'' if count == 1 else 's'}"

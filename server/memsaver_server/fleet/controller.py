@@ -1,0 +1,454 @@
+"""The controller of a fleet: its operations, its engines as last seen, and calls that every selected engine gets."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import Any, Literal
+
+from memsaver_core.contract.errors import (
+    BadRequestError,
+    ConflictError,
+    FleetUnknownError,
+    LeaseEndedError,
+    NotFoundError,
+    TooLateToCancelError,
+    status_of,
+)
+from memsaver_core.contract.requests import (
+    ASKED_OF_FLEET,
+    Asked,
+    AskedOfFleet,
+    DrainMode,
+    Fields,
+    FleetRelease,
+    FleetResume,
+    Selected,
+    Selector,
+    Verb,
+)
+from memsaver_core.contract.status import HealthAnswer
+from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.fleet.broadcast import answer_of, call_each
+from memsaver_server.fleet.fleet import AsyncFleet
+from memsaver_server.fleet.members import MembershipError
+from memsaver_server.fleet.metrics import FleetMetrics
+from memsaver_server.fleet.observer import Observer
+from memsaver_server.fleet.operation import FleetOperation
+from memsaver_server.fleet.record import RecordError
+from memsaver_server.fleet.results import (
+    CallAnswer,
+    EngineStatus,
+    FleetError,
+    FleetOccupationAnswer,
+    FleetOperationsAnswer,
+    FleetOperationStatusAnswer,
+    FleetResult,
+)
+from memsaver_server.fleet.seen import occupation, total
+from memsaver_server.fleet.turns.options import TurnOptions
+from memsaver_server.fleet.turns.proxy import Proxy
+from memsaver_server.fleet.turns.seat import TURN_PREFIX
+from memsaver_server.fleet.turns.turns import Turns
+from memsaver_server.fleet.turns.upstream import Upstreams
+from memsaver_server.log_output import relay
+from memsaver_server.metrics import CallerFigures
+from memsaver_server.operation.history import History
+from memsaver_server.settings import Settings
+
+#: Who asks for the operations of the turns.
+TURNS = "turns"
+#: Time for operations in progress when the service ends, seconds.
+GRACE_S = 5.0
+#: Poll interval of an event stream, seconds.
+TICK_S = 0.1
+
+
+class FleetController:
+    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``.
+
+    Attributes:
+        turns: the models that take turns.
+        proxy: passes requests for models on.
+    """
+
+    name = "fleet"
+    capabilities: frozenset[Literal["generate", "update", "models"]] = frozenset({"update", "models"})
+    models = Models(
+        release=FleetRelease,
+        resume=FleetResume,
+        selected=Selected,
+        done=FleetResult | CallAnswer,
+        message=CallAnswer,
+        occupation=FleetOccupationAnswer,
+        operation=FleetOperationStatusAnswer,
+        operations=FleetOperationsAnswer,
+        generates=CallAnswer,
+        several=True,
+        failures={
+            404: "No engine of the fleet matches, or one does not have the call.",
+            502: "An engine does not answer.",
+        },
+    )
+
+    def __init__(
+        self,
+        fleet: AsyncFleet,
+        settings: Settings,
+        turns: TurnOptions,
+        engine_key: str | None,
+        callers: CallerFigures,
+    ) -> None:
+        relay()
+        self.closing = threading.Event()
+        self.callers = callers
+        self._fleet = fleet
+        self._settings = settings
+        self._history: History[FleetOperation] = History(settings.history)
+        self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
+        self.turns = Turns(turns, self)
+        self._upstreams = Upstreams()
+        self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
+        self._metrics = FleetMetrics(self._observer, self.turns, callers)
+        self._kept: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Look at the engines, and keep them as they are wanted from now on."""
+        await self._observer.begin()
+        self._kept = [asyncio.create_task(self._observer.keep()), asyncio.create_task(self._fleet.keep())]
+
+    def close(self) -> None:
+        self.closing.set()
+
+    async def end(self) -> None:
+        """End what ``start`` began. Operations in progress have ``GRACE_S``; another coordinator can carry them on."""
+        for task in self._kept:
+            task.cancel()
+        await asyncio.gather(*self._kept, return_exceptions=True)
+        self.turns.close()
+        await self._upstreams.close()
+        await asyncio.wait({asyncio.create_task(self._fleet.close())}, timeout=GRACE_S)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, asked: Asked, *, client: str, key: str | None) -> FleetOperation:
+        assert isinstance(asked, AskedOfFleet)
+        named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
+        return self._start(asked.resolved(self._settings.drain_timeout_s), client, named)
+
+    def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
+        """Begin an operation, or join an equal one that runs.
+
+        Args:
+            key: a repeat with the same key is the same operation, also when it has ended, unless it failed.
+
+        Raises:
+            IdempotencyKeyError: the key belongs to another request.
+            ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
+        """
+        known = self._history.find_repeated(asked, key)
+        if known is not None:
+            known.callers += 1
+            return known
+        running = self._running()
+        if key is None and running and running[-1].client != TURNS and running[-1].join(asked):
+            return running[-1]
+        opposed = next((each for each in running if self._opposes(asked, each)), None)
+        if opposed is not None and not asked.wait:
+            raise ConflictError(
+                f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
+                'on some of these engines. Try again when it is done, or send "wait": true'
+            )
+        until_asked = client == TURNS or (isinstance(asked, FleetRelease) and asked.wake_on_request)
+        operation = FleetOperation.of(asked, key or "", client, TURN_PREFIX if until_asked else "")
+        self._history.add(operation)
+        self._history.add_key(key, asked, operation)
+        self._fleet.start(operation, self._around)
+        return operation
+
+    async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
+        await operation.ended()
+
+    def answer(self, operation: FleetOperation) -> Answer:
+        result = operation.result
+        if result is None:
+            failed = Answer.failure(_public(operation.error))
+            failed.body["error"]["status"] = failed.status
+            about = {"operation": operation.request.operation, "operation_id": operation.id, "engines": []}
+            return Answer({**failed.body, **about}, failed.status, failed.headers)
+        done = Answer.of(result.model_copy(update={"operation_id": operation.id}))
+        if result.success:
+            return done
+        cancelled = operation.status == "cancelled"
+        kind = "cancelled" if cancelled else next((each.kind for each in result.failed if each.kind), "failed")
+        status = 409 if cancelled else next((status_of(each.kind) for each in result.failed), 500)
+        rows = [{"name": each.name, "type": each.kind, "message": each.error} for each in result.failed]
+        answer = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
+        answer.body["error"]["status"] = status
+        return Answer({**answer.body, **done.body}, status, answer.headers)
+
+    def describe(self, operation: FleetOperation) -> dict[str, Any]:
+        asked, result = operation.request, operation.result
+        seconds = result.seconds if result else operation.elapsed_s()
+        return {
+            "operation_id": operation.id,
+            "operation": asked.operation,
+            "status": operation.status,
+            "phase": operation.phase,
+            "stalled": None,
+            "tags": list(asked.tags) or None,
+            "client": operation.client,
+            "callers": operation.callers,
+            "created_at": operation.created_at,
+            "started_at": operation.created_at,
+            "finished_at": operation.finished_at,
+            "seconds": seconds,
+            "progress": None,
+            "phases": [],
+            "answer": self.answer(operation).body if operation.has_ended else None,
+            "engines": operation.engines,
+        }
+
+    def find(self, operation_id: str) -> FleetOperation:
+        found = self._history.get(operation_id)
+        if found is None:
+            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
+        return found
+
+    def recent(self) -> Sequence[FleetOperation]:
+        return self._history.recent()
+
+    async def commit(self, operation: FleetOperation) -> None:
+        why = "a fleet prepares and commits by itself"
+        raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
+
+    async def cancel(self, operation: FleetOperation, by: str) -> None:
+        if operation.status == "cancelled":
+            return
+        try:
+            await self._fleet.cancel(operation.record_id)
+        except FleetError as error:
+            raise TooLateToCancelError(str(error)) from None
+        await operation.ended()
+
+    async def events(self, operation: FleetOperation) -> AsyncIterator[tuple[str, Any]]:
+        stage = ""
+        done = operation.ended()
+        engines: dict[str, str] = {}
+        while not self.closing.is_set():
+            ended = operation.has_ended
+            if operation.phase and operation.phase != stage:
+                stage = operation.phase
+                yield "phase", {"name": stage}
+            for name, each in operation.engines.items():
+                if engines.get(name) != each:
+                    engines[name] = each
+                    yield "engine", {"name": name, "stage": each}
+            if ended:
+                yield "done", self.answer(operation).body
+                return
+            await asyncio.wait({done}, timeout=TICK_S)
+
+    async def plan(self, asked: Asked) -> Answer:
+        assert isinstance(asked, AskedOfFleet)
+        verb = asked.operation
+        body = {**asked.sent(), "dry_run": True}
+        engines, path = self._engines_of(asked), f"/{verb}_memory_occupation"
+        rows = await call_each(engines, self._upstreams, self._observer.keys, "POST", path, body)
+        said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
+        blockers = [f"{name}: {each}" for name, blockers in said.items() for each in blockers]
+        about = {"dry_run": True, "operation": verb, "blockers": blockers}
+        return answer_of(rows, f"dry run: {verb} is {'not ' if blockers else ''}possible", about)
+
+    @asynccontextmanager
+    async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:
+        """No request is sent to engines that the block moves, and their state is known after it."""
+        outcome = "internal_error"
+        try:
+            if operation.client == TURNS:  # turns have set their engines aside
+                yield
+            else:
+                selector = operation.asked.selected()
+                names = [name for name, member in self._observer.members.items() if selector.may_match(member)]
+                async with self.turns.set_aside(names):
+                    try:
+                        yield
+                    finally:
+                        await self._observer.look(names)
+            outcome = ""
+        except Exception as error:
+            outcome = getattr(_public(error), "kind", outcome)
+            raise
+        finally:
+            operation.done.add_done_callback(lambda _: self._count(operation, outcome))
+
+    def _count(self, operation: FleetOperation, outcome: str) -> None:
+        if (result := operation.result) is not None:
+            outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
+        self._metrics.operations[operation.request.operation, outcome] += 1
+        self._history.forget()
+
+    def _running(self) -> list[FleetOperation]:
+        return [each for each in reversed(self._history.recent()) if not each.has_ended]
+
+    def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
+        other, members = running.asked, self._observer.members.values()
+        both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
+        return asked.operation != other.operation and both and running.client != TURNS  # those are waited for
+
+    # -- turns.Mover ---------------------------------------------------------------------------------------------------
+
+    async def look(self, names: Sequence[str]) -> None:
+        await self._observer.look(names)
+
+    async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult:
+        asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True)
+        operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
+        assert operation.task is not None
+        try:
+            return await asyncio.shield(operation.task)
+        except Exception as error:
+            raise _public(error) from None
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    async def occupation(self) -> dict[str, Any]:
+        await self._observer.glance()
+        return self._occupation().model_dump(mode="json")
+
+    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+        await self._observer.glance()
+        engines = self._observer.status.engines if selected is None else self._engines_of(selected)
+        return [_row(engine) for engine in engines]
+
+    def health(self, *, ready: bool) -> HealthAnswer:
+        answers = any(engine.alive for engine in self._observer.status.engines)
+        reason = (self._observer.trouble or ("" if answers else "no engine answers")) if ready else ""
+        state = self._observer.status.state
+        return HealthAnswer(status="unavailable" if reason else "ok", state=state, reason=reason)
+
+    async def generates(self) -> Answer:
+        return await self._call(Selected(), "A token was generated", "GET", "/health_generate")
+
+    def version(self) -> dict[str, str]:
+        return {"version": metadata.version("memsaver"), "python": platform.python_version()}
+
+    def scrape(self) -> bytes:
+        return self._metrics.scrape()
+
+    def _occupation(self) -> FleetOccupationAnswer:
+        running = self._running()
+        return occupation(self._observer, running[0].id if running else None, self.turns.in_flight())
+
+    # -- the dashboard -------------------------------------------------------------------------------------------------
+
+    def readings(self) -> Iterable[dict[str, Any]]:
+        return list(self._observer.readings)
+
+    def mark(self, operation: FleetOperation) -> object:
+        return operation.status, operation.phase, operation.engines
+
+    def timeline(self, operation: FleetOperation) -> dict[str, Any]:
+        return {**self.describe(operation), "phase_starts": [operation.created_at] if operation.phase else []}
+
+    async def shown(self) -> dict[str, Any]:
+        now = self._occupation()
+        at = self._observer.readings[-1]["at"] if self._observer.readings else time.time()
+        return {"at": at, **now.model_dump(mode="json"), "devices": total(now.devices)}
+
+    # -- calls of every engine -----------------------------------------------------------------------------------------
+
+    async def pause(
+        self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
+    ) -> Answer:
+        limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+        if asleep:
+            query = {"level": 0, "mode": mode, **limit}
+            return await self._call(selected, "Scheduling paused", "POST", "/sleep", query=query)
+        return await self._call(selected, "Generation paused", "POST", "/pause_generation", {"mode": mode, **limit})
+
+    async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
+        if scheduling:
+            query = {"tags": ["scheduling"]}
+            return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
+        return await self._call(selected, "Generation continues", "POST", "/continue_generation", {})
+
+    async def flush(self, selected: Fields) -> Answer:
+        return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
+
+    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
+        body = {"tags": list(tags)} if tags else {}
+        return await self._call(selected, "Content counts as written", "POST", "/content_written", body)
+
+    async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        raise BadRequestError("a fleet passes requests for tokens on; it computes none itself")
+
+    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
+        body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
+        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", body)
+
+    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
+        assert isinstance(asked, bytes)
+        return await self._call(Selected(), "Weights written", "POST", "/update_weights_from_tensor", asked)
+
+    async def _call(
+        self,
+        selected: Fields,
+        done: str,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None = None,
+        query: dict[str, Any] | None = None,
+    ) -> Answer:
+        """Send the same call to every selected engine; return the answer that lists theirs.
+
+        Args:
+            done: what it says if all succeed.
+
+        Raises:
+            FleetUnknownError: the members cannot be read.
+            NotFoundError: no engine is selected.
+        """
+        engines = self._engines_of(selected)
+        rows = await call_each(engines, self._upstreams, self._observer.keys, method, path, body, query)
+        await self._observer.look([row.name for row in rows])
+        return answer_of(rows, done)
+
+    def _engines_of(self, fields: Fields) -> list[EngineStatus]:
+        """Return the engines that a call is about; raises as ``_call``."""
+        assert isinstance(fields, Selected)
+        if self._observer.trouble:
+            raise FleetUnknownError(self._observer.trouble)
+        selector = fields.selected()
+        engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
+        if not engines:
+            raise NotFoundError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+        return engines
+
+
+def _public(error: BaseException | None) -> BaseException:
+    """Return the error of an operation that could not be begun as callers of a service know it."""
+    if isinstance(error, FleetError):
+        return BadRequestError(str(error))
+    if isinstance(error, (MembershipError, RecordError)):
+        return FleetUnknownError(str(error))
+    return error or RuntimeError("the operation has not ended")
+
+
+def _row(engine: EngineStatus) -> EngineRow:
+    now = engine.occupation
+    tags = now.tags if now else ()
+    return EngineRow(
+        name=engine.name,
+        url=engine.url,
+        state=engine.state,
+        asleep=now is None or not now.admission.open,
+        released=tuple(sorted(tag.tag for tag in tags if tag.released_bytes)),
+        tags=frozenset(tag.tag for tag in tags),
+    )

@@ -1,0 +1,286 @@
+"""How an operation is carried out.
+
+Mode ``best_effort``: each engine by itself; what cannot be done is listed.
+
+Mode ``all``: prepared on all engines, then committed on all; else aborted, or undone, on all. At each moment a
+coordinator may end: before the record says ``committing`` nothing is moved, and the engines' leases end by themselves;
+afterwards every engine is prepared, and the next coordinator commits on the rest or undoes all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
+from memsaver_server import clock
+from memsaver_server.fleet.budget import groups_of
+from memsaver_server.fleet.connection import EngineFailure
+from memsaver_server.fleet.operation import FleetOperation
+from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.record import Keeper, Prepared, RecordError, Running, Wanted
+
+logger = logging.getLogger("memsaver")
+
+
+class Execution:
+    """Carries out one operation; its ``how`` says afterwards how it ended."""
+
+    def __init__(
+        self,
+        operation: FleetOperation,
+        keeper: Keeper,
+        lease_s: float,
+        silence_s: float,
+        tell: Callable[[FleetOperation, str], None],
+    ) -> None:
+        self._operation = operation
+        self._request = operation.asked
+        self._id = operation.record_id
+        self._timeout_s = operation.asked.timeout_s or 0.0
+        #: How long an engine may take to prepare: for its drain, or until there is memory, seconds.
+        self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
+        self._parts = operation.parts
+        self._keeper = keeper
+        self._lease_s = lease_s
+        self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
+        self._silence_s = silence_s
+        self._tell = partial(tell, operation)
+        self._wish = Wanted.of(operation.asked, operation.record_id)
+
+    async def alone(self) -> None:
+        """Carry it out on each engine by itself.
+
+        Raises:
+            RecordError: the record cannot be written. Nothing was done.
+        """
+        self._operation.how = "each"
+        await self._keeper.ended(self._id, self._wish)  # first: a reconciler is to do what remains
+        self._tell("commit")
+        groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
+
+        async def in_turn(group: Iterable[Part]) -> None:
+            for part in group:
+                if part.failure is None:
+                    part.stage = "committing"
+                    await part.perform(self._request.operation, self._request.sent(), "committing", key=self._id)
+
+        await asyncio.gather(*map(in_turn, groups))
+
+    async def together(self) -> None:
+        """Carry it out on all engines or on none.
+
+        Raises:
+            RecordError: the record cannot be written. Nothing was moved.
+        """
+        if _failed(self._parts) or self._operation.given_up.is_set():
+            for part in self._parts:
+                part.after = part.before
+            return
+        await self._note("preparing")
+        ready = False
+        try:
+            if ready := await self._prepare():
+                await self._note("committing")
+        except BaseException:
+            ready = False
+            raise
+        finally:
+            if not ready:
+                await self._abort()
+                await self._end()
+        if ready:
+            await self.commit()
+
+    async def abandon(self) -> None:
+        """Abort what the engines have prepared of an operation that never got further."""
+        await self._look()
+        for part in self._parts:
+            if part.after is not None and part.after.prepared is not None:
+                part.asked, part.operation_id = True, part.after.prepared.operation_id
+        await self._abort()
+        await self._end()
+
+    async def commit(self) -> None:
+        """Commit on all engines, which are prepared; undo all if one fails."""
+        self._tell("commit")
+        await asyncio.gather(*map(self._commit_one, self._parts))
+        if _failed(self._parts):
+            await self.undo()
+        else:
+            self._operation.how = "done"
+            await self._end(self._wish)
+
+    async def undo(self) -> None:
+        """Have every engine as before: abort what is prepared, move back what was moved."""
+        self._tell("roll_back")
+        self._operation.how = "undone"
+        with suppress(RecordError):  # says committing: another coordinator would fail to commit, and undo as well
+            await self._note("rolling_back")
+        await asyncio.gather(*map(self._undo_one, self._parts))
+        await self._look()
+        await self._end(*self._wishes_for_the_rest())
+
+    # -- prepare and abort ---------------------------------------------------------------------------------------------
+
+    async def _prepare(self) -> bool:
+        """Return whether all are prepared; stops at the first that fails."""
+        self._tell("prepare")
+        groups = await groups_of(self._request, self._parts)
+        if _failed(self._parts):
+            return False
+        lanes = [asyncio.ensure_future(self._prepare_in_turn(group)) for group in groups]
+        ends: tuple[asyncio.Future[Any], ...] = (
+            asyncio.gather(*lanes),
+            asyncio.ensure_future(self._operation.given_up.wait()),
+            asyncio.ensure_future(self._keep_leases()),
+        )
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*lanes, *ends):
+                task.cancel()
+            await asyncio.gather(*lanes, *ends, return_exceptions=True)
+        return all(part.stage == "prepared" for part in self._parts) and not self._operation.given_up.is_set()
+
+    async def _prepare_in_turn(self, group: Iterable[Part]) -> None:
+        for part in group:
+            part.stage, part.asked = "preparing", True
+            try:
+                await self._prepare_one(part, self._patience_s + self._silence_s)
+            except EngineFailure as failure:
+                part.fail("preparing", failure)
+                raise
+
+    async def _prepare_one(self, part: Part, limit_s: float) -> None:
+        began = clock.monotonic()
+        answer = await part.connection.prepare(self._request.operation, self._prepared, limit_s)
+        part.prepared(answer, began + answer.lease_s)  # or later: the engine counts from its answer
+
+    async def _keep_leases(self) -> None:
+        """Renew the leases of engines that wait for others. Returns at the first that cannot be renewed."""
+        while not _failed(self._parts):
+            await asyncio.sleep(self._lease_s / 8)
+            await asyncio.gather(*map(self._renew, self._parts))
+
+    async def _renew(self, part: Part) -> None:
+        if part.stage != "prepared" or part.lease_left() > self._lease_s / 2:
+            return
+        try:
+            await self._prepare_one(part, self._silence_s)
+        except EngineFailure as failure:
+            part.fail("preparing", failure)
+
+    async def _abort(self) -> None:
+        self._tell("abort")
+        await asyncio.gather(*(self._abort_one(part) for part in self._parts if part.asked))
+        await self._look()
+
+    async def _abort_one(self, part: Part) -> None:
+        """Undo the preparation; if the engine cannot be reached, the end of its lease does it."""
+        try:
+            if not part.operation_id and not (part.failure and part.failure.answered):
+                part.operation_id = await part.connection.find(self._request.operation, self._prepared)
+            if part.operation_id:
+                await part.connection.abort(part.operation_id)
+        except EngineFailure as failure:
+            part.undo_failure = failure
+        if part.failure is None:
+            part.stage = "undone"
+
+    # -- commit and undo -----------------------------------------------------------------------------------------------
+
+    async def _commit_one(self, part: Part) -> None:
+        try:
+            # An expired lease is not committed: it is renewed while enough of it is left.
+            if part.stage == "prepared" and part.lease_left() < self._lease_s / 2:
+                known = part.operation_id
+                await self._prepare_one(part, self._silence_s)
+                if part.operation_id != known:
+                    raise EngineFailure("lease_ended", f"the lease of {known} ended before its commit", answered=True)
+            part.stage = "committing"
+            part.done(await part.connection.commit(part.operation_id))
+        except EngineFailure as failure:
+            part.fail("committing", failure)
+
+    async def _undo_one(self, part: Part) -> None:
+        request = self._request
+        moves = False  # whether it may still be moving memory
+        try:
+            if part.answer is None:
+                moves = not await self._aborted(part)
+            part.after = await part.connection.occupation()
+            tags = part.tags if moves else part.moved(request.operation)
+            if tags:
+                body = {"tags": list(tags), **await self._options_back()}
+                key, limit_s = f"{part.operation_id}-undo", self._timeout_s + self._silence_s
+                await part.connection.perform(OPPOSITE[request.operation], body, key=key, limit_s=limit_s)
+            if part.failure is None:
+                part.stage = "undone"
+        except EngineFailure as failure:
+            part.undo_failure = failure
+        part.ended()
+
+    async def _aborted(self, part: Part) -> bool:
+        """Return whether the engine surely does not carry out its operation any more."""
+        try:
+            await part.connection.abort(part.operation_id)
+        except EngineFailure as failure:
+            if not failure.answered:
+                raise
+            return failure.kind == "not_found"  # a new process, or long ago
+        return True
+
+    async def _options_back(self) -> dict[str, object]:
+        """Return the options with which memory is moved back. It may wait for the end of what is being undone."""
+        request = self._request
+        if request.operation == "release":
+            return {"wait": True, "wait_for_memory_s": self._timeout_s}
+        wanted = [wish for wish in (await self._keeper.load()).wanted if wish.state == "released"]
+        options = dict(wanted[-1].options) if wanted else {}
+        return {"wait": True, "timeout_s": self._timeout_s, **options}
+
+    async def _look(self) -> None:
+        await asyncio.gather(*(part.look() for part in self._parts))
+
+    def _wishes_for_the_rest(self) -> list[Wanted]:
+        """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
+        wish, verb = self._wish, self._request.operation
+        state = STATES[OPPOSITE[verb]]
+        return [
+            Wanted(
+                selector=Selector(names=(part.member.name,)),
+                state=state,
+                tags=part.tags,
+                operation_id=wish.operation_id,
+                at=wish.at,
+            )
+            for part in self._parts
+            if part.tags and part.is_stray(verb)
+        ]
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
+        engines = {
+            part.member.name: Prepared(url=part.member.url, operation_id=part.operation_id, tags=part.tags)
+            for part in self._parts
+        }
+        running = Running(stage=stage, wanted=self._wish, engines=engines)
+        await self._keeper.running(self._id, running)
+
+    async def _end(self, *wishes: Wanted) -> None:
+        try:
+            await self._keeper.ended(self._id, *wishes)
+        except RecordError:
+            # The engines are the truth, and the keeper writes it later.
+            logger.exception("fleet operation %s has ended, but could not be recorded", self._id)
+
+
+def _failed(parts: Iterable[Part]) -> bool:
+    return any(part.failure for part in parts)

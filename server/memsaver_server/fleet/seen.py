@@ -1,0 +1,135 @@
+"""What the engines of a fleet hold together, in the shape of an engine's own account."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from memsaver_core.contract.status import (
+    AdmissionStatus,
+    Consumer,
+    HostBackup,
+    OccupiedDevice,
+    TagOccupation,
+)
+from memsaver_server.fleet.observer import Observer
+from memsaver_server.fleet.results import EngineRow, EngineStatus, FleetOccupationAnswer, FleetStatus
+
+_TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if field.annotation is int]
+
+
+def occupation(observer: Observer, running: str | None, requests: Mapping[str, int]) -> FleetOccupationAnswer:
+    """Return what the engines hold together, and a row for each.
+
+    Args:
+        running: the oldest operation that runs.
+        requests: in flight through this coordinator, by engine.
+    """
+    status = observer.status
+    seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
+    is_open = any(one.admission.open for one in seen)
+    backups = [one.host_backup for one in seen]
+    sizes = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes", "unused_bytes")
+    return FleetOccupationAnswer(
+        enabled=not seen or any(one.enabled for one in seen),
+        driver=_common(one.driver for one in seen),
+        state=status.state,
+        hibernated=bool(seen) and all(one.hibernated for one in seen),
+        engine=f"fleet of {len(status.engines)}",
+        model=", ".join(sorted({engine.model for engine in status.engines if engine.model})),
+        admission=AdmissionStatus(
+            open=is_open, reason=observer.trouble or ("" if is_open else "no engine accepts requests")
+        ),
+        operation_id=running,
+        tags=_tags(status),
+        devices=devices(status),
+        host_backup=HostBackup(
+            **{name: sum(getattr(one, name) for one in backups) for name in sizes},
+            prepared=bool(backups) and all(one.prepared for one in backups),
+        ),
+        engines=tuple(_row(engine, requests.get(engine.name, 0)) for engine in status.engines),
+        wanted=tuple(status.wanted),
+        progress=status.progress,
+    )
+
+
+def devices(status: FleetStatus) -> tuple[OccupiedDevice, ...]:
+    """Return the GPUs of the fleet, each once, with what all its engines together hold of it."""
+    found: dict[str, OccupiedDevice] = {}
+    held: dict[str, list[Consumer]] = {}
+    for engine in status.engines:
+        for device in engine.occupation.devices if engine.occupation else ():
+            found[device.uuid] = device
+            held.setdefault(device.uuid, []).extend(device.sources)
+    return tuple(
+        device.model_copy(
+            update={"index": index, "process_bytes": None, "sources": _own(held[uuid], device.used_bytes)}
+        )
+        for index, (uuid, device) in enumerate(found.items())
+    )
+
+
+def total(gpus: Sequence[OccupiedDevice]) -> list[dict[str, Any]]:
+    """Return all GPUs as one device, as JSON, for one chart."""
+    if not gpus:
+        return []
+    whole = OccupiedDevice(
+        index=0,
+        uuid="",
+        name=f"{len(gpus)} device{'' if len(gpus) == 1 else 's'}",
+        process_bytes=None,
+        total_bytes=sum(gpu.total_bytes for gpu in gpus),
+        used_bytes=sum(gpu.used_bytes for gpu in gpus),
+        free_bytes=sum(gpu.free_bytes for gpu in gpus),
+        sources=_added(source for gpu in gpus for source in gpu.sources),
+    )
+    return [whole.model_dump(mode="json")]
+
+
+def _own(sources: Iterable[Consumer], used: int) -> tuple[Consumer, ...]:
+    """Return the consumers that engines count as theirs, and the rest."""
+    own = _added(each for each in sources if each.kind not in ("others", "unexplained"))
+    rest = max(0, used - sum(each.bytes for each in own))
+    return (*own, Consumer(kind="others", name="other processes", bytes=rest))
+
+
+def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
+    """Return each consumer once, with the sum of its bytes."""
+    sums: dict[tuple[Any, str], int] = {}
+    for each in sources:
+        sums[each.kind, each.name] = sums.get((each.kind, each.name), 0) + each.bytes
+    return tuple(Consumer(kind=kind, name=name, bytes=size) for (kind, name), size in sums.items())
+
+
+def _row(engine: EngineStatus, requests: int) -> EngineRow:
+    tags = engine.occupation.tags if engine.occupation else ()
+    return EngineRow(
+        **engine.model_dump(exclude={"occupation"}),
+        resident_bytes=sum(tag.resident_bytes for tag in tags),
+        released_bytes=sum(tag.released_bytes for tag in tags),
+        requests=requests,
+    )
+
+
+def _tags(status: FleetStatus) -> tuple[TagOccupation, ...]:
+    """Return the tags of all engines, those of one name added up."""
+    same: dict[str, list[TagOccupation]] = {}
+    for engine in status.engines:
+        for tag in engine.occupation.tags if engine.occupation else ():
+            same.setdefault(tag.tag, []).append(tag)
+    return tuple(
+        TagOccupation(
+            tag=name,
+            restore=_common(row.restore for row in rows),
+            state=_common(row.state for row in rows),
+            content="lost" if any(row.content == "lost" for row in rows) else "ok",
+            **{size: sum(getattr(row, size) for row in rows) for size in _TAG_SIZES},
+        )
+        for name, rows in sorted(same.items())
+    )
+
+
+def _common(values: Iterable[str]) -> str:
+    """Return the value that all have, or ``mixed``."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else "mixed" if found else ""

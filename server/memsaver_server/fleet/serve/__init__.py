@@ -1,1 +1,0 @@
-"""Serves a fleet as one engine serves itself: the same paths and dialects, for all engines together."""

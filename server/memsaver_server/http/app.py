@@ -1,0 +1,83 @@
+"""The ASGI application over a controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from memsaver_core.contract.errors import ForbiddenError, MemsaverError, UnauthorizedError
+from memsaver_server.controller import Answer, Controller
+from memsaver_server.http.fairness import FairnessMiddleware
+from memsaver_server.http.service import Service, response_of, service_of
+from memsaver_server.http.shutdown import ShutdownMiddleware
+from memsaver_server.settings import Settings
+
+logger = logging.getLogger("memsaver")
+
+
+def application(
+    controller: Controller[Any], settings: Settings, routers: Iterable[APIRouter], title: str, description: str
+) -> FastAPI:
+    """Return an application with these routes over ``controller``, which answers every error with the service's JSON.
+
+    It starts the controller when it starts, and ends it when it ends.
+    """
+    service = Service(controller, settings)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await controller.start()
+        yield
+        await controller.end()
+
+    app = FastAPI(
+        title=title,
+        version=version("memsaver"),
+        description=description,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.memsaver = service
+    app.add_middleware(FairnessMiddleware, queue=service.fair_queue)
+    app.add_middleware(ShutdownMiddleware, closing=controller.closing)
+    for router in routers:
+        app.include_router(router)
+    app.add_exception_handler(MemsaverError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(Exception, _answer_unexpected)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, (ForbiddenError, UnauthorizedError)):
+        service_of(request).controller.callers.refused[error.reason] += 1
+    return response_of(Answer.failure(error))
+
+
+async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    body = Answer.error(error.status_code, kind, str(error.detail)).body
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
+    return response_of(Answer.error(400, "bad_request", f"cannot use the request: {error}"))
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    answer = Answer.failure(error)
+    # uvicorn closes the connection after such an error; without the header the client's next request on it would fail.
+    return JSONResponse(answer.body, answer.status, headers={"Connection": "close"})

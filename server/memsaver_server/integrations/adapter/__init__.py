@@ -1,0 +1,1 @@
+"""What integrations have in common: calls that are requests, waits with a deadline, schedulers that are loops."""

@@ -1,0 +1,138 @@
+"""How a scheduler's own process serves it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from memsaver_core.contract.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from memsaver_server import Attachment, Settings
+    from memsaver_server.integrations.adapter.engine import LoopEngine
+    from memsaver_server.operation.operation import Operation
+
+logger = logging.getLogger("memsaver")
+
+
+class Plugin:
+    """Serves the schedulers of one kind of engine.
+
+    Args:
+        variable: the environment variable that says where to serve: ``HOST:PORT``, or the path of a Unix socket. If it
+            is not set, there is no service.
+        engine: the engine's class, as ``module:name``. It is not imported before it is needed: engines import their
+            plugins in each of their processes.
+    """
+
+    def __init__(self, variable: str, engine: str) -> None:
+        self._variable = variable
+        self._engine = engine
+
+    def is_wanted(self) -> bool:
+        """Whether there may be anything to do: ``import torch_memory_saver`` gives memsaver's, or a service is asked
+        for."""
+        if os.environ.get(self._variable):
+            return True
+        if "torch_memory_saver" in sys.modules:
+            return sys.modules["torch_memory_saver"].__name__.startswith("memsaver_core.")
+        found = importlib.util.find_spec("torch_memory_saver")
+        return found is not None and "memsaver_core" in (found.origin or "")
+
+    def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
+        """Serve the engine's own ``scheduler`` from a thread of its process: call it before the event loop runs.
+
+        Args:
+            scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks call
+                ``follow`` at the same time.
+            settings, options: as for ``memsaver_server.attach``.
+
+        Raises:
+            ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
+        """
+        return _attach(self._lead(scheduler, service=True), settings, **options)
+
+    def follow(self, scheduler: Any) -> None:
+        """Let the service on the first rank release this one's memory: call it before the event loop runs; raises
+        ConfigurationError as ``attach``."""
+        self._lead(scheduler, service=False)
+
+    @contextmanager
+    def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
+        """Serve the engine's own ``scheduler``, whose event loop runs inside. Without an address, carry out its calls
+        if it ``saves_memory``, and can be served.
+
+        Raises:
+            ConfigurationError: there is an address, and the scheduler cannot be served, or it cannot be bound.
+        """
+        where = os.environ.get(self._variable, "")
+        engine: Any = None
+        try:
+            if where or saves_memory:
+                engine = self._lead(scheduler, service=bool(where))
+        except ConfigurationError as refused:
+            if where:
+                raise
+            logger.warning("the engine's own memory calls stay as they are: %s", refused)
+        if engine is None:
+            yield
+            return
+        with _attach(engine, None, **address(where, self._variable)) if where else _without_service(engine):
+            yield
+
+    def _lead(self, scheduler: Any, service: bool) -> Any:
+        """Return the engine, on the first rank; have another rank do what the first one sends, and return None."""
+        from memsaver_server.integrations.adapter.engine import join
+
+        engine: type[LoopEngine] = resolve_name(self._engine)
+        ours = engine.scheduler_class(scheduler)
+        ours.check(service=service)
+        return engine(ours) if ours.group.rank_in_group == 0 else join(ours)
+
+
+def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> Attachment:
+    """Serve ``engine``, and have the service's lifecycle carry out its own calls, too."""
+    from memsaver_server import Settings, attach
+
+    settings = settings or Settings()
+    attachment = attach(engine, settings=settings, **options)
+    engine.take_calls(attachment.lifecycle, settings)
+    return attachment
+
+
+@contextmanager
+def _without_service(engine: LoopEngine) -> Iterator[None]:
+    """Have a lifecycle carry out the own calls of ``engine``."""
+    import memsaver_core as ms
+    from memsaver_server import Settings
+    from memsaver_server.engine.lifecycle import Lifecycle
+
+    settings = Settings()
+
+    def log(operation: Operation) -> None:
+        logger.info("%s %s in %.3f s", operation.request.operation, operation.status, operation.seconds)
+
+    lifecycle = Lifecycle(engine, settings, log)
+    engine.take_calls(lifecycle, settings)
+    if ms.core_settings().prepare_backup:
+        engine.memory.prepare_backup()
+    try:
+        yield
+    finally:
+        lifecycle.operations.close()
+
+
+def address(value: str, variable: str) -> dict[str, Any]:
+    """Return ``HOST:PORT`` or a path as arguments of ``attach``; raise ConfigurationError if it is neither."""
+    host, colon, port = value.rpartition(":")
+    if colon and port.isdecimal():
+        return {"host": host.strip("[]"), "port": int(port)}
+    if "/" in value:
+        return {"uds": value}
+    raise ConfigurationError(f"{variable}={value!r} is not an address; give HOST:PORT, or the path of a Unix socket")

@@ -1,1 +1,0 @@
-"""Engines whose scheduler is a loop in processes of its own: what SGLang's and tokenspeed's integrations share."""

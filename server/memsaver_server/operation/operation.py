@@ -1,0 +1,413 @@
+"""An operation: one release or resume, from the request to its report."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from memsaver_core.contract.errors import LeaseEndedError, MemsaverError, OperationCancelledError, TooLateToCancelError
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
+from memsaver_core.contract.requests import Asked, DrainMode, Release
+from memsaver_core.contract.status import DeviceMemory, Progress, Status
+from memsaver_core.phases import PhaseLog
+from memsaver_server import clock
+from memsaver_server.operation.table import Table
+from memsaver_server.threads import on_this_loop
+
+logger = logging.getLogger("memsaver")
+
+#: Who cancels an operation whose lease has ended.
+LEASE_END = "the end of its lease"
+#: Drain modes, the weakest first.
+_STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
+
+
+def _overtaken(release: Asked, by: Asked) -> Release | None:
+    """Return ``release`` with the drain mode of ``by`` and the longer deadline of both, if that is of the same tags and
+    its mode is stronger; else None."""
+    if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
+        return None
+    if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
+        return None
+    timeout_s = max(release.timeout_s or 0.0, by.timeout_s or 0.0)
+    return release.model_copy(update={"mode": by.mode, "timeout_s": timeout_s})
+
+
+def tag_list(tags: Sequence[str]) -> str:
+    """Return ``tags`` as messages name them; none means all."""
+    return ", ".join(tags) or "all tags"
+
+
+class Moved(Protocol):
+    """What an operation reads of the memory that it moves."""
+
+    def status(self) -> Status: ...
+
+    def read_devices(self) -> tuple[DeviceMemory, ...]: ...
+
+
+@dataclass(eq=False)
+class Operation:
+    """One release or resume. Every method may be called from any thread; fields are read without the lock.
+
+    Attributes:
+        request: what its callers ask for together.
+        client: its first caller.
+        memory: what it moves, if this process knows.
+        phase_timeout_s: seconds without progress after which a phase counts as stalled.
+        changed: the lock of all that follows; those of one queue share it. No other lock of the service is taken in it.
+        state: where in the table it is.
+        cancelled_by: who has cancelled it; if that was too late, it ends otherwise all the same.
+        committed: it was prepared, and goes on.
+        callers: how many calls it answers.
+        keys: the Idempotency-Keys of its callers.
+        memory_state: the state of the memory when it ended.
+    """
+
+    id: str
+    request: Asked
+    client: str
+    table: Table
+    memory: Moved | None = None
+    phase_timeout_s: float = math.inf
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    state: str = field(init=False)
+    cancelled_by: str | None = None
+    committed: bool = False
+    callers: int = 1
+    keys: list[str] = field(default_factory=list)
+    created_at: float = field(default_factory=time.time)
+    started_at: float | None = None
+    finished_at: float | None = None
+    seconds: float = 0.0
+    log: PhaseLog = field(default_factory=lambda: PhaseLog(tuple))  # of its work, once that has begun
+    report: OperationReport | None = None
+    error: BaseException | None = None
+    memory_state: str = ""
+    done: Future[None] = field(default_factory=Future)
+    _settled: Future[None] = field(default_factory=Future)
+    _started: float = 0.0
+    _progressed: float = field(default_factory=clock.monotonic)
+    _progress: tuple[object, ...] = ()
+    _lease_ends: float | None = None  # on the monotonic clock
+
+    def __post_init__(self) -> None:
+        self.state = self.table.first
+        # A waiter that is cancelled because its client went away must not cancel the wait of the others.
+        self.done.set_running_or_notify_cancel()
+        self._settled.set_running_or_notify_cancel()
+        self._lease_s = self.request.lease_s
+        self._answered = [self.request.identity()]
+
+    # What callers see.
+
+    @property
+    def status(self) -> OperationStatus:
+        return self.table.statuses[self.state]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has started and not ended; it may be prepared."""
+        return self.status in ("running", "prepared")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status not in ("queued", "running", "prepared")
+
+    @property
+    def blocks_others(self) -> bool:
+        """Whether no other operation runs before a caller has committed or cancelled it."""
+        return self.request.prepare and not self.committed
+
+    @property
+    def answers_repeats(self) -> bool:
+        """Whether it answers a call under one of its keys; if it has failed or its lease has ended, that tries anew."""
+        return self.status != "failed" and not (self.has_ended and self.cancelled_by == LEASE_END)
+
+    @property
+    def phase(self) -> str:
+        """The phase that runs now, or an empty string."""
+        return self.log.now if self.is_running else ""
+
+    @property
+    def phase_starts(self) -> tuple[float, ...]:
+        """When each phase began, in seconds since the epoch; the last may still run."""
+        return self.log.starts
+
+    @property
+    def phases(self) -> tuple[PhaseReport, ...]:
+        """The phases that have ended."""
+        return self.log.phases if self.report is None else self.report.phases
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the memory, as the core counts it."""
+        return Progress() if self.memory is None else self.memory.status().progress
+
+    def elapsed_s(self) -> float:
+        """Seconds since it started, or its duration if it has ended."""
+        return clock.monotonic() - self._started if self.is_running else self.seconds
+
+    def lease_left_s(self) -> float:
+        """Seconds until its lease ends; those of the whole lease before it is prepared."""
+        return self._lease_s if self._lease_ends is None else max(0.0, self._lease_ends - clock.monotonic())
+
+    def stall(self) -> Stall | None:
+        """Return the stall it is in, if any. Progress is detected between calls, so call this regularly."""
+        if self.status != "running":
+            return None
+        phase, now = self.phase, clock.monotonic()
+        progress = (phase, len(self.phase_starts), self.request, self.progress.done_bytes)
+        if progress != self._progress:
+            self._progress, self._progressed = progress, now
+        idle = now - self._progressed
+        limit = self.phase_timeout_s + self.request.patience_s(phase)
+        return Stall(phase=phase or "start", seconds=idle) if idle > limit else None
+
+    def stall_message(self, stall: Stall) -> str:
+        """Return what callers and the log are told about ``stall``."""
+        return (
+            f"{self.request.operation} {self.id} has made no progress in phase {stall.phase!r} for "
+            f"{stall.seconds:.0f} s. It continues; GET /operations/{self.id} shows its result"
+        )
+
+    async def log_stalls(self, interval_s: float) -> None:
+        """Log each phase in which it stalls, once; returns when the operation has ended."""
+        logged = ""
+        ended = self.ended()
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=interval_s)
+            stall = self.stall()
+            if stall is not None and stall.phase != logged:
+                logged = stall.phase
+                logger.warning("%s", self.stall_message(stall))
+
+    def ended(self) -> asyncio.Future[None]:
+        """Return a future of the running event loop that is done once this operation is."""
+        return on_this_loop(self.done)
+
+    def settled(self) -> asyncio.Future[None]:
+        """As ``ended``, but it is done as well once this operation is prepared, if that was asked for."""
+        return on_this_loop(self._settled)
+
+    # What callers do.
+
+    def join(self, request: Asked) -> bool:
+        """Answer another call by this operation if its result is what ``request`` asks for; return whether it is.
+
+        A release that differs by a stronger drain mode joins too, and overtakes the drain. One that is to be prepared
+        renews the lease.
+        """
+        with self.changed:
+            self._note_lease_end()
+            answered = request.identity() in self._answered
+            overtaken = None if answered else _overtaken(self.request, request)
+            if overtaken is not None:  # which has the request's mode; whether they differ in anything else
+                same_drain = request.model_copy(update={"timeout_s": overtaken.timeout_s})
+                answered = same_drain.identity() == overtaken.identity()
+            event = "renew" if request.prepare else "join" if overtaken is None else "overtake"
+            if not answered or self.cancelled_by is not None or not self.table.allows(self.state, event):
+                return False
+            if overtaken is not None:
+                self.request = overtaken
+                self._answered.append(request.identity())
+            if self._lease_ends is None:
+                self._lease_s = max(self._lease_s, request.lease_s)
+            elif request.prepare:
+                self._lease_ends = max(self._lease_ends, clock.monotonic() + request.lease_s)
+            self.callers += 1
+            return True
+
+    def expedite(self, request: Asked) -> None:
+        """Overtake its drain, as ``request`` waits behind it."""
+        with self.changed:
+            overtaken = _overtaken(self.request, request)
+            if overtaken is not None and self.table.allows(self.state, "overtake"):
+                self.request = overtaken
+
+    def cancel(self, by: str) -> bool:
+        """Cancel on behalf of ``by``. It ends soon, a queued one at once. Idempotent.
+
+        Returns:
+            Whether it was queued and has ended now; its callers are not told yet.
+
+        Raises:
+            TooLateToCancelError: it moves memory already, or has ended otherwise.
+        """
+        with self.changed:
+            if not self.has_ended:
+                self.cancelled_by = self.cancelled_by or by
+            if self.status == "queued":
+                self.finish(None, self._cancellation())
+                return True
+            self.advance("cancel")
+            self.changed.notify_all()
+            return False
+
+    def commit(self) -> None:
+        """Let it go on if it is prepared. From now on it answers those who ask for the same without preparing it.
+        Idempotent.
+
+        Raises:
+            LeaseEndedError: it is not prepared, and was not committed.
+        """
+        with self.changed:
+            if self.committed:
+                return
+            self._note_lease_end()
+            self.advance("commit")
+            self.committed = True
+            self._answered.append(self.request.model_copy(update={"prepare": False}).identity())
+            self.changed.notify_all()
+
+    # For what carries it out.
+
+    def start(self, event: str) -> None:
+        """Its turn has come."""
+        with self.changed:
+            self.started_at = time.time()
+            self._started = self._progressed = clock.monotonic()
+            self.advance(event)
+
+    def check(self) -> None:
+        """Raise OperationCancelledError if it was cancelled in time."""
+        if self.cancelled_by is not None and self.table.allows(self.state, "cancelled"):
+            raise self._cancellation()
+
+    def hold(self) -> None:
+        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. Memory is
+        moved from then on, which is not interrupted.
+
+        Raises:
+            OperationCancelledError: it was cancelled, or its lease has ended.
+        """
+        if not self.blocks_others:
+            with self.changed:
+                self.check()
+                self.advance("move")
+            return
+        with self.log.phase(Phase.PREPARED):
+            with self.changed:
+                self.check()
+                self._lease_ends = clock.monotonic() + self._lease_s
+                self.advance("prepare")
+            self._settled.set_result(None)
+            with self.changed:
+                while self.state == "prepared":
+                    clock.wait(self.changed, self.lease_left_s())
+                    self._note_lease_end()
+                self._progressed = clock.monotonic()
+                self.check()
+
+    def move_later(self) -> None:
+        """Nothing was moved, as memory is short: it may be cancelled again.
+
+        Raises:
+            OperationCancelledError: it was cancelled meanwhile.
+        """
+        with self.changed:
+            self.advance("shortage")
+            if self.cancelled_by is not None:
+                self.advance("cancel")
+            self.check()
+
+    def moved(self, report: OperationReport) -> OperationReport:
+        """Memory was moved as ``report`` says; return that."""
+        with self.changed:
+            self.advance("moved")
+        return report
+
+    def undo(self, asked: Asked | None = None) -> bool:
+        """Let no call join it any more, as an error ends it before memory is moved.
+
+        Returns:
+            False if that is not so: memory was moved, it was cancelled, or its drain was overtaken since it was
+            ``asked`` for.
+        """
+        with self.changed:
+            ends = self.table.allows(self.state, "error") and (asked is None or asked is self.request)
+            if ends:
+                self.advance("error")
+            return ends
+
+    def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
+        """Record how it ended; its callers are not told yet."""
+        with self.changed:
+            if error is not None:
+                self.undo()
+            self.seconds = clock.monotonic() - self._started if self.started_at is not None else 0.0
+            self.finished_at = time.time()
+            self.report = None if report is None else report.model_copy(update={"seconds": self.seconds})
+            # The traceback's frames would keep this operation alive beyond the history.
+            self.error = None if error is None else error.with_traceback(None)
+            try:
+                self.memory_state = "" if self.memory is None else self.memory.status().state
+            except Exception:
+                logger.exception("the state after %s %s cannot be read", self.request.operation, self.id)
+            ending = "done" if error is None else "failed"
+            if isinstance(error, OperationCancelledError):
+                ending = "cancel" if self.status == "queued" else "cancelled"
+            self.advance(ending)  # last, for readers without the lock
+
+    def tell(self) -> None:
+        """Tell its callers that it has ended."""
+        self.done.set_result(None)
+        if not self._settled.done():
+            self._settled.set_result(None)
+
+    def advance(self, event: str) -> None:
+        """Go to the table's next state. The caller holds the lock.
+
+        Raises:
+            TooLateToCancelError, LeaseEndedError: the table refuses the event.
+        """
+        to = self.table.next(self.state, event)
+        if not isinstance(to, str):
+            raise self._refusal(to)
+        self.state = to
+
+    # With the lock held.
+
+    def _note_lease_end(self) -> None:
+        if self.state == "prepared" and not self.lease_left_s():
+            self.cancelled_by = LEASE_END
+            self.advance("lease_end")
+
+    def _cancellation(self) -> OperationCancelledError:
+        by = self.cancelled_by or ""
+        return OperationCancelledError(
+            f"{self.request.operation} {self.id} of {tag_list(self.request.tags)} was cancelled by {by}; memory and "
+            "admission are as before. Repeat the call if needed",
+            by,
+        )
+
+    def _refusal(self, kind: type[MemsaverError]) -> MemsaverError:
+        verb = self.request.operation
+        if kind is LeaseEndedError:
+            if not self.request.prepare:
+                why = "it was not prepared, and needs no commit"
+            elif self.cancelled_by is not None:
+                why = f"it was cancelled by {self.cancelled_by}; memory and admission are as before"
+            else:
+                why = str(self.error) if self.error is not None else "it is not prepared yet"
+            message = f"{verb} {self.id} cannot be committed: {why}. Prepare again if needed"
+            return LeaseEndedError(message, self.id, self.cancelled_by if self.request.prepare else None)
+        if self.has_ended:
+            happens = "has ended already"
+        elif verb == "resume":
+            happens = "is mapping memory already and will complete if the device has enough"
+        else:
+            happens = "is unmapping memory already and will complete"
+        return TooLateToCancelError(
+            f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, "
+            f"{'resume' if verb == 'release' else 'release'} the tags",
+            self.id,
+        )

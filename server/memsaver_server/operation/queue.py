@@ -1,0 +1,199 @@
+"""The queue of operations: one runs at a time, in order of arrival; a repeat joins the one in flight.
+
+A worker thread runs them, so a client that disconnects cancels nothing. ``cancel`` does, before memory is moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from memsaver_core.contract.errors import ConflictError, TooLateToCancelError, TooManyOperationsError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import Asked
+from memsaver_core.phases import PhaseLog
+from memsaver_server.heap_reserve import reserved_heap
+from memsaver_server.operation.history import History
+from memsaver_server.operation.operation import Moved, Operation, tag_list
+from memsaver_server.operation.table import ENGINE
+from memsaver_server.threads import start_thread
+
+logger = logging.getLogger("memsaver")
+
+#: Operations that may wait or run; more are refused.
+MAX_PENDING = 128
+#: Idle time after which the worker thread ends, seconds. Starting one per operation takes longer than an operation on
+#: little memory.
+IDLE_S = 30.0
+
+Work = Callable[[Operation, PhaseLog], OperationReport]
+
+
+class OperationQueue:
+    """Runs operations and remembers the last ``history`` of them. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        history: int,
+        on_finished: Callable[[Operation], None],
+        memory: Moved,
+        phase_timeout_s: float = math.inf,
+    ) -> None:
+        self._memory = memory
+        self._phase_timeout_s = phase_timeout_s
+        self._history: History[Operation] = History(history)
+        self._pending: deque[tuple[Operation, Work]] = deque()
+        #: The lock of the queue and of its operations.
+        self._changed = threading.Condition()
+        self._worker: threading.Thread | None = None
+        self._closed = False
+        self._on_finished = on_finished
+
+    @property
+    def running(self) -> Operation | None:
+        """The operation in progress."""
+        with self._changed:
+            return self._pending[0][0] if self._pending else None
+
+    def get(self, operation_id: str) -> Operation | None:
+        with self._changed:
+            return self._history.get(operation_id)
+
+    def recent(self) -> list[Operation]:
+        """Return the remembered operations, newest first."""
+        with self._changed:
+            return self._history.recent()
+
+    def submit(self, request: Asked, work: Work, *, key: str | None, client: str) -> Operation:
+        """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
+
+        A call joins an operation only if nothing that would undo it is queued behind that. One that joins a prepared
+        operation renews its lease.
+
+        Args:
+            key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,
+                however long ago that was, unless it failed or its lease ended.
+
+        Raises:
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
+        """
+        with self._changed:
+            operation = self._history.find_repeated(request, key) or self._joined(request)
+            if operation is None:
+                operation = self._enqueue(request, work, client)
+            self._history.add_key(key, request, operation)
+        return operation
+
+    def cancel(self, operation: Operation, by: str) -> None:
+        """Cancel ``operation`` on behalf of the caller ``by``. It ends soon, a queued one at once. Idempotent.
+
+        Raises:
+            TooLateToCancelError: it moves memory already, or has ended otherwise.
+        """
+        with self._changed:
+            ended = operation.cancel(by)
+            self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
+        if ended:
+            self._tell(operation)
+
+    def close(self) -> None:
+        """Cancel what is prepared, and let the worker end once the queue is empty; while it lives it keeps a reference
+        to the engine."""
+        with self._changed:
+            self._closed = True
+            prepared = [operation for operation, _ in self._pending if operation.blocks_others]
+            self._changed.notify()
+        for operation in prepared:
+            with suppress(TooLateToCancelError):  # it was committed meanwhile
+                self.cancel(operation, "the end of the service")
+
+    # With the lock held.
+
+    def _joined(self, request: Asked) -> Operation | None:
+        """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""
+        for other, _ in reversed(self._pending):
+            if other.join(request):
+                return other
+            if _conflict(request, other):
+                return None
+        return None
+
+    def _enqueue(self, request: Asked, work: Work, client: str) -> Operation:
+        conflicting = next((other for other, _ in self._pending if _conflict(request, other)), None)
+        if conflicting is not None and not request.wait:
+            verb, tags = conflicting.request.operation, tag_list(conflicting.request.tags)
+            raise ConflictError(
+                f"cannot {request.operation} {tag_list(request.tags)}: {verb} {conflicting.id} of {tags} is "
+                f"{'prepared' if conflicting.blocks_others else 'in progress'}. Try again when it is done, or send "
+                '"wait": true',
+                verb,
+                conflicting.id,
+            )
+        if len(self._pending) >= MAX_PENDING:
+            raise TooManyOperationsError(f"{MAX_PENDING} operations are waiting already; try again later")
+        if self._worker is None or not self._worker.is_alive():
+            self._worker = start_thread("memsaver-operations", self._run)
+        if conflicting is None:
+            for other, _ in self._pending:
+                other.expedite(request)
+        operation = Operation(
+            uuid.uuid4().hex[:12], request, client, ENGINE, self._memory, self._phase_timeout_s, self._changed
+        )
+        self._pending.append((operation, work))
+        self._history.add(operation)
+        self._changed.notify()
+        return operation
+
+    # On the worker's thread.
+
+    @reserved_heap()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closed, IDLE_S)
+                if not self._pending:
+                    self._worker = None
+                    return
+                operation, work = self._pending[0]
+                operation.start("drain" if operation.request.operation == "release" else "wait")
+            self._execute(operation, work)
+            del operation, work
+
+    def _execute(self, operation: Operation, work: Work) -> None:
+        report: OperationReport | None = None
+        error: BaseException | None = None
+        try:
+            operation.log = PhaseLog(self._memory.read_devices)  # which may fail as well
+            report = work(operation, operation.log)
+            operation.table.next(operation.state, "done")  # else that is the operation's error
+        except BaseException as raised:
+            report, error = None, raised
+        # It ends and leaves the queue at once: no call joins or conflicts with an operation that has ended.
+        with self._changed:
+            operation.finish(report, error)
+            self._pending.popleft()
+            self._history.forget()
+        self._tell(operation)
+
+    def _tell(self, operation: Operation) -> None:
+        """Record an operation that has ended, and notify its callers."""
+        try:
+            self._on_finished(operation)
+        except Exception:
+            logger.exception("operation %s has ended, but could not be recorded", operation.id)
+        finally:
+            operation.tell()
+
+
+def _conflict(request: Asked, other: Operation) -> bool:
+    """Whether ``request`` cannot simply run after ``other``."""
+    if other.blocks_others:
+        return True
+    if request.operation == other.request.operation:
+        return False
+    return not request.tags or not other.request.tags or not set(request.tags).isdisjoint(other.request.tags)

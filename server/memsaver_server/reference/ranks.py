@@ -1,0 +1,339 @@
+"""The ranks of a tensor-parallel engine: rank 0 starts the others, processes that compute every step with it.
+
+Each other rank runs this module, see `main`. Rank 0 reaches it by one ordered connection. A message of the engine is
+``{"engine": METHOD, ...}``: a method of the rank's runner and its arguments. All others are of the rank protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed
+
+from memsaver_core import communicators, hibernation
+from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.ranks.connection import Listener, SocketChannel, serve, started
+from memsaver_core.ranks.protocol import Plain
+from memsaver_core.ranks.rank import Rank
+from memsaver_server.ranks import RankMemory
+from memsaver_server.ranks.watch import ProcessWatch, is_stopped
+from memsaver_server.reference.runner import ModelRunner, Row, device_of
+from memsaver_server.threads import start_thread
+
+dist: Any = torch.distributed  # typed in part
+log = logging.getLogger("memsaver.engine")
+
+#: How long what every rank has to do may take, seconds. Loading a large model takes minutes, a step milliseconds.
+LIMITS_S = {"load": 1800.0, "step": 60.0, "repair": 300.0, "update": 300.0}
+#: How long a rank's process may take to end by itself, seconds.
+END_S = 10.0
+#: How long a step that failed may wait for the end of the process that explains it, seconds.
+_EXPLAIN_S = 0.5
+#: Interval at which waits for the ranks are looked at, seconds.
+_LOOK_S = 1.0
+#: Switched off unless the environment says otherwise. A captured graph hangs if NCCL has registered its memory and that
+#: was remapped. A process with NVLS memory cannot be checkpointed. torch's monitors end a process that waits for a rank
+#: or that is hibernated.
+_OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+#: What rank 0 does itself, and tells the other ranks without waiting for an answer.
+_TOLD = ("compute", "repair")
+
+
+class RanksFailedError(MemsaverError):
+    """A rank's process has ended, or a step failed on one of them. The engine has to be restarted."""
+
+    kind = "ranks_failed"
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(f"{why}; restart the engine")
+
+
+class RankGroup:
+    """Starts the processes of ranks 1 and up, and reaches them.
+
+    Attributes:
+        failed: is done once the ranks can compute nothing more; its result says why.
+        memory: that of all ranks, once they are loaded.
+    """
+
+    memory: RankMemory
+
+    def __init__(self, ranks: int, options: dict[str, Any]) -> None:
+        """Start the processes, which make their runners with ``options``.
+
+        Raises:
+            RuntimeError: this process has a default process group already.
+        """
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its "
+                "default process group, so serve it in a process of its own"
+            )
+        self._ranks = ranks
+        self._options = options
+        self.failed: Future[RanksFailedError] = Future()
+        self._channel = SocketChannel(None, ())
+        self._closed = threading.Event()
+        self._aborting = threading.Lock()
+        self._looks = 0
+        self._waits: dict[str, int] = {}  # by what is waited for, at which look that began
+        self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
+        meeting = f"{self._folder}/meeting"
+        # Before another rank can: torch waits for the lock of the file with the interpreter's lock held. A rank that is
+        # stopped while it has the file's would stop all of this process, and with it what looks for such ranks.
+        self._store = dist.FileStore(meeting, ranks)
+        self._listener = Listener(ranks)
+        command = [sys.executable, "-m", __name__, self._listener.path, meeting, str(ranks), json.dumps(options)]
+        self._processes = {  # their standard output is that of errors: standard output is the service's own
+            rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
+            for rank in range(1, ranks)
+        }
+        self._watch = ProcessWatch([process.pid for process in self._processes.values()], self._ended)
+        start_thread("memsaver-rank-waits", self._look)
+
+    def make_runner(self) -> ModelRunner:
+        """Return rank 0's runner, once every other rank has made its own; raise as ``load``."""
+        _join(self._store, 0, self._ranks, self._options["device"])
+        runner = LeadingRunner(self, ranks=self._ranks, **self._options)
+        connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
+        self._first(connected)
+        self.check()
+        self._channel = SocketChannel(_answer_for(runner), connected.result())
+        self.memory = RankMemory(self._channel)
+        self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result().why))
+        return runner
+
+    def load(self, runner: Future[ModelRunner]) -> ModelRunner:
+        """Return the result of a thread that calls ``make_runner``.
+
+        Raises:
+            RanksFailedError: a rank's process has ended, or does not answer.
+            Also as ``ModelRunner``.
+        """
+        with self._bounded("load"):
+            self._first(runner)
+        wait_for({runner}, END_S)  # a failure ends it, unless it waits for another rank to join the group
+        if not runner.done() or not isinstance(runner.exception(), ValueError | None):
+            self.check()
+        return runner.result()
+
+    def ask(self, method: str, **fields: Any) -> list[Plain]:
+        """Have every rank call ``method``, and return what the calls do.
+
+        Raises:
+            ValueError, RuntimeError: one could not; the message names it.
+            RanksFailedError: one has ended, or did not answer in time.
+        """
+        with self.together("update"):
+            answers = self._channel.start({"engine": method, **fields}).result()
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise (ValueError if answer["invalid"] else RuntimeError)(f"rank {rank}: {answer['error']}")
+        return answers
+
+    @contextmanager
+    def together(self, what: str, method: str = "", **fields: Any) -> Iterator[None]:
+        """Have the others call ``method``, if any, while the block does the same.
+
+        Raises:
+            RanksFailedError: a rank has failed, or the block: the ranks may be at different points of a step.
+        """
+        self.check()
+        if method:
+            with suppress(OSError):  # the watch sees that a process has ended
+                self._channel.tell({"engine": method, **fields})  # waits while an update is read
+        try:
+            with self._bounded(what):
+                yield
+        except Exception as error:
+            # Another rank may have ended, which may be seen a moment later.
+            wait_for({self.failed}, _EXPLAIN_S)
+            self._fail(f"the {what} failed on rank 0: {error}")
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Raise RanksFailedError if the ranks can compute nothing more."""
+        if self.failed.done():
+            raise self.failed.result()
+
+    def kill(self, why: str) -> None:
+        """Fail because of ``why``, and kill the other ranks, which ends what waits for one of them."""
+        self._fail(why)
+        for process in self._processes.values():
+            process.kill()
+
+    def close(self) -> None:
+        """End the processes and leave the group. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._channel.close()
+        for rank, process in self._processes.items():
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                log.warning("rank %d (process %d) did not end and is killed", rank, process.pid)
+                process.kill()
+        if self._aborting.acquire(timeout=END_S) and _in_group():  # what still aborts the group is inside of NCCL
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _first(self, done: Future[Any]) -> None:
+        """Wait for ``done``, or until the ranks have failed."""
+        wait_for({done, self.failed}, return_when=FIRST_COMPLETED)
+
+    @contextmanager
+    def _bounded(self, what: str) -> Iterator[None]:
+        """Fail, and kill the other ranks, if the block takes longer than its limit: it waits for one of them.
+
+        Looks are counted: time in which this process was stopped itself does not count.
+        """
+        self._waits[what] = self._looks
+        try:
+            yield
+        finally:
+            del self._waits[what]
+
+    def _fail(self, why: str) -> None:
+        """From now on the ranks can compute nothing more: end what waits for one of them."""
+        if self._closed.is_set():
+            return
+        try:
+            self.failed.set_result(RanksFailedError(why))
+        except InvalidStateError:  # the first reason counts
+            return
+        log.critical("%s", self.failed.result())
+        # Not every backend can; one that cannot fails by itself when the connection to a rank ends.
+        with self._aborting, suppress(AttributeError, RuntimeError):
+            if _in_group():
+                dist.group.WORLD.abort()
+
+    def _ended(self, pid: int) -> None:
+        rank, process = next(each for each in self._processes.items() if each[1].pid == pid)
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._fail(f"{self._names([rank])} {how}")
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            self._looks += 1
+            for what, began in tuple(self._waits.items()):
+                if (self._looks - began) * _LOOK_S > LIMITS_S[what]:
+                    stopped = [rank for rank, process in self._processes.items() if is_stopped(process.pid)]
+                    who = self._names(stopped or self._processes)
+                    self.kill(f"{who} does not answer: the {what} did not end in {LIMITS_S[what]:g} s")
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return " or ".join(f"rank {rank} (process {self._processes[rank].pid})" for rank in ranks)
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner: every other rank does what it does."""
+
+    def __init__(self, group: RankGroup, **options: Any) -> None:
+        self._group = group
+        super().__init__(**options)
+
+    def compute(self, rows: Sequence[Row]) -> list[int]:
+        with self._group.together("step", "compute", rows=rows):
+            return super().compute(rows)
+
+    def repair(self, lost: Sequence[str]) -> None:
+        with self._group.together("repair", "repair", lost=list(lost)):
+            super().repair(lost)
+
+    def read_update(self, *_: Any, **source: Any) -> None:
+        self._group.ask("read_update", **source)
+
+    def write_update(self) -> list[str]:
+        return list(self._group.ask("write_update")[0]["result"])
+
+
+def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
+    """Return how a rank with ``runner`` answers a message."""
+    rank = Rank()
+
+    def answer(message: Plain) -> Plain:
+        """The error of a read is part of the answer. Any other is raised, and ends the process of a rank: it would not
+        be at the same step as the other ranks any more."""
+        method = message.get("engine")
+        if method is None:
+            return rank.answer(message)
+        fields = {name: value for name, value in message.items() if name != "engine"}
+        try:
+            with torch.no_grad():
+                return {"result": getattr(ModelRunner, method)(runner, **fields)}
+        except Exception as error:
+            if method != "read_update":
+                raise
+            return {"error": str(error), "invalid": isinstance(error, (ValueError, OSError))}
+
+    return answer
+
+
+def _join(store: Any, rank: int, ranks: int, first: str) -> None:
+    """Join the ranks that meet in ``store``, as torch's default process group; ``first`` is rank 0's device."""
+    device = device_of(first, rank)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+        for name in _OFF:
+            os.environ.setdefault(name, "0")
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
+
+
+def _in_group() -> bool:
+    """Return whether this process is in a group that can be taken down; the memory of a suspended one is not there."""
+    return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
+
+
+def main(path: str, meeting: str, ranks: str, options: str, rank: str) -> None:
+    """Make the runner of one rank and call its methods as rank 0 says, until that closes the connection.
+
+    Ends at once with rank 0's process, also in the middle of a step.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: rank 0 ends the others
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
+    settings = json.loads(options)
+    _join(dist.FileStore(meeting, int(ranks)), int(rank), int(ranks), settings["device"])
+    runner = ModelRunner(rank=int(rank), ranks=int(ranks), **settings)
+    answer = _answer_for(runner)
+
+    def reply(message: Plain) -> Plain | None:
+        answered = answer(message)
+        return None if message.get("engine") in _TOLD else answered
+
+    serve(path, int(rank), reply)
+    os._exit(0)  # the driver takes everything back; torch would first wait for the other ranks
+
+
+def _end_with(parent: int) -> None:
+    """End this process when ``parent`` has ended."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,281 @@
+"""Weights: of a checkpoint, random ones, or an update's; and the part of them that one rank holds."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import memsaver_core as ms
+from memsaver_server.reference.attention import ATTENTION_NAME
+
+# Typed in part, or in some versions only.
+_dist: Any = torch.distributed
+_Models: Any = AutoModelForCausalLM
+
+#: What updates may carry weights in; others would be cast to useless ones.
+UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Styles of a tensor-parallel plan by which each rank holds the whole weight: of norms, and of an embedding that the
+#: output layer shares.
+_WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What of a model ``rank`` of ``ranks`` holds; one of one holds everything.
+
+    Attributes:
+        dims: by name of a tensor that is divided, the dimension along which it is; -1: it is not divided but added to
+            the sum over the ranks, to which rank 0 alone contributes it, and the others zeros.
+    """
+
+    rank: int
+    ranks: int
+    dims: Mapping[str, int]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of the tensor ``name``: a view of ``whole``, or zeros.
+
+        Raises:
+            ValueError: it cannot be divided.
+        """
+        dim = self.dims.get(name)
+        if dim is None:
+            return whole
+        if dim == -1:
+            return whole if self.rank == 0 else torch.zeros_like(whole)
+        if dim >= whole.dim() or whole.shape[dim] % self.ranks:
+            raise ValueError(f"{name} of shape {list(whole.shape)} cannot be divided among {self.ranks} ranks")
+        return whole.chunk(self.ranks, dim)[self.rank]
+
+    def whole_shape(self, name: str, part: Tensor) -> list[int]:
+        """Return the shape of the tensor ``name`` of which ``part`` is this rank's."""
+        shape, dim = list(part.shape), self.dims.get(name, -1)
+        if dim >= 0:
+            shape[dim] *= self.ranks
+        return shape
+
+
+#: Of a model that is not divided.
+WHOLE = Partition(0, 1, {})
+
+
+def check_divisible(config: Any, ranks: int) -> None:
+    """Raise ValueError if ``ranks`` cannot share the attention heads of a model of this configuration evenly."""
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    shared = int(getattr(text, "num_key_value_heads", None) or heads)
+    possible = [n for n in range(1, shared + 1) if shared % n == 0 and heads % n == 0]
+    if ranks not in possible:
+        raise ValueError(
+            f"{ranks} ranks cannot share the model's {heads} attention heads and {shared} key-value heads evenly; "
+            f"tensor_parallel can be {', '.join(map(str, possible))}"
+        )
+
+
+def divide(model: Any, rank: int, ranks: int) -> Partition:
+    """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says.
+
+    A linear layer is divided by its outputs ("colwise"), or by its inputs ("rowwise") with a sum over the ranks after
+    it. Weights that are tied stay whole.
+
+    Raises:
+        ValueError: the model has no plan, or one that this engine does not support.
+    """
+    if ranks == 1:
+        return WHOLE
+    plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in (model.tp_plan or {}).items()}
+    if not plan:
+        raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; serve it with tensor_parallel=1")
+    users = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    dims: dict[str, int] = {}
+    for name, module in model.named_modules():
+        style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
+        if style is None or style in _WHOLE:
+            continue
+        if not isinstance(module, nn.Linear) or style not in ("colwise", "colwise_gather_output", "rowwise"):
+            raise ValueError(
+                f"the tensor-parallel plan of {type(model).__name__} has {style!r} for {name}, which this engine does "
+                "not support; serve it with tensor_parallel=1"
+            )
+        if users[module.weight] > 1:
+            continue
+        dims[f"{name}.weight"] = 1 if style == "rowwise" else 0
+        if module.bias is not None:
+            dims[f"{name}.bias"] = -1 if style == "rowwise" else 0
+        if style != "colwise":
+            module.register_forward_hook(_add_up if style == "rowwise" else _gather)
+    partition = Partition(rank, ranks, dims)
+    for name in dims:
+        layer, _, kind = name.rpartition(".")
+        module = model.get_submodule(layer)
+        part = partition.part(name, getattr(module, kind)).clone(memory_format=torch.contiguous_format)
+        setattr(module, kind, nn.Parameter(part, requires_grad=False))
+        module.out_features, module.in_features = module.weight.shape
+    return partition
+
+
+def _add_up(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    _dist.all_reduce(output)
+    return output
+
+
+def _gather(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    parts = [torch.empty_like(output) for _ in range(_dist.get_world_size())]
+    _dist.all_gather(parts, output)
+    return torch.cat(parts, dim=-1)
+
+
+def load_config(path: Path) -> Any:
+    """Return the configuration in ``path``, a file or a checkpoint folder; raise ValueError if there is none."""
+    if not (path / "config.json").is_file() and not path.is_file():
+        raise ValueError(f"{path} does not exist; give the config.json of a model")
+    return AutoConfig.from_pretrained(str(path))
+
+
+def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
+    """Return the whole causal language model in ``folder``, in host memory.
+
+    Not on its device, as transformers loads tensors in threads of its own, which a region does not see.
+
+    Raises:
+        ValueError: the folder holds no checkpoint that this engine can serve.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
+    try:
+        model = _Models.from_pretrained(
+            str(folder), dtype=dtype or "auto", local_files_only=True, attn_implementation=ATTENTION_NAME
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a file of {folder} is damaged: {error}") from None
+    return _ready(model)
+
+
+def load_part(
+    path: Path, device: torch.device, dtype: str | None, seed: int | None, rank: int, ranks: int
+) -> tuple[Any, Partition]:
+    """Return one rank's part of a model on ``device``. Call it in the region.
+
+    Args:
+        path: a checkpoint folder or, if there is a ``seed``, a configuration.
+        seed: of random weights. The parts of all ranks are together the model that one rank would have.
+
+    Raises:
+        ValueError: this engine cannot serve what is there.
+    """
+    if seed is None:
+        model = load_checkpoint(path, dtype)
+        partition = divide(model, rank, ranks)
+        return model.to(device), partition
+    config = load_config(path)
+    with torch.device("meta"):
+        model = _Models.from_config(
+            config, dtype=dtype or config.dtype or torch.float32, attn_implementation=ATTENTION_NAME
+        )
+    _ready(model)
+    model.tie_weights()
+    partition = divide(model, rank, ranks)
+    # As Module.to_empty, which would allocate tied weights twice.
+    model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
+    model.tie_weights()
+    # For what is computed rather than stored (rotary frequencies and the like); its random numbers are replaced.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.initialize_weights()
+    fill_random(model, seed, partition)
+    return model, partition
+
+
+def _ready(model: Any) -> Any:
+    """Return ``model`` in evaluation mode; raise ValueError if its attention cannot use slots."""
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not getattr(model, "_supports_attention_backend", False) or kinds:
+        raise ValueError(
+            f"{type(model).__name__} cannot be served: this engine needs transformers' attention interface"
+            + (f", and cannot do its layers of type {', '.join(sorted(kinds))}" if kinds else "")
+        )
+    return model.eval().requires_grad_(False)
+
+
+def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
+    """Fill in seeded weights, large enough that greedy output varies: comparing outputs would else prove little.
+
+    Each rank draws the numbers of the whole model and keeps those of its own part.
+    """
+    embedding = model.get_input_embeddings().weight
+    generator = torch.Generator(embedding.device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole = parameter
+            if name in partition.dims:
+                with ms.region("workspace"):  # which uses this memory again
+                    whole = parameter.new_empty(partition.whole_shape(name, parameter))
+            if parameter.dim() >= 2:
+                gain = 1.0 if parameter is embedding else 2.0
+                whole.normal_(0.0, gain / math.sqrt(whole.shape[-1]), generator=generator)
+            elif name.endswith("bias"):
+                whole.normal_(0.0, 0.1, generator=generator)
+            if whole is not parameter:
+                parameter.copy_(partition.part(name, whole))
+
+
+def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, Tensor]:
+    """Return the whole tensors of an update request; raise ValueError if it is not one base64 safetensors image."""
+    if load_format not in (None, "auto", "safetensors"):
+        raise ValueError(f"load_format {load_format!r} is not supported; send safetensors, with no load_format")
+    if isinstance(payload, str) or len(payload) != 1:
+        raise ValueError("serialized_named_tensors must be a list of one payload, with the whole tensors")
+    try:
+        image = base64.b64decode(payload[0], validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the payload is not base64: {error}") from None
+    if image[:1] == b"\x80":
+        raise ValueError(
+            "the payload is a pickle, and reading a pickle runs code of its sender; "
+            "send base64(safetensors.torch.save({name: tensor})) instead"
+        )
+    try:
+        return safetensors.torch.load(image)
+    except (SafetensorError, KeyError) as error:  # KeyError: an unknown dtype
+        raise ValueError(f"the payload is not a safetensors image: {error}") from None
+
+
+def check_update(
+    model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
+) -> dict[str, Tensor]:
+    """Return this rank's part of each tensor ``given``, which are whole; ``complete``: they must be all of the model's.
+
+    Raises:
+        ValueError: names or shapes differ from the model's, or a dtype cannot carry weights.
+        RuntimeError: the weights are released.
+    """
+    state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
+    if state != "resident":
+        raise RuntimeError(f"the weights are {state}; resume them before updating them")
+    own = model.state_dict()
+    if unknown := sorted(set(given) - set(own)):
+        raise ValueError(f"the model has no {', '.join(unknown[:8])}; nothing was written")
+    if complete and (missing := sorted(set(own) - set(given))):
+        raise ValueError(f"the checkpoint lacks {', '.join(missing[:8])}; nothing was written")
+    for name, tensor in given.items():
+        shape = partition.whole_shape(name, own[name])
+        if shape != list(tensor.shape):
+            raise ValueError(f"{name} has shape {shape}, not {list(tensor.shape)}; nothing was written")
+        if own[name].is_floating_point() and tensor.dtype not in UPDATE_DTYPES:
+            accepted = ", ".join(str(each).removeprefix("torch.") for each in UPDATE_DTYPES)
+            raise ValueError(f"{name} came as {str(tensor.dtype).removeprefix('torch.')}; send {accepted}")
+    return {name: partition.part(name, tensor) for name, tensor in given.items()}

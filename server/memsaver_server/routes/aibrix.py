@@ -1,0 +1,91 @@
+"""The dialect of AIBrix's runtime: a model sleeps and wakes by operations with an id, and a request wakes it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+from pydantic import Field
+from starlette.requests import Request
+
+from memsaver_core.contract.errors import NotFoundError
+from memsaver_core.contract.model import Model
+from memsaver_core.contract.requests import Fields, FleetRelease, FleetResume
+from memsaver_server.controller import Models
+from memsaver_server.fleet.results import EngineResult
+from memsaver_server.http.requests import failures, fields_of, guard, takes
+from memsaver_server.http.service import ServiceOf, response_of
+from memsaver_server.http.unknown_fields import NamesIgnored
+
+
+class RuntimeWake(Fields):
+    """AIBrix's wake."""
+
+    model_name: Annotated[str, Field(max_length=256)]
+    operation_id: Annotated[str, Field(max_length=64, pattern=r"^[\w.:-]*$")] = ""
+
+
+class RuntimeSleep(RuntimeWake):
+    """AIBrix's sleep; levels as vLLM's."""
+
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+
+
+class RuntimeAnswer(Model):
+    """``applied``: this call did it; a repeat of an operation does not do it again."""
+
+    status: Literal["success"]
+    model_name: str
+    operation_id: str
+    applied: bool
+    phase: Literal["sleeping", "active"]
+    engines: list[EngineResult]
+
+
+def router(models: Models) -> APIRouter:
+    """Return the routes of this dialect."""
+    responses = {200: {"model": RuntimeAnswer}, **failures(models.failures)}
+    routes = APIRouter(
+        route_class=NamesIgnored, tags=["runtime models"], dependencies=[Depends(guard)], responses=responses
+    )
+    by_sleep, by_wake = Depends(fields_of(RuntimeSleep)), Depends(fields_of(RuntimeWake))
+
+    @routes.post("/v1/runtime/models/sleep", openapi_extra=takes(RuntimeSleep))
+    async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleep) -> JSONResponse:
+        """Release the memory of a model's engines until the next request for it, or a wake."""
+        restore: dict[str, Any] = {"restore": {"weights": "discard"}} if fields.level == 2 else {}
+        return await operate(request, service, fields, FleetRelease(**_named(fields), **restore, wake_on_request=True))
+
+    @routes.post("/v1/runtime/models/wake", openapi_extra=takes(RuntimeWake))
+    async def wake(request: Request, service: ServiceOf, fields: Any = by_wake) -> JSONResponse:
+        """Resume the memory of a model's engines."""
+        return await operate(request, service, fields, FleetResume(**_named(fields)))
+
+    async def operate(
+        request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
+    ) -> JSONResponse:
+        try:
+            known = bool(fields.operation_id) and service.controller.find(fields.operation_id) is not None
+        except NotFoundError:
+            known = False
+        operation = await service.operate(request, asked)
+        answer = service.controller.answer(operation)
+        if operation.status != "succeeded":
+            return response_of(answer)
+        return JSONResponse(
+            {
+                "status": "success",
+                "model_name": fields.model_name,
+                "operation_id": operation.id,
+                "applied": bool(answer.body["released_bytes"] or answer.body["resumed_bytes"]) and not known,
+                "phase": "sleeping" if asked.operation == "release" else "active",
+                "engines": answer.body["engines"],
+            }
+        )
+
+    return routes
+
+
+def _named(fields: RuntimeWake) -> dict[str, Any]:
+    return {"model": fields.model_name, **({"operation_id": fields.operation_id} if fields.operation_id else {})}

@@ -1,0 +1,102 @@
+"""The table of an operation's states, and what two threads may do to one operation at the same moment."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from memsaver_core.contract.errors import LeaseEndedError, OperationCancelledError, TooLateToCancelError
+from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import Release
+from memsaver_core.phases import PhaseLog
+from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.table import ENGINE, Row, Table
+from tests.waiting import wait_until
+
+REPORT = OperationReport(operation="release")
+
+
+@pytest.fixture
+def operation() -> Operation:
+    """A release that is prepared first, and drains."""
+    operation = Operation("one", Release(prepare=True, timeout_s=1.0), "test", ENGINE)
+    operation.log = PhaseLog(lambda: ())
+    operation.start("drain")
+    return operation
+
+
+def held(operation: Operation) -> tuple[threading.Thread, list[BaseException]]:
+    """Have a thread hold ``operation``; return that and its error, once it is prepared."""
+    errors: list[BaseException] = []
+
+    def hold() -> None:
+        try:
+            operation.hold()
+        except OperationCancelledError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    wait_until(lambda: operation.status == "prepared")
+    return thread, errors
+
+
+def test_every_state_leads_to_an_end() -> None:
+    ends = {state for state, status in ENGINE.statuses.items() if status in ("succeeded", "failed", "cancelled")}
+    events = {row.event for row in ENGINE.rows}
+    leads = {
+        state: {ENGINE.next(state, event) for event in events if ENGINE.allows(state, event)} - {state}
+        for state in ENGINE.statuses
+    }
+    assert {state for state, to in leads.items() if not to} == ends
+    reached = {ENGINE.first}
+    while (more := reached | {str(to) for state in reached for to in leads[state]}) != reached:
+        reached = more
+    assert reached == set(ENGINE.statuses)
+
+
+def test_what_the_table_does_not_have_cannot_happen() -> None:
+    with pytest.raises(AssertionError, match="'moved' cannot happen to an operation that is queued"):
+        ENGINE.next("queued", "moved")
+    with pytest.raises(AssertionError, match="two rows"):
+        Table({"a": "queued", "b": "failed"}, Row("a", "x", "worker", "b"), Row("a b", "x", "worker", "a"))
+    with pytest.raises(AssertionError, match="other states"):
+        Table({"a": "queued", "b": "failed"}, Row("a", "x", "worker", "c"))
+
+
+def test_a_cancel_just_after_the_commit_is_too_late(operation: Operation) -> None:
+    """Although the operation's thread has not noticed the commit yet."""
+    thread, errors = held(operation)
+    with operation.changed:
+        operation.commit()
+        with pytest.raises(TooLateToCancelError):
+            operation.cancel("the operator")
+    thread.join()
+    assert (operation.state, errors) == ("moving", [])
+    operation.finish(operation.moved(REPORT), None)
+    assert operation.status == "succeeded"
+
+
+def test_a_commit_just_after_the_cancel_is_refused(operation: Operation) -> None:
+    thread, errors = held(operation)
+    with operation.changed:
+        operation.cancel("the operator")
+        with pytest.raises(LeaseEndedError, match="cancelled by the operator"):
+            operation.commit()
+        assert not operation.join(operation.request)
+    thread.join()
+    assert [str(error).split(";")[0] for error in errors] == ["release one of all tags was cancelled by the operator"]
+    operation.finish(None, errors[0])
+    assert operation.status == "cancelled"
+
+
+def test_no_call_joins_a_drain_that_has_failed(operation: Operation) -> None:
+    """One that overtakes it just before has it drain anew."""
+    asked = operation.request
+    stronger = asked.model_copy(update={"mode": "abort"})
+    assert operation.join(stronger)
+    assert not operation.undo(asked)
+    assert operation.state == "draining"
+    assert operation.undo(operation.request)
+    assert not operation.join(stronger)
