@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memsaver_core import _native, communicators, process, shared_buffers
+from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper
 
@@ -105,7 +106,7 @@ def observe() -> Facts:
         communicators=communicators.found(),
         ipc_tensors=ipc_tensors(),
         peers=backend.peers(process.existing_saver(), process.settings().peer_access),
-        managed_bytes=managed_bytes(),
+        managed_bytes=managed_bytes() if backend.has_context else 0,
         imported_bytes=shared_buffers.imported_bytes(),
         sharing=communicators.shared(),
         others=tuple(told for check in _checks for told in check()),
@@ -132,16 +133,22 @@ def managed_bytes(maps: Path = Path("/proc/self/maps")) -> int:
 
     The driver maps managed memory from the unified-memory device file, at an offset equal to the address. An ordinary
     context maps that file only for semaphores, at addresses below ``_FIRST_MANAGED``.
+
+    Raises:
+        MemsaverError: the process may open no more files.
     """
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError as error:
+        raise MemsaverError(f"cannot look for managed memory: {error}; repeat the call when it can") from error
     size = 0
-    with maps.open() as lines:
-        for line in lines:
-            if not line.rstrip().endswith("/dev/nvidia-uvm"):
-                continue
-            span, _, offset = line.split()[:3]
-            begin, end = (int(address, 16) for address in span.split("-"))
-            if int(offset, 16) == begin and begin >= _FIRST_MANAGED:
-                size += end - begin
+    for line in lines:
+        if not line.endswith("/dev/nvidia-uvm"):
+            continue
+        span, _, offset = line.split()[:3]
+        begin, end = (int(address, 16) for address in span.split("-"))
+        if int(offset, 16) == begin and begin >= _FIRST_MANAGED:
+            size += end - begin
     return size
 
 

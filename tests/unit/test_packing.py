@@ -224,7 +224,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core.contract.errors import OutOfHostMemoryError
 from memsaver_core.contract.requests import MemoryRequest
-from memsaver_core.ranks.plans import check_release, plan_release
+from memsaver_core.ranks.plans import plan_release
 
 with ms.region("weights"):
     weights = (torch.randn(80 << 20) / 30).to(torch.bfloat16)
@@ -243,7 +243,7 @@ assert plan_release(MemoryRequest()).host_bytes_needed == 0
 with ms.region("more", restore="host"):
     more = torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)
 try:
-    check_release(MemoryRequest())
+    plan_release(MemoryRequest())
 except OutOfHostMemoryError as error:
     assert error.needed_bytes == 64 << 20, error
 else:

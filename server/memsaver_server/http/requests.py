@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from starlette.requests import ClientDisconnect
 
 from memsaver_core.contract.errors import BadRequestError, BodyTooLargeError
-from memsaver_core.contract.reports import ErrorAnswer
+from memsaver_core.contract.reports import AcceptedAnswer, ErrorAnswer
 from memsaver_core.contract.requests import Fields
 from memsaver_server.http.auth import check_browser, check_key
 from memsaver_server.http.service import service_of
@@ -250,6 +250,17 @@ def failures(also: Mapping[int, str] | None = None, *, only: Collection[int] = (
     """
     texts = {**({status: _DESCRIPTIONS[status] for status in only} if only else _DESCRIPTIONS), **(also or {})}
     return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+
+
+def operated(done: Any, failed: Mapping[int, str]) -> Responses:
+    """Return the descriptions of the responses to a release or a resume.
+
+    Args:
+        done: the model of the answer to one that has ended, is prepared or is a dry run.
+        failed: of error responses that not every route has.
+    """
+    accepted = {"model": AcceptedAnswer, "description": "The operation continues in the background."}
+    return {200: {"model": done}, 202: accepted, **failures(failed)}
 
 
 #: The error responses of routes that only read.

@@ -15,7 +15,7 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import Fields
 from memsaver_server.controller import EngineRow, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import failures, fields_of, guard, joined, takes
+from memsaver_server.http.requests import failures, fields_of, guard, joined, operated, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.routes import vllm
@@ -61,7 +61,7 @@ def router(models: Models) -> APIRouter:
     sleeps, wakes = joined(vllm.Sleep, joined(Options, models.release)), joined(Options, models.resume)
     pauses, selects = joined(Pause, models.selected), joined(Options, models.selected)
     by_sleeps, by_wakes, by_pauses, by_selects = (Depends(fields_of(each)) for each in (sleeps, wakes, pauses, selects))
-    done = {200: {"model": models.done | models.message}, **failures(models.failures)}
+    done = operated(models.done | models.message, models.failures)
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
     asked = failures(models.failures, only=(400, 401, 403, 408, 413, 503))
 

@@ -11,10 +11,9 @@ from starlette.requests import Request
 from typing_extensions import Self
 
 from memsaver_core.contract.errors import BadRequestError
-from memsaver_core.contract.reports import AcceptedAnswer
 from memsaver_core.contract.requests import DrainMode, Fields, Seconds, Verb
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import failures, fields_of, guard, joined, plain, takes, takes_in_query
+from memsaver_server.http.requests import failures, fields_of, guard, joined, operated, plain, takes, takes_in_query
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -43,11 +42,7 @@ class Pause(Fields):
 def router(models: Models) -> APIRouter:
     """Return the routes of this dialect."""
     routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
-    answered = {
-        200: {"model": models.done},
-        202: {"model": AcceptedAnswer, "description": "The operation continues in the background."},
-        **failures({404: "No operation of the id to commit is remembered.", **models.failures}),
-    }
+    answered = operated(models.done, {404: "No operation of the id to commit is remembered.", **models.failures})
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
     contract: tuple[type[Fields], ...] = (models.release, models.resume)
     release, resume = contract if models.several else (joined(Commit, each) for each in contract)

@@ -15,7 +15,7 @@ from memsaver_core.contract.requests import Verb
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
-from memsaver_server.http.requests import REFUSED, body_of, failures, fields_of, plain, takes
+from memsaver_server.http.requests import REFUSED, body_of, failures, fields_of, operated, plain, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, service_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -68,7 +68,7 @@ async def guard_signed(request: Request) -> None:
 def router(models: Models) -> APIRouter:
     """Return the routes of this dialect."""
     routes = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
-    responses = {200: {"model": models.done}, **failures(models.failures)}
+    responses = operated(models.done, models.failures)
     by_release, by_resume = Depends(fields_of(models.release)), Depends(fields_of(models.resume))
 
     async def operate(request: Request, service: ServiceOf, fields: Any, verb: Verb) -> JSONResponse:

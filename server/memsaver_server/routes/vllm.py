@@ -15,7 +15,7 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import Acts, DrainMode, Fields
 from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, plain, takes
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -66,7 +66,7 @@ def release_of(fields: Any, models: Models) -> Any:
 def router(models: Models) -> APIRouter:
     """Return the routes of this dialect."""
     routes = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
-    responses = {200: {"model": models.done | models.message}, **failures(models.failures)}
+    responses = operated(models.done | models.message, models.failures)
     sleeps = joined(Sleep, models.release)
     by_sleeps, by_release, by_resume, by_selected = (
         Depends(fields_of(each)) for each in (sleeps, models.release, models.resume, models.selected)
