@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 240.0, interval_s: float = 0.002) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 800.0, interval_s: float = 0.002) -> None:
     """Return once ``condition()`` is true; fail after ``timeout_s`` seconds. The condition may itself assert.
 
     It is looked at first after ``interval_s``, and then ever more rarely.

@@ -104,7 +104,7 @@ class Wire:
         self._run(self._stop())
 
     def _run(self, call: object) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result(10)  # type: ignore[arg-type]
+        asyncio.run_coroutine_threadsafe(call, self._loop).result(600)  # type: ignore[arg-type]
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port, backlog=256)

@@ -62,6 +62,6 @@ def in_flight(site: Site, path: str, needed: Fields = NO_FIELDS) -> list[Any]:
         with generating(site) as generated:
             scenario.call(f"POST {path}", {**needed, **fields})
             site.restore()
-        reason = generated.result(60).json()["meta_info"]["finish_reason"]["type"]
+        reason = generated.result(600).json()["meta_info"]["finish_reason"]["type"]
         steps += [{**step, "request_in_flight": f"ended by {reason}"} for step in scenario.steps]
     return outcomes(steps, path)

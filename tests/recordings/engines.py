@@ -101,7 +101,7 @@ def served(engine: TensorEngine | None = None, **settings: Any) -> Iterator[Site
     try:
         with (
             attach(engine, settings=Settings(**settings)) as attachment,
-            httpx.Client(base_url=attachment.url, timeout=60, headers=headers) as http,
+            httpx.Client(base_url=attachment.url, timeout=600, headers=headers) as http,
         ):
             wait_until(lambda: _is_read(http.get("/memory_occupation").json()))
             yield Site(engine, http)
@@ -120,7 +120,7 @@ def generating(site: Site) -> Iterator[Future[httpx.Response]]:
     finally:
         site.engine.unblock()
         site.last = ""  # what was held up goes on
-    answer.result(60)
+    answer.result(600)
 
 
 def state_of(http: httpx.Client) -> str:

@@ -214,7 +214,7 @@ def _messages(tapped: _Tapped, names: Names, *, whole: bool = False) -> list[Any
     """What was sent since the last call of this, and what both ranks answered; in brief what kind of answer it was."""
     found = []
     for message, answer in tapped.sent:
-        said = [_brief(each["fields"]) if not whole else each for each in answer.result(60)]
+        said = [_brief(each["fields"]) if not whole else each for each in answer.result(600)]
         found.append(
             names.normal([{message["type"]: message["fields"]}, *brief(said)] if not whole else [message, *said])
         )

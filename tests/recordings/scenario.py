@@ -74,7 +74,7 @@ class Scenario:
         try:
             yield
         finally:
-            self._note(line, body, None, answer.result(60), whole)
+            self._note(line, body, None, answer.result(600), whole)
 
     def note(self, **step: Any) -> None:
         """Note something else than a call."""
@@ -110,7 +110,7 @@ def _may_change(line: str) -> bool:
 def raw(http: httpx.Client, sent: bytes) -> Any:
     """Send bytes on a new connection; return what the server answers, as a step."""
     url = http.base_url
-    with socket.create_connection((url.host, url.port or 0), timeout=60) as one, one.makefile("rb") as file:
+    with socket.create_connection((url.host, url.port or 0), timeout=600) as one, one.makefile("rb") as file:
         one.sendall(sent)
         head = [line.decode().rstrip() for line in iter(file.readline, b"\r\n")]
         length = next(int(line.split(":")[1]) for line in head if line.lower().startswith("content-length:"))

@@ -21,7 +21,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     command = [sys.executable, "-m", "tests.recordings", "--to", str(folder)]
     environment = {"PATH": "/usr/bin:/bin", **injection.in_child({})}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder
 

@@ -139,7 +139,7 @@ class Engine:
     def answer(self, rid: str) -> Any:
         """The result of a request."""
         while rid not in self._answers:
-            assert self._connection.poll(30), f"no result of {rid}"
+            assert self._connection.poll(600), f"no result of {rid}"
             name, output = self._connection.recv()
             self._answers[name] = output
         return self._answers.pop(rid)

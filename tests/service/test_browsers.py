@@ -72,7 +72,7 @@ def visit(tmp_path: Path) -> Iterator[Callable[[list[str], list[str]], None]]:
         address = f"http://127.0.0.1:{pages[-1].server_address[1]}/"
         process = subprocess.Popen([*arguments, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            assert done.wait(120), "the page was not opened"
+            assert done.wait(600), "the page was not opened"
         finally:
             process.terminate()
             process.wait(600)

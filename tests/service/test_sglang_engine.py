@@ -71,7 +71,7 @@ class Serving:
         self.http.close()
         self.attachment.close()
         self.scheduler.gracefully_exit = True
-        self.loop.join(30)
+        self.loop.join(600)
 
 
 @pytest.fixture
@@ -453,7 +453,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     serving = serve()
     serving.generate()
     serving.scheduler.gracefully_exit = True
-    serving.loop.join(30)
+    serving.loop.join(600)
     assert serving.http.get("/livez").status_code == 503
     assert "has stopped" in serving.call("/release_memory_occupation", 500)["message"]
 
@@ -534,7 +534,7 @@ def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pyte
 
         wait_until(answers)
     scheduler.gracefully_exit = True
-    loop.join(30)
+    loop.join(600)
     assert not path.exists()
 
 

@@ -56,7 +56,7 @@ def test_without_the_key_no_body_is_waited_for(serve: Serve, engine: TensorEngin
     http = serve(api_key="the key")
     for method, path in calls(engine):
         if method == "POST":
-            with socket.create_connection((http.base_url.host, http.base_url.port), timeout=20) as one:
+            with socket.create_connection((http.base_url.host, http.base_url.port), timeout=600) as one:
                 one.sendall(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n".encode() + expects + b"\r\n")
                 assert one.recv(65536).startswith(b"HTTP/1.1 401"), path
 

@@ -254,9 +254,9 @@ def test_regions_of_several_threads(module: ModuleType) -> None:
 
     def build(tag: str, backup: bool) -> None:
         with adapter.region(tag, enable_cpu_backup=backup):
-            ready.wait(30)
+            ready.wait(600)
             made[tag] = torch.full((1000,), 5.0)
-            ready.wait(30)
+            ready.wait(600)
 
     threads = [threading.Thread(target=build, args=args) for args in (("thread-a", True), ("thread-b", False))]
     for thread in threads:

@@ -60,19 +60,19 @@ def test_a_closed_gate_refuses_with_the_reason_and_an_open_one_lets_in() -> None
 def test_a_drain_waits_for_those_inside() -> None:
     gate = Gate()
     inside = Inside(gate)
-    inside.turn.result(10)
+    inside.turn.result(600)
     gate.close_admission("draining")
     drained = in_thread(lambda: gate.drain(60))
     assert not drained.done()
     inside.leave.set()
-    drained.result(10)
-    assert inside.done.result(10) == "ended"
+    drained.result(600)
+    assert inside.done.result(600) == "ended"
 
 
 def test_a_drain_that_takes_too_long_names_who_is_inside_and_can_be_repeated() -> None:
     gate = Gate()
     inside = Inside(gate, "long one")
-    inside.turn.result(10)
+    inside.turn.result(600)
     with pytest.raises(DrainTimeoutError, match="long one"):
         gate.drain(0.0)
     inside.leave.set()
@@ -95,9 +95,9 @@ def test_a_drain_ends_when_it_is_given_up(mode: DrainMode) -> None:
 def test_abort_tells_those_inside() -> None:
     gate = Gate()
     inside = Inside(gate)
-    inside.turn.result(10)
+    inside.turn.result(600)
     gate.drain(10, "abort")
-    assert inside.done.result(10) == "aborted"
+    assert inside.done.result(600) == "aborted"
 
 
 def test_a_request_that_raises_leaves_the_gate() -> None:
@@ -117,7 +117,7 @@ def test_held_requests_enter_when_it_opens_and_those_over_the_limit_are_refused(
     gate.drain(0.0)
     assert not held.turn.done()
     gate.open_admission()
-    held.turn.result(10)
+    held.turn.result(600)
     held.leave.set()
-    assert held.done.result(10) == "ended"
+    assert held.done.result(600) == "ended"
     assert gate.held == 0

@@ -215,11 +215,11 @@ class Rank:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.join(30)
+        self._process.join(600)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(30)
+        self._process.join(600)
 
 
 class Executor:

@@ -126,7 +126,7 @@ class World:
 
     def collective_rpc(self, method: str) -> None:
         """As vLLM's own routes, and a trainer in its process, call the workers."""
-        asyncio.run_coroutine_threadsafe(self.client.collective_rpc(method), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self.client.collective_rpc(method), self._loop).result(600)
 
     def run(self, call: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(call)
@@ -136,7 +136,7 @@ class World:
         self.core.kill()
         self.core.wait()
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(600)
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_requests_wait_while_generation_is_paused(world: World) -> None:
         assert world.http.get("/health").status_code == 200
         assert not waiting.done()
         assert world.post("/continue_generation").json()["success"]
-        assert waiting.result(30).status_code == 200
+        assert waiting.result(600).status_code == 200
 
 
 @pytest.mark.guards("the prefix cache pointed to discarded pages")
@@ -384,7 +384,7 @@ class Offline:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         with self._alone():
-            assert self.may_wake_up.wait(30)
+            assert self.may_wake_up.wait(600)
             if self.wake_up_error:
                 raise RuntimeError(self.wake_up_error)
             if tags is None:
@@ -399,7 +399,7 @@ class Offline:
     def generate(self) -> dict[str, bool]:
         with self._alone():
             self.entered.set()
-            assert self.leave.wait(30)
+            assert self.leave.wait(600)
             content: dict[str, bool] = self.executor.ranks[0].content()
             return content
 
@@ -426,12 +426,12 @@ def test_beside_an_llm_a_release_waits_for_the_call_in_flight(group: list[Rank])
         llm.leave.clear()
         with ThreadPoolExecutor(2) as pool:
             answer = pool.submit(llm.chat)
-            assert llm.entered.wait(30)
+            assert llm.entered.wait(600)
             release = pool.submit(http.post, "/release_memory_occupation")
             assert not released(group[1])
             llm.leave.set()
-            assert answer.result(30)["weights"]
-            assert release.result(30).json()["success"]
+            assert answer.result(600)["weights"]
+            assert release.result(600).json()["success"]
         assert released(group[1]) == ALL
         with pytest.raises(AdmissionClosedError):
             llm.generate()
@@ -457,7 +457,7 @@ def test_beside_an_llm_a_wake_up_that_hangs_keeps_the_service_answering(group: l
                 assert http.get(path).status_code == 200
             assert not called.done()
             llm.may_wake_up.set()
-            called.result(30)
+            called.result(600)
         assert released(group[1]) == ALL
 
 
@@ -492,7 +492,7 @@ def test_an_llm_may_be_attached_again(group: list[Rank]) -> None:
     """The service that runs refuses its calls, and sees its updates."""
     llm = Offline(group)
     attach_to(llm).close()
-    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+    with attach_to(llm) as server, httpx.Client(base_url=server.url, timeout=600) as http:
         http.post("/sleep?level=2").raise_for_status()
         with pytest.raises(AdmissionClosedError, match="is released"):
             llm.generate()
