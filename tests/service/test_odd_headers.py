@@ -19,7 +19,7 @@ from .surface import OPEN, routes, seen
 from .tensor_engine import TensorEngine
 
 KEY = "the key"
-EXAMPLES = amount(4, long=100)
+EXAMPLES = amount(2, long=100)
 #: Headers that some layer reads, and one that none does.
 NAMES = [
     *("Idempotency-Key", "Authorization", "Host", "User-Agent", "Accept", "Accept-Encoding", "Cookie", "Origin"),

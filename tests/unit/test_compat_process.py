@@ -257,7 +257,6 @@ if plenty:  # until the host lacks memory
         assert time.monotonic() < deadline
         time.sleep(0.01)
 """,
-        by_itself=True,
         TMS_RETAIN_CPU_BACKUP=retain,
         PLENTY=str(plenty),
     )
@@ -344,7 +343,6 @@ for _ in range(2):
     assert rss() < before + 32, (before, rss())
 assert torch.equal(tensor, expected)
 """,
-        by_itself=True,
         **({"TMS_INIT_CPU_BACKUP_BACKEND": "mmap"} if how == "environment" else {}),
     )
 
