@@ -195,7 +195,19 @@ def _plain(value: object) -> str:
 
 
 def operation_states(table: Table) -> str:
-    """Return the picture of an operation's states, the table of what moves it, and that of what callers see."""
+    """Return the table of what moves an operation from one state to the next, and which of them callers see."""
+    shown = ", ".join(f"`{state}`" for state, status in table.statuses.items() if state != status == "running")
+    lines = ["", f"Callers see {shown} as `running`.", ""]
+    lines += ["| state | event | by | to | when |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {', '.join(row.states.split())} | `{row.event}` | {row.by} | {_target(row)} | {row.when} |"
+        for row in table.rows
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+def state_diagram(table: Table) -> str:
+    """Return a picture of an operation's states."""
     lines = ["", "```mermaid", "stateDiagram-v2", f"    [*] --> {table.first}"]
     lines += [
         f"    {state} --> {row.to}: {row.event}"
@@ -206,14 +218,7 @@ def operation_states(table: Table) -> str:
     ]
     left = {state for row in table.rows if isinstance(row.to, str) for state in row.states.split() if state != row.to}
     lines += [f"    {state} --> [*]" for state in table.statuses if state not in left]
-    shown = ", ".join(f"`{state}`" for state, status in table.statuses.items() if state != status == "running")
-    lines += ["```", "", f"Callers see {shown} as `running`.", ""]
-    lines += ["| state | event | by | to | when |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {', '.join(row.states.split())} | `{row.event}` | {row.by} | {_target(row)} | {row.when} |"
-        for row in table.rows
-    ]
-    return "\n".join([*lines, "", ""])
+    return "\n".join([*lines, "```", ""])
 
 
 def _target(row: Row) -> str:
@@ -233,7 +238,8 @@ def documents() -> dict[Path, str]:
     reference = _with_part(REFERENCE.read_text(), "options", options_table())
     architecture = ARCHITECTURE.read_text()
     for whose, table in {"an engine": ENGINE, "a fleet": FLEET}.items():
-        architecture = _with_part(architecture, f"states of an operation of {whose}", operation_states(table))
+        picture = state_diagram(table) if table is ENGINE else ""
+        architecture = _with_part(architecture, f"states of an operation of {whose}", picture + operation_states(table))
     return {
         ROOT / "docs/api.md": api_reference(),
         ARCHITECTURE: architecture,
