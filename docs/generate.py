@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 #: What the fields of ``Acts.by`` are about.
-ACTS = {"core": "the memory", "service": "how the operation runs", "caller": "this call alone"}
+ACTS = {"core": "the memory", "service": "how the operation runs", "caller": "only this call"}
 
 
 class _Everything(Gate):
@@ -149,7 +149,7 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
 
 
 def options_table() -> str:
-    """Return the table of what may be asked of a release and of a resume; first of an engine, then of a fleet alone."""
+    """Return the table of what may be asked of a release and of a resume; first of an engine, then of a fleet only."""
     calls: dict[str, list[str]] = {}
     for alone in (False, True):
         for base, model in ((Release, FleetRelease), (Resume, FleetResume)):
@@ -168,7 +168,7 @@ def _option(name: str, field: dict[str, Any], definitions: dict[str, Any], acts:
     kind = _type(field, definitions).replace(" or null", "")
     default = field.get("default") or None
     to_engines = "to each engine" + ("; also to those that join later" if acts.lasting else "")
-    own = "alone has it" if alone else "its coordinator acts"
+    own = "only a fleet has it" if alone else "its coordinator acts"
     fleet = {"each": to_engines, "own": own}.get(acts.fleet, f"refuses: {acts.fleet}")
     shown = "" if default is None else f"`{json.dumps(default)}`"
     return f"`{name}` | {{}} | {kind} | {shown} | {field['description']} | {ACTS[acts.by]} | {fleet}"
