@@ -19,7 +19,7 @@ TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
-LINTS := ruff clang-format mypy imports includes sizes locks generated workflows
+LINTS := ruff clang-format mypy imports includes sizes words locks generated workflows
 
 .PHONY: help demo test test-long test-ray test-sglang test-tokenspeed tests sanitize soak fuzz lint $(LINTS:%=lint-%) format \
   site wheel-check ready clean
@@ -82,7 +82,7 @@ soak: $(READY)  ## 1,000 cycles of a served engine under load, with a co-tenant;
 fuzz: $(READY)  ## requests that nobody would write, for as long as ARGS='--seconds N' says (a minute)
 	MEMSAVER_DRIVER=host $(BIN)/python -m tests.reliability.fuzz $(ARGS)
 
-lint: $(READY)  ## format, types, dependency arrows, sizes, lock rules, generated files, workflows; changes nothing
+lint: $(READY)  ## format, types, dependency arrows, sizes, words, lock rules, generated files, workflows; changes nothing
 	@$(MAKE) --no-print-directory -j4 $(LINTS:%=lint-%)
 
 lint-ruff: $(READY)
@@ -96,7 +96,7 @@ lint-imports: $(READY)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python .ci/check_imports.py
 
-lint-includes lint-sizes: lint-%: $(READY)
+lint-includes lint-sizes lint-words: lint-%: $(READY)
 	$(BIN)/python .ci/check_$*.py
 
 lint-generated: $(READY)

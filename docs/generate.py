@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 #: What the fields of ``Acts.by`` are about.
-ACTS = {"core": "the memory", "service": "how the operation runs", "caller": "this call alone"}
+ACTS = {"core": "the memory", "service": "how the operation runs", "caller": "only this call"}
 
 
 class _Everything(Gate):
@@ -149,7 +149,7 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
 
 
 def options_table() -> str:
-    """Return the table of what may be asked of a release and of a resume; first of an engine, then of a fleet alone."""
+    """Return the table of what may be asked of a release and of a resume; first of an engine, then of a fleet only."""
     calls: dict[str, list[str]] = {}
     for alone in (False, True):
         for base, model in ((Release, FleetRelease), (Resume, FleetResume)):
@@ -168,7 +168,7 @@ def _option(name: str, field: dict[str, Any], definitions: dict[str, Any], acts:
     kind = _type(field, definitions).replace(" or null", "")
     default = field.get("default") or None
     to_engines = "to each engine" + ("; also to those that join later" if acts.lasting else "")
-    own = "alone has it" if alone else "its coordinator acts"
+    own = "only a fleet has it" if alone else "its coordinator acts"
     fleet = {"each": to_engines, "own": own}.get(acts.fleet, f"refuses: {acts.fleet}")
     shown = "" if default is None else f"`{json.dumps(default)}`"
     return f"`{name}` | {{}} | {kind} | {shown} | {field['description']} | {ACTS[acts.by]} | {fleet}"
@@ -195,7 +195,19 @@ def _plain(value: object) -> str:
 
 
 def operation_states(table: Table) -> str:
-    """Return the picture of an operation's states, the table of what moves it, and that of what callers see."""
+    """Return the table of what moves an operation from one state to the next, and which of them callers see."""
+    shown = ", ".join(f"`{state}`" for state, status in table.statuses.items() if state != status == "running")
+    lines = ["", f"Callers see {shown} as `running`.", ""]
+    lines += ["| state | event | by | to | when |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {', '.join(row.states.split())} | `{row.event}` | {row.by} | {_target(row)} | {row.when} |"
+        for row in table.rows
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+def state_diagram(table: Table) -> str:
+    """Return a picture of an operation's states."""
     lines = ["", "```mermaid", "stateDiagram-v2", f"    [*] --> {table.first}"]
     lines += [
         f"    {state} --> {row.to}: {row.event}"
@@ -206,14 +218,7 @@ def operation_states(table: Table) -> str:
     ]
     left = {state for row in table.rows if isinstance(row.to, str) for state in row.states.split() if state != row.to}
     lines += [f"    {state} --> [*]" for state in table.statuses if state not in left]
-    shown = ", ".join(f"`{state}`" for state, status in table.statuses.items() if state != status == "running")
-    lines += ["```", "", f"Callers see {shown} as `running`.", ""]
-    lines += ["| state | event | by | to | when |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {', '.join(row.states.split())} | `{row.event}` | {row.by} | {_target(row)} | {row.when} |"
-        for row in table.rows
-    ]
-    return "\n".join([*lines, "", ""])
+    return "\n".join([*lines, "```", ""])
 
 
 def _target(row: Row) -> str:
@@ -233,7 +238,8 @@ def documents() -> dict[Path, str]:
     reference = _with_part(REFERENCE.read_text(), "options", options_table())
     architecture = ARCHITECTURE.read_text()
     for whose, table in {"an engine": ENGINE, "a fleet": FLEET}.items():
-        architecture = _with_part(architecture, f"states of an operation of {whose}", operation_states(table))
+        picture = state_diagram(table) if table is ENGINE else ""
+        architecture = _with_part(architecture, f"states of an operation of {whose}", picture + operation_states(table))
     return {
         ROOT / "docs/api.md": api_reference(),
         ARCHITECTURE: architecture,

@@ -20,11 +20,13 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 PAGES = {
     name: published
     for name, published in {
-        "README.md": "readme.md",
+        "README.md": "index.md",
         "CONTRIBUTING.md": "contributing.md",
         "SECURITY.md": "security.md",
         "CHANGELOG.md": "changelog.md",
         "deploy/README.md": "deploy.md",
+        "benchmarks/README.md": "measurements.md",
+        "tests/reliability/README.md": "failures-found.md",
         **{
             str(path.relative_to(ROOT)): f"results/{path.name}"
             for path in sorted((ROOT / "benchmarks/results").glob("*.md"))

@@ -1,4 +1,4 @@
-"""The examples of docs/module.md run unchanged. The one about CUDA graphs runs in tests/gpu."""
+"""The examples of docs/engine-author.md about modules run unchanged. The one about CUDA graphs runs in tests/gpu."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memsaver_server.client import Client
 
 from .serving import ROOT, Example, python_blocks
 
-PAGE = "docs/module.md"
+PAGE = "docs/engine-author.md"
 NUMBER = re.compile(r"-?\d+\.\d+")
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from page.md, the recorded figures, and the tests that name known failures.
+"""Writes docs/reliability.md from page.md and the recorded figures.
 
 python -m tests.reliability.document            # with the figures recorded last
 python -m tests.reliability.document --record   # first records what was measured last by the tests (with every case),
@@ -8,14 +8,11 @@ python -m tests.reliability.document --record   # first records what was measure
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.reliability.figures import kept
-from tests.reliability.known_failures import HAPPENED, KNOWN_FAILURES
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -26,57 +23,6 @@ MEASURED = (
     "compute_sanitizer",
 )
 
-#: The functions of csrc/driver/driver.hpp and of the operating system that are made to fail.
-CALLS = {
-    "allow_access": "make mapped memory readable and writable",
-    "copy_to_device": "copy from host to device",
-    "copy_to_host": "copy from device to host",
-    "create": "allocate physical device memory",
-    "create_exportable": "allocate device memory that processes share",
-    "create_stream": "create a stream",
-    "destroy_stream": "destroy a stream",
-    "device_info": "ask for a device's properties",
-    "digest": "compute digests on the device",
-    "done": "ask whether an event has completed",
-    "export_handle": "make a descriptor of device memory",
-    "fallocate": "free part of the backup file",
-    "fill_zero": "write zeros on the device",
-    "fopen": "open a file that reports memory limits",
-    "fstatvfs": "ask for the free space of a file system",
-    "graph_memory": "ask for the bytes held for CUDA graphs",
-    "import_handle": "take over another process's device memory",
-    "madvise": "make pages of the shared store",
-    "map": "map physical memory at an address",
-    "memory_info": "ask for a device's free memory",
-    "mkostemp": "create a temporary file that has a name",
-    "mmap": "reserve host memory",
-    "open": "create the backup file",
-    "pack": "pack content on the device",
-    "pread": "read from the backup file",
-    "pwrite": "write to the backup file",
-    "record": "record an event in a stream",
-    "register_host": "pin host memory",
-    "release": "free physical device memory",
-    "reserve": "reserve addresses",
-    "sample": "sample content on the device",
-    "set_stack_limit": "change the size of a thread's stack",
-    "stack_limit": "ask for the size of a thread's stack",
-    "stream_wait": "make a stream wait for an event",
-    "synchronize": "wait for all work on a device",
-    "thread": "start a thread",
-    "trim_graph_memory": "free memory cached for CUDA graphs",
-    "unmap": "unmap device memory",
-    "unpack": "unpack content on the device",
-    "unregister_host": "unpin host memory",
-    "unreserve": "give addresses back",
-    "wait": "wait for an event",
-}
-ERRORS = {
-    "context lost": "context lost (driver)",
-    "invalid value": "invalid value (driver)",
-    "out of memory": "out of memory (driver)",
-    "short": "fewer bytes read or written than asked for",
-}
 QUANTITIES = {
     "release_s": "time of a release (s)",
     "resume_s": "time of a resume (s)",
@@ -85,44 +31,6 @@ QUANTITIES = {
     "threads": "threads",
     "pinned_mib": "pinned memory (MiB)",
 }
-
-
-def guarded_by(decorator: ast.expr) -> list[str]:
-    """The failures that a decorator names, if it is ``@pytest.mark.guards(...)``."""
-    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.guards":
-        return [ast.literal_eval(argument) for argument in decorator.args]
-    return []
-
-
-def guards() -> Iterator[tuple[Path, str, str]]:
-    """Each test's file, its name, and a failure that it guards against."""
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for failure in (name for decorator in node.decorator_list for name in guarded_by(decorator)):
-                    yield path.relative_to(TESTS), node.name, failure
-
-
-def tests_by_failure() -> dict[str, dict[str, list[str]]]:
-    """For each known failure the files with tests for it, and the tests' names."""
-    found: dict[str, dict[str, list[str]]] = {happened: {} for happened in HAPPENED}
-    for path, test, failure in guards():
-        found[failure].setdefault(str(path), []).append(test)
-    return found
-
-
-def known_failures() -> str:
-    """The last section: under each area its failures, under each failure its tests by file."""
-    tests = tests_by_failure()
-    lines = []
-    for area, failures in KNOWN_FAILURES.items():
-        lines += [f"### {area}", ""]
-        for happened, holds in failures:
-            lines += [f"**{happened[0].upper()}{happened[1:]}.** {holds}", ""]
-            for path, names in tests[happened].items():
-                lines.append(f"- `{path}`: " + ", ".join(f"`{name}`" for name in names))
-            lines.append("")
-    return "\n".join(lines).rstrip()
 
 
 def table(*rows: tuple[object, ...]) -> str:
@@ -155,16 +63,13 @@ def soaked(fits: dict[str, Any]) -> str:
 def page() -> str:
     """The whole page, from the recorded figures."""
     figures = json.loads(RECORD.read_text())
-    every_call = figures["every_call"]
     return (
         (TESTS / "reliability" / "page.md")
         .read_text()
         .format(
             **figures | {"deaths": deaths(figures["deaths"])},
-            calls=table(*((f"`{call}`", CALLS.get(call, ""), f"{n:,}") for call, n in every_call["by_call"].items())),
-            errors=table(
-                *((ERRORS.get(error, error), f"{cases:,}") for error, cases in every_call["by_error"].items())
-            ),
+            functions=len(figures["every_call"]["by_call"]),
+            errors=len(figures["every_call"]["by_error"]),
             places=len(figures["deaths"]),
             fits=soaked(figures["soak"]["fits"]),
             h200=json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text()),
@@ -174,7 +79,6 @@ def page() -> str:
                     for name, run in figures["compute_sanitizer"]["runs"].items()
                 )
             ),
-            known=known_failures(),
         )
     )
 

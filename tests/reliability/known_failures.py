@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+TESTS = Path(__file__).parents[1]
 
 
 class KnownFailure(NamedTuple):
@@ -12,7 +17,7 @@ class KnownFailure(NamedTuple):
     holds: str
 
 
-#: The failures by area. docs/reliability.md lists them with their tests.
+#: The failures by area.
 KNOWN_FAILURES = {
     "Release and resume": (
         KnownFailure(
@@ -218,3 +223,27 @@ KNOWN_FAILURES = {
 
 #: What the argument of a ``guards`` marker may be.
 HAPPENED = [failure.happened for failures in KNOWN_FAILURES.values() for failure in failures]
+
+
+def guarded_by(decorator: ast.expr) -> list[str]:
+    """The failures that a decorator names, if it is ``@pytest.mark.guards(...)``."""
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.guards":
+        return [ast.literal_eval(argument) for argument in decorator.args]
+    return []
+
+
+def guards() -> Iterator[tuple[Path, str, str]]:
+    """Each test's file, its name, and a failure that it guards against."""
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for failure in (name for decorator in node.decorator_list for name in guarded_by(decorator)):
+                    yield path.relative_to(TESTS), node.name, failure
+
+
+def tests_by_failure() -> dict[str, dict[str, list[str]]]:
+    """For each known failure the files with tests for it, and the tests' names."""
+    found: dict[str, dict[str, list[str]]] = {happened: {} for happened in HAPPENED}
+    for path, test, failure in guards():
+        found[failure].setdefault(str(path), []).append(test)
+    return found

@@ -1,4 +1,7 @@
-"""`make lint` fails if a dependency is reversed, a lock is forgotten or a function grows: tried on a changed copy."""
+"""`make lint` fails if a dependency is reversed, a lock is forgotten, a function grows or a word is out.
+
+Tried on a copy with one change.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +121,49 @@ def test_a_long_function_fails(copy: Path) -> None:
     code, output = ran(copy, ".ci/check_sizes.py")
     assert code == 1
     assert "63 lines, at most 60: void grown(int a)" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("csrc/support/log.cpp", "// The guest is told.", '"told"; say instead: say, report, return, notify'),
+        ("csrc/support/log.cpp", "struct Door {\n  int owed_bytes;\n};", '"owed"; say instead: must, needs'),
+        (f"{ROOM}/app.py", "# Each has a thread of its\n# own.", '"of its own"; say instead: its own, a separate'),
+        (f"{ROOM}/app.py", "def gate_calls() -> None: ...", '"gate"; say instead: lock, admission'),
+        ("docs/page.md", "A rank tells the service.", 'docs/page.md:2: "tells"; say instead: say'),
+    ],
+)
+def test_a_word_that_is_out_fails(copy: Path, name: str, line: str, said: str) -> None:
+    clean_of_words(copy)
+    assert ran(copy, ".ci/check_words.py") == (0, "")
+    add(copy, name, line)
+    code, output = ran(copy, ".ci/check_words.py")
+    assert code == 1
+    assert said in output
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (f"{ROOM}/app.py", "from memsaver_server.engine.gate import Gate"),
+        (f"{ROOM}/engine/gate.py", "# The gate is closed."),
+        ("docs/page.md", "<!-- table -->\nIt is told.\n<!-- end of table -->"),
+        ("docs/page.md", "The lowest power of a gateway; its own thread, as offered."),
+    ],
+)
+def test_other_uses_of_a_word_pass(copy: Path, name: str, line: str) -> None:
+    clean_of_words(copy)
+    add(copy, name, line)
+    assert ran(copy, ".ci/check_words.py") == (0, "")
+
+
+def clean_of_words(copy: Path) -> None:
+    """Leave only files without words in the copy."""
+    for folder in ("csrc", "memsaver_core", "server"):
+        for path in (copy / folder).rglob("*.[chp]*"):
+            path.write_text("")
+    (copy / "docs").mkdir()
+    (copy / "docs/page.md").write_text("")
 
 
 @pytest.mark.skipif(find_spec("ziglang") is None, reason="ziglang is not installed")
