@@ -196,7 +196,7 @@ def test_vllms_own_sleep_passes_by_the_service(world: World, wake_ups: list[str]
 
 
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
-def test_the_death_of_the_engine_core_is_reported_by_vllms_own_probe(world: World) -> None:
+def test_the_death_of_the_engine_core_is_told_by_vllms_own_probe(world: World) -> None:
     """And requests are refused, which vLLM would let in."""
     world.post("/release_memory_occupation").raise_for_status()
     world.core.kill()
