@@ -1,7 +1,7 @@
 """Weights, from a checkpoint, a random generator or an update, and the part of them that one rank holds.
 
-transformers' own tensor parallelism is not used: it divides a model only while it loads a checkpoint, neither random
-weights nor updates, and its functions are others from one supported version to the next.
+transformers' own tensor parallelism is not used: it divides a model only while it loads a checkpoint, so neither random
+weights nor updates, and its functions differ between the supported versions.
 """
 
 from __future__ import annotations
