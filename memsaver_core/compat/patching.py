@@ -1,4 +1,4 @@
-"""Patching functions, and modules right after their import, so that a plugin need not import them."""
+"""Patches functions, and modules right after their import, so that a plugin need not import them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _patches: dict[str, list[Patch]] = {}
 
 
 def wrap(owner: Any, name: str, wrapper: Function, *, again: bool = False) -> None:
-    """Have ``wrapper(original, ...)`` called in place of a function; do nothing if there is none.
+    """Have ``wrapper(original, ...)`` called in place of ``owner.name``; do nothing if there is no such function.
 
     Args:
-        owner: a module, a class, or an object whose method is wrapped for it alone.
-        again: also if the function is wrapped already.
+        owner: a module, a class, or an object whose method is wrapped for that object alone.
+        again: wrap a function that is wrapped already, too.
     """
     original = getattr(owner, name, None)
     if original is None or (hasattr(original, "_memsaver_wraps") and not again):
@@ -80,7 +80,7 @@ def _apply(module: ModuleType, patch: Patch) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has the remaining finders find watched modules, which are patched once they are executed."""
+    """Finds modules that are to be patched, by the other finders, and patches them once they are executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""The stand-in for SGLang on several ranks, each in a process of its own, with the service on the first.
+"""The stand-in for SGLang on several ranks, each in its own process, with the service on the first.
 
 ``python -m tests.service.sglang_ranks`` imports everything once. For each line of JSON on its standard input it forks
 the ranks of one engine, and prints their process ids. The first rank takes SGLang's requests and gives their results at

@@ -347,13 +347,13 @@ class SchedulerRequestReceiver:
         if self.input_blocker is not None:
             received = self.input_blocker.handle(received)
         if self.ps.tp_size > 1:
-            told = [received]
+            shared = [received]
             try:
-                dist.broadcast_object_list(told, src=self.ps.pp_rank * self.ps.tp_size, group=self.tp_cpu_group)
+                dist.broadcast_object_list(shared, src=self.ps.pp_rank * self.ps.tp_size, group=self.tp_cpu_group)
             except RuntimeError:
                 # A rank is dead. Some backends notice and some hang, which is harder for the service: hang always.
                 threading.Event().wait()
-            received = told[0]
+            received = shared[0]
         requests: list[Any] = received
         return requests
 

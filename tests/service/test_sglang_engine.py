@@ -498,7 +498,7 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
 
 
 def test_a_version_that_lacks_a_name(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told at the start, not when the name is needed."""
+    """It is reported at the start, not when the name is needed."""
     scheduler = make()
     scheduler.draft_worker = SimpleNamespace()
     monkeypatch.delattr(standin.Tree, "reset")

@@ -214,7 +214,7 @@ def test_a_rank_that_fails(serve: Callable[..., Serving], fail: Callable[[Any], 
 def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
     monkeypatch: pytest.MonkeyPatch, standin_scheduler: standin.Scheduler
 ) -> None:
-    """It waits until the iteration that the command came in is over, and tells if that does not happen."""
+    """It waits until the iteration that the command came in is over, and reports it if that does not happen."""
     monkeypatch.setattr(event_loop, "ARRIVAL_S", 0.01)
     loop = event_loop.EventLoop(SglangScheduler(standin_scheduler))
     rank = SchedulerRank(loop)
@@ -234,7 +234,7 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
     assert failure() is None
 
 
-def test_a_rank_tells_what_a_command_raised_after_the_next_one(standin_scheduler: standin.Scheduler) -> None:
+def test_a_rank_reports_what_a_command_raised_after_the_next_one(standin_scheduler: standin.Scheduler) -> None:
     """Two callers may each have a command carried out before the rank is asked."""
     loop = event_loop.EventLoop(SglangScheduler(standin_scheduler))
     standin_scheduler.running_batch.reqs.append(standin.Req("running", PROMPT, 8))
@@ -291,7 +291,7 @@ def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
 )
 @pytest.mark.parametrize("released", [True, False])
 def test_a_rank_that_is_killed(serve: Callable[..., Serving], released: bool) -> None:
-    """It is told without an operation, and to a caller that waits."""
+    """It is reported without an operation, and to a caller that waits."""
     serving = serve(2)
     dead = f"rank 1 (process {serving.engine.pids[1]}) has ended"
     with ThreadPoolExecutor(1) as pool:

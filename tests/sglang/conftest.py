@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU. `make test-sglang` sets up SGLang in an environment of its own."""
+"""Real SGLang servers on the CPU. `make test-sglang` sets up SGLang in a separate environment."""
 
 from __future__ import annotations
 

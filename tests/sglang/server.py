@@ -1,4 +1,4 @@
-"""A real SGLang server in processes of its own; here on its CPU engine, with memsaver's host driver."""
+"""A real SGLang server in separate processes; here on its CPU engine, with memsaver's host driver."""
 
 from __future__ import annotations
 

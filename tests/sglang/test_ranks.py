@@ -84,7 +84,7 @@ def test_their_communicators_can_be_suspended(server: Server) -> None:
 
 
 def test_the_death_of_one_ends_the_server(served: Server) -> None:
-    """By SGLang; what waits for the ranks is told, and nothing hangs."""
+    """By SGLang; what waits for the ranks gets an error, and nothing hangs."""
     served.service("/release_memory_occupation")
     served.schedulers()[1].send_signal(signal.SIGKILL)
     wait_until(lambda: served.process.poll() is not None, ANSWER_S)  # it may first look for dumps for a minute

@@ -35,7 +35,7 @@ def test_from_the_warm_up_to_the_end(start: Start) -> None:
     server.service("/resume_memory_occupation")
     server.wait_until_up()
 
-    # SGLang's own call tells which requests held it up, and they continue.
+    # SGLang's own call reports which requests held it up, and they continue.
     expected = server.generate(2000, prompts(1)[0])
     (running,) = server.in_background(1, 2000)
     held_up = server.own("/release_memory_occupation", status=504)

@@ -461,7 +461,7 @@ def test_tools() -> None:
         assert os.environ["MEMSAVER_TEST_A"] == "1"
     assert "MEMSAVER_TEST_A" not in os.environ
     library = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
-    assert b"TMS_INIT_ENABLE_DISK_BACKUP" in library.read_bytes()  # by which projects tell what it can do
+    assert b"TMS_INIT_ENABLE_DISK_BACKUP" in library.read_bytes()  # by which projects find out what it can do
     assert get_binary_path_from_package("torch_memory_saver_hook_mode_torch").exists()
     with pytest.raises(RuntimeError, match="there is no library"):
         get_binary_path_from_package("other")

@@ -66,7 +66,7 @@ class SglangAdapter:
 
 
 class TokenspeedAdapter:
-    """Makes an object of its own. A tag may be missing; graphs stay, and nothing is disabled."""
+    """Makes its own object. A tag may be missing; graphs stay, and nothing is disabled."""
 
     enabled = True
 

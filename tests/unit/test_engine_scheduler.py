@@ -236,7 +236,7 @@ def test_abort_answers_with_the_tokens_so_far(scheduler: Scheduler, runner: Arit
     waiting = [scheduler.enqueue(ask([n], 200)) for n in range(6)]
     drained = threading.Thread(target=scheduler.drain, args=(60, "abort"))
     drained.start()
-    wait_until(lambda: scheduler._quiesced)  # under the lock, until all are told
+    wait_until(lambda: scheduler._quiesced)  # set under the lock, which is held until all are aborted
     runner.gate.set()
     drained.join()
     for future in (running, *waiting):

@@ -303,7 +303,7 @@ def test_a_call_that_raises_leaves_the_gate(engine_of: Callable[..., ModuleEngin
     assert inside(engine) == []
 
 
-def test_each_thread_has_requests_of_its_own(engine_of: Callable[..., ModuleEngine]) -> None:
+def test_each_thread_has_its_own_requests(engine_of: Callable[..., ModuleEngine]) -> None:
     module = Called()
     engine = engine_of(module)
     met, leave = threading.Barrier(9), threading.Barrier(9)
@@ -518,7 +518,7 @@ def saved(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("own_forward", [False, True])
 @pytest.mark.parametrize("how", [copied, pickled, saved], ids=lambda how: how.__name__)
-def test_a_copy_is_a_module_of_its_own_and_not_attached(
+def test_a_copy_is_a_separate_module_and_not_attached(
     engine_of: Callable[..., ModuleEngine], how: Callable[[nn.Module], nn.Module], own_forward: bool
 ) -> None:
     module = Assorted()

@@ -23,8 +23,8 @@ from tests.unit.test_vllm_plugin import ALL, Executor, Rank, group, released, wo
 __all__ = ["group", "workers"]
 
 RANKS = 2
-#: vLLM is told to expect a release, puts its workers to sleep, and tells what became of it. It believes that it sleeps
-#: if a part was released before, and is then told to sleep now.
+#: The ranks are sent an expected release, vLLM puts its workers to sleep, and the ranks are asked for the outcome. vLLM
+#: counts as asleep if a part was released before: the ranks are then sent SleepNow.
 STEPS = ("ExpectRelease", "sleep", "TakeOutcome", "SleepNow")
 CASES = list(itertools.product(STEPS, range(RANKS), (False, True)))
 #: For ranks that are made to hang: a step that takes longer has hung. The steps take milliseconds.
@@ -45,7 +45,7 @@ def test_a_step_that_fails_is_undone_on_every_rank(group: list[Rank], step: str,
     get_ready(memory, step)
     before = [released(rank) for rank in group]
     group[failing].arm(step, "error", after)
-    with pytest.raises(MemsaverError, match="this rank was told to fail"):
+    with pytest.raises(MemsaverError, match="this rank was made to fail"):
         memory.release(MemoryRequest())
     assert [released(rank) for rank in group] == before
     memory.release(MemoryRequest())
@@ -56,7 +56,7 @@ def test_a_step_that_fails_is_undone_on_every_rank(group: list[Rank], step: str,
 
 @pytest.fixture
 def groups() -> Iterator[list[list[Rank]]]:
-    """For each of ``DEADLY`` a group of its own."""
+    """For each of ``DEADLY`` a separate group."""
     names = [[f"fault{case}-{rank}-{os.getpid()}" for rank in range(RANKS)] for case in range(len(DEADLY))]
     groups = [[Rank(MEMSAVER_HOST_DEVICE=name) for name in each] for each in names]
     try:
@@ -81,16 +81,16 @@ def test_a_rank_that_hangs_or_dies_is_named_and_the_group_refuses_work(groups: l
         ranks[failing].arm(step, kind, after)
         with pytest.raises(GroupFailedError) as failed:
             memory.release(MemoryRequest())
-        told = str(failed.value)
-        assert f"rank {failing} (process {ranks[failing].pid})" in told
-        assert f"process {ranks[1 - failing].pid}" not in told
-        assert "the release of kept content" in told
+        failure = str(failed.value)
+        assert f"rank {failing} (process {ranks[failing].pid})" in failure
+        assert f"process {ranks[1 - failing].pid}" not in failure
+        assert "the release of kept content" in failure
         status = memory.status()
-        assert (status.state, status.failure) == ("failed", told)
+        assert (status.state, status.failure) == ("failed", failure)
         assert [each.alive for each in status.ranks] == [kind == "hang" or each != failing for each in range(RANKS)]
         with pytest.raises(GroupFailedError) as refused:
             memory.resume(Tagged())
-        assert str(refused.value) == told
+        assert str(refused.value) == failure
 
     with ThreadPoolExecutor(len(DEADLY)) as pool:
         for case, ran in [(case, pool.submit(check, ranks, *case)) for case, ranks in zip(DEADLY, groups, strict=True)]:

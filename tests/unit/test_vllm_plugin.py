@@ -57,7 +57,7 @@ ALL = {"weights", "kv_cache", "runtime", "workspace"}
 #: Modules that take long to import, and that every worker needs.
 PRELOADED = ["torch._dynamo", "memsaver_core.compat.vllm.plugin", "tests.unit.test_vllm_plugin"]
 
-# -- a worker of its own process ---------------------------------------------------------------------------------------
+# -- a worker in its own process ---------------------------------------------------------------------------------------
 
 
 class Model:
@@ -147,7 +147,7 @@ class Model:
                 os.kill(os.getpid(), signal.SIGKILL)
             if kind == "hang":
                 Event().wait()
-            raise DriverError("this rank was told to fail", call="test")
+            raise DriverError("this rank was made to fail", call="test")
 
         setattr(owner, name, faulty)
 
@@ -317,7 +317,7 @@ def test_registering_imports_nothing_of_vllm() -> None:
         ("1", True, "another", False),
     ],
 )
-def test_only_an_engine_that_was_told_so_sleeps_by_memsaver(
+def test_only_an_engine_that_is_set_up_so_sleeps_by_memsaver(
     monkeypatch: pytest.MonkeyPatch, switch: str, sleeping: bool, backend: str, ours: bool
 ) -> None:
     monkeypatch.setenv("MEMSAVER_VLLM", switch)
@@ -349,9 +349,9 @@ dist.get_backend_config = lambda: "cuda:nccl"
 worker.init_device()
 print("set:", os.environ["NCCL_GRAPH_REGISTER"])
 """
-    told = run(REGISTER + MAKE + code, MEMSAVER_VLLM="1", **environment)
-    assert f"set: {setting}" in told
-    assert ("may hang on replay" in told) == (setting == "1")
+    printed = run(REGISTER + MAKE + code, MEMSAVER_VLLM="1", **environment)
+    assert f"set: {setting}" in printed
+    assert ("may hang on replay" in printed) == (setting == "1")
 
 
 def test_a_backend_of_that_name_exists_without_the_switch() -> None:
@@ -645,7 +645,7 @@ def test_a_rank_that_is_gone_is_an_error(group: list[Rank]) -> None:
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
 def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> None:
-    """A worker that works answers nobody, and its phase and progress are told all the same, and end with it."""
+    """A worker that works answers nobody, and yet its phase and progress are reported, and end with it."""
     memory = VllmMemory(Executor(group))
     for rank in group:
         rank.delay("unmap", 0.5)
@@ -654,7 +654,7 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
         release = pool.submit(memory.release, MemoryRequest(), log=log)
 
         def is_pausing() -> bool:
-            """Both are told by the slowest rank."""
+            """Both are those of the slowest rank."""
             assert not release.done()
             seen = memory.status().progress
             return log.now == "pause" and seen.operation == "release" and 0 < seen.done_bytes <= seen.total_bytes
@@ -678,15 +678,15 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
                 if message["type"] == "Introduce":
                     answer["fields"]["introduction"]["progress"].update(location)
                 elif message["type"] == "Move" and message["fields"]["operation"] == "resume":
-                    told.append((log.now, memory.status().progress.operation))
+                    seen.append((log.now, memory.status().progress.operation))
             return answers
 
-    told: list[tuple[str, str]] = []
+    seen: list[tuple[str, str]] = []
     memory = VllmMemory(Far(group))
     memory.release(MemoryRequest())
     log = PhaseLog(memory.read_devices)
     memory.resume(Tagged(), log=log)
-    assert told == [("restore", "")] * 2
+    assert seen == [("restore", "")] * 2
     assert all(rank.content()["weights"] for rank in group)
 
 

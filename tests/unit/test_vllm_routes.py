@@ -254,10 +254,10 @@ def test_how_far_the_ranks_are_is_told(world: World) -> None:
     for rank in world.client.executor.ranks:
         rank.delay("unmap", 0.5)
     started = world.post("/release_memory_occupation", **{"async": True}).json()
-    told = []
+    seen = []
     while (now := world.http.get(started["location"]).json())["status"] != "succeeded":
-        told.append((now["phase"], now["progress"] and now["progress"]["done_bytes"]))
-    assert len({done for phase, done in told if phase == "pause" and done is not None}) > 1
+        seen.append((now["phase"], now["progress"] and now["progress"]["done_bytes"]))
+    assert len({done for phase, done in seen if phase == "pause" and done is not None}) > 1
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
@@ -501,7 +501,7 @@ def test_an_llm_may_be_attached_again(group: list[Rank]) -> None:
         assert llm.chat()["runtime"]
 
 
-def test_an_llm_that_sleeps_otherwise_is_told_apart(group: list[Rank]) -> None:
+def test_an_llm_that_sleeps_otherwise_is_refused(group: list[Rank]) -> None:
     llm = Offline(group)
     llm.collective_rpc = lambda method, args=(): [ANSWERS.encode(Answer(None, Introduction()))]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedError, match="MEMSAVER_VLLM=1"):

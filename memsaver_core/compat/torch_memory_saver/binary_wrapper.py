@@ -1,4 +1,4 @@
-"""The functions of torch_memory_saver's native library, in Python: they get and set the calling thread's region."""
+"""The functions of torch_memory_saver's native library, in Python. They get and set the calling thread's region."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FIELDS: dict[str, Any] = {
 
 
 class _ThreadState(threading.local):
-    """A thread's region if there is no preload library. Each thread starts with the environment's values."""
+    """A thread's region if there is no preload library. Each thread begins with the environment's values."""
 
     def __init__(self) -> None:
         self.interesting_region = state.flag("TMS_INIT_ENABLE")
@@ -41,7 +41,8 @@ class _ThreadState(threading.local):
 
 @cache
 def _thread_state(path: str) -> Any:
-    """Return an object with a thread's region; the preload library at ``path`` needs it at every allocation."""
+    """Return an object with each thread's region, which is kept in the preload library at ``path`` if there is one, as
+    that needs it at every allocation."""
     if not path:
         return _ThreadState()
     library = ctypes.CDLL(path)
@@ -55,13 +56,13 @@ def _thread_state(path: str) -> Any:
     return type("LibraryState", (), {name: field(name, kind) for name, kind in _FIELDS.items()})()
 
 
-#: ``stack``: what a thread that has left its region by ``tms_set_interesting_region(False)`` ends to be back in it.
+#: ``stack`` brings a thread back into its region, which it has left by ``tms_set_interesting_region(False)``.
 _suspension = threading.local()
 
 
 @cache
 def _cuda_runtime() -> ctypes.CDLL:
-    """Return where torch's calls of CUDA's runtime go; without CUDA, where this process's global functions are."""
+    """Return the library by which torch calls CUDA's runtime; without CUDA, this process's global functions."""
     everything = ctypes.CDLL(None)
     if torch.version.cuda is None or hasattr(everything, "cudaGetDeviceCount"):
         return everything
@@ -71,17 +72,17 @@ def _cuda_runtime() -> ctypes.CDLL:
 class NativeFunctions:
     """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
 
-    Pause, resume, the margin, retention and the folder are of the whole process, the rest is of the calling thread. A
-    tag or kind of backup that is set applies to raw allocations; those of torch take theirs from their region. Errors
-    are ``MemsaverError``.
+    Pause, resume, the margin, retention and the folder apply to the whole process, the rest to the calling thread. A
+    tag or kind of backup that is set applies to raw allocations; torch's take theirs from their region. Errors are
+    ``MemsaverError``.
     """
 
     def __init__(self, path: str) -> None:
         self._state = _thread_state(path)
 
     def __getattr__(self, name: str) -> Any:
-        """Resolve what gets or sets a field without a rule of its own; and functions of CUDA's runtime, as a library
-        that is linked with it does."""
+        """Return a getter or setter of a field that has no method here; or a function of CUDA's runtime, with which the
+        original library is linked."""
         if name.startswith("__"):
             raise AttributeError(name)
         action, _, field = name.removeprefix("tms_").partition("_")
@@ -115,7 +116,7 @@ class NativeFunctions:
 
     @contextmanager
     def region_left(self) -> Iterator[None]:
-        """Suspend the thread's region; torch's memory comes from a pool that ends with the block."""
+        """Leave the thread's region; torch's memory comes from a pool that ends with the block."""
         if not self._state.interesting_region:
             raise state.MisuseError(
                 "disable() is for a thread in a region, or with TMS_INIT_ENABLE=1; this one is in none"
@@ -133,7 +134,7 @@ class NativeFunctions:
         self._state.current_tag = tag
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
-        """Set ``pinned`` or ``mmap``; with the latter each resume of the process unmaps unused memory at once."""
+        """Set ``pinned`` or ``mmap``. With the latter each resume of the process unmaps unused memory at once."""
         self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
         state.this_process.frees_at_once |= value == b"mmap"
 
@@ -146,7 +147,7 @@ class NativeFunctions:
         return 0
 
     def set_memory_margin_bytes(self, value: int) -> None:
-        """Set what an allocation in a region must leave free on the device, else it is out of memory."""
+        """Set how many bytes of the device an allocation in a region must leave free; else it is out of memory."""
         if value < 0:
             raise ConfigurationError(f"a memory margin is a number of bytes, not {value}")
         if process.enabled():

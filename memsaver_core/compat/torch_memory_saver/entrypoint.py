@@ -24,7 +24,7 @@ CpuBackupBackend = Literal["mmap", "pinned"]
 _TAG_DEFAULT = "default"
 _MISSING = object()
 
-# By torch's id of the pool that the caller gave, and the tag: graphs given the same pool share memory.
+# By torch's id of the pool that the caller gave, and the tag: graphs that are given the same pool share memory.
 _graph_pools: weakref.WeakValueDictionary[tuple[Any, str], ms.GraphPool] = weakref.WeakValueDictionary()
 
 
@@ -79,7 +79,7 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
 
-        Content is kept, with ``enable_cpu_backup`` or without: it is state that is written only at capture. Graphs with
+        The content is always kept, even without ``enable_cpu_backup``, as some is written only at capture. Graphs with
         the same ``pool`` and tag share memory.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
@@ -95,7 +95,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Suspend the region: what is allocated inside is ordinary memory, given back at the end of the block.
+        """Leave the region: what is allocated inside the block is ordinary memory, given back at the end of it.
 
         Raises:
             ConfigurationError: the thread is in no region.
@@ -165,8 +165,8 @@ class TorchMemorySaver:
 
         Args:
             x: contiguous, in memory of a region.
-            zero_copy: return the backup itself if it is contiguous (one that spans 32 MiB blocks may not be). It is
-                valid until the next pause or non-retaining resume, and must not be written.
+            zero_copy: return the backup itself, if that is contiguous (one that spans 32 MiB blocks may not be). It is
+                valid until the next pause, or resume without retention, and must not be written.
 
         Returns:
             A tensor in host memory; None if ``x`` is resident without a retained backup, or backed up on disk.
@@ -221,7 +221,7 @@ class _TorchMemorySaverImpl:
         self._is_xpu = False
         self._hook_mode = hook_mode
         self._hook_util = HookUtilBase.create(hook_mode)
-        # The preload library, if loaded, goes by its own state of the region, in either mode.
+        # In either mode the preload library, if loaded, has the state of the region.
         self._binary_wrapper = BinaryWrapper(state.this_process.attach_library())
         self._mem_pools = MemPools()
         state.this_process.initialize()
@@ -236,9 +236,9 @@ class _TorchMemorySaverImpl:
 
 
 class MemPools:
-    """The pools of regions, as projects use them. torch keeps what is freed in a pool until the pool is dropped.
+    """The pools of regions, for projects that drop them. torch keeps what is freed in a pool until it is dropped.
 
-    After a drop, ``torch.cuda.empty_cache()`` gives back its free memory; its tensors live on, under their tag. The
+    After that ``torch.cuda.empty_cache()`` gives back the pool's free memory. Its tensors live on, under their tag. The
     host driver has no pools.
     """
 
@@ -263,7 +263,7 @@ def _check_backend(enable_cpu_backup: bool, backend: str | None) -> None:
 
 
 def graph_pool(pool: Any, tag: str) -> ms.GraphPool:
-    """Return the memory that graphs share which are given the same ``pool`` (torch's id) and tag."""
+    """Return the pool of all graphs that are given the same ``pool`` (torch's id) and tag; a new one if it is None."""
     if pool is None:
         return ms.GraphPool(tag, restore="host")
     key = (tuple(pool), tag)

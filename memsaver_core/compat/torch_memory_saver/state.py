@@ -21,11 +21,11 @@ from memsaver_core.contract.policies import ZEROED_TAGS
 
 logger = logging.getLogger(__name__)
 
-#: How long memory is kept that no pause uses: longer than a training step.
+#: How long memory is kept that no pause uses, seconds: longer than a training step.
 KEPT_FOR_S = 600.0
-#: How often the host is asked.
+#: How often it is checked that the host has plenty of memory, seconds.
 _EVERY_S = 1.0
-#: Percent of the last 10 s in which some task waited for memory (``some avg10``).
+#: From here on memory is scarce: percent of the last 10 s in which some task waited for it (``some avg10``).
 _PRESSURE = 1.0
 _PRESSURE_FILE = Path("/proc/pressure/memory")
 
@@ -35,8 +35,11 @@ class MisuseError(ConfigurationError, AssertionError):
 
 
 def flag(name: str) -> bool:
-    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no), False if it is not set;
-    raise ConfigurationError if it has another value."""
+    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
+
+    Raises:
+        ConfigurationError: it has another value.
+    """
     value = os.environ.get(name, "0")
     if value in ("0", "false", "FALSE", "no", "NO"):
         return False
@@ -46,7 +49,7 @@ def flag(name: str) -> bool:
 
 
 def check_backend(value: str, name: str = "a CPU backup backend") -> str:
-    """Return ``value`` if it is a kind of backup memory, or empty for the default one. ``name`` is for the message.
+    """Return ``value``, a kind of backup memory, or empty for the default one. ``name`` is for the message.
 
     Raises:
         ConfigurationError: there is no such kind.
@@ -57,8 +60,8 @@ def check_backend(value: str, name: str = "a CPU backup backend") -> str:
 
 
 def is_plentiful(spare_bytes: int) -> bool:
-    """Return whether the host, or this process's control group, can do without ``spare_bytes`` of pinned memory: no
-    task waited for memory lately, and at least as much is available besides."""
+    """Return whether the host, or this process's control group, can spare ``spare_bytes`` of pinned memory: no task
+    waited for memory lately, and at least as much more is available."""
     fields: list[str] = []
     with suppress(OSError):  # a kernel without it
         fields = _PRESSURE_FILE.read_text().split()
@@ -67,8 +70,8 @@ def is_plentiful(spare_bytes: int) -> bool:
 
 
 class SpareMemory:
-    """Watches over what one saver has pinned between a resume and the next pause: torch_memory_saver frees that, which
-    the next pause pays for. It is kept as long as the host has plenty, at most for some minutes."""
+    """What a saver keeps pinned between a resume and the next pause, which is then faster; torch_memory_saver frees it.
+    It is kept while the host has plenty of memory, at most for ``KEPT_FOR_S``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,8 +82,8 @@ class SpareMemory:
         atexit.register(self._end)
 
     def keep(self, saver: _native.Saver) -> None:
-        """Keep what the saver has pinned until it is scarce, or unused for ``KEPT_FOR_S``; then unpin it. Unpins it now
-        if nothing can watch over it."""
+        """Keep what the saver has pinned until memory is scarce, or it was unused for ``KEPT_FOR_S``; then unpin it.
+        Unpins it at once if no thread can be started to check that."""
         with self._lock:
             self._until = time.monotonic() + KEPT_FOR_S
             if self._watching:
@@ -96,7 +99,8 @@ class SpareMemory:
         saver.trim_backup_memory(at_once=True)
 
     def _end(self) -> None:
-        """Python ends a thread that returns from native code after this, and C++ then aborts the process."""
+        """End the thread. If it still ran at the interpreter's end, Python would end it as it returns from native code,
+        and C++ would then abort the process."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
@@ -112,7 +116,7 @@ class SpareMemory:
             status = saver.status()
             plentiful = is_plentiful(status["pool_capacity_bytes"] - status["pool_used_bytes"])
         except Exception:
-            logger.exception("backup memory is unpinned: how much memory the host has cannot be told")
+            logger.exception("backup memory is unpinned: how much memory the host has cannot be read")
             plentiful = False
         with self._lock:
             self._watching = plentiful and time.monotonic() <= self._until
@@ -124,11 +128,11 @@ class State:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._library: str | None = None  # path of the preload library, "" if not loaded, None before the first look
+        self._library: str | None = None  # path of the preload library, "" if not loaded, None if not known yet
         self._callbacks: list[Any] = []  # the library calls them for as long as the process lives
         self._initialized = False
         self.retaining = False  # whether a resume leaves backups in host memory
-        self.retained_tags: set[str] = set()  # their last resume did
+        self.retained_tags: set[str] = set()  # those whose last resume did
         self._spare = SpareMemory()
         self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
 
@@ -136,8 +140,10 @@ class State:
         """Connect the preload library, if this process was started with it, to the saver.
 
         Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
-        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time. Returns the library's
-        path, or an empty string.
+        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time.
+
+        Returns:
+            The library's path, or an empty string.
 
         Raises:
             ConfigurationError: the library is another version's, or an environment variable cannot be used.
@@ -157,7 +163,7 @@ class State:
         return self._library
 
     def initialize(self) -> None:
-        """Make the saver and apply the environment variables. Does nothing from the second time on.
+        """Make the saver and apply the environment variables. Idempotent.
 
         Raises:
             ConfigurationError: an environment variable cannot be used.
@@ -193,8 +199,8 @@ class State:
             self.retained_tags.difference_update(names or self.retained_tags)
 
     def resume(self, tag: str | None) -> None:
-        """Resume a tag, or all; their backups are dropped unless retained, and their memory if the host lacks it, or if
-        it was asked for by ``mmap``. An unknown tag is ignored."""
+        """Resume a tag, or all, and drop the backups unless they are retained. Their memory is unpinned once the host
+        needs it; at once if ``mmap`` was asked for. An unknown tag is ignored."""
         names = [tag] if tag else []
         try:
             ms.resume(names)
@@ -214,7 +220,7 @@ class State:
                 self._spare.keep(saver)
 
     def _register_operations(self, path: str) -> None:
-        """Let C code in this process pause and resume: ``tms_pause`` and ``tms_resume`` of the preload library."""
+        """Let C code in this process pause and resume, by ``tms_pause`` and ``tms_resume`` of the preload library."""
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 
         def from_c(operation: Callable[[str | None], None]) -> Any:

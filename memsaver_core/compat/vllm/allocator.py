@@ -33,7 +33,7 @@ WEIGHTS = "weights"
 #: Tags that every sleep keeps, whatever its level: vLLM cannot write their content again.
 KEPT = frozenset({RUNTIME, CUDA_GRAPH})
 
-#: The only tags that a wake-up by tags may leave asleep; all others come back with any wake-up.
+#: The only tags that a wake-up by tags may leave asleep. All others come back with any wake-up.
 DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
 
 
@@ -58,15 +58,15 @@ class WorkerConfig:
     """What was decided for the worker of this process.
 
     Attributes:
-        enabled: the worker's memory is memsaver's.
-        tags_cache_alone: while the KV cache is made: its tag is for the cache itself, not for all that is made then.
+        enabled: whether the worker's memory is memsaver's.
+        tags_cache_alone: while the KV cache is made, whether its tag is for the cache alone, or for all that is made.
     """
 
     enabled: bool = False
     tags_cache_alone: bool = False
 
     def decide(self, vllm_config: Any) -> None:
-        """Decide for the worker that is being made in this process."""
+        """Set ``enabled`` for the worker that is being made in this process."""
         model_config = getattr(vllm_config, "model_config", None)
         self.enabled = is_wanted(model_config) and ms.enabled()
         if not self.enabled and switch() and not getattr(model_config, "enable_sleep_mode", False):
@@ -78,18 +78,18 @@ worker_config = WorkerConfig()
 
 
 class MemsaverAllocator:
-    """Stands in for vLLM's memory allocator, one in a process; made by ``CuMemAllocator.get_instance()``.
+    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``.
 
     Memory allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by
-    ``wake_up``; they raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, each call may be
-    repeated, and in any order.
+    ``wake_up``, which raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, calls may be
+    repeated, and made in any order.
     """
 
     default_tag = "default"
 
     def __init__(self) -> None:
         self._graphs: ms.GraphPool | None = None
-        #: Called once, in place of what the next ``sleep`` or ``wake_up`` does.
+        #: Called once, in place of the next ``sleep`` or ``wake_up``.
         self.override: Callable[[], object] | None = None
 
     @contextmanager
@@ -112,7 +112,7 @@ class MemsaverAllocator:
         return pool
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release every tag; content is kept of ``offload_tags``, and of tags that vLLM cannot write again."""
+        """Release every tag; keep the content of ``offload_tags``, and of tags that vLLM cannot write again."""
         if self._overridden():
             return
         given = (self.default_tag,) if offload_tags is None else offload_tags
@@ -120,7 +120,7 @@ class MemsaverAllocator:
         ms.release(restore={tag: policy_at_sleep(tag, kept) for tag in known_tags()})
 
     def discard(self, tags: Sequence[str] | str) -> None:
-        """Release ``tags`` without their content; tags that do not exist are ignored."""
+        """Release ``tags`` without keeping their content. Tags that do not exist are ignored."""
         names = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag in known_tags()]
         if names:
             ms.release(names, restore={tag: policy_at_sleep(tag, frozenset()) for tag in names})
@@ -143,12 +143,12 @@ class MemsaverAllocator:
         return override is not None
 
     def get_current_usage(self) -> int:
-        """Return the bytes that vLLM put under tags: it asks whether another engine is in this process."""
+        """Return the bytes that vLLM itself put under tags, by which it sees if another engine is in this process."""
         ours = KEPT | {WORKSPACE}
         return sum(tag.bytes for tag in ms.status().tags if tag.tag not in ours)
 
     def release_pools(self) -> None:
-        """Drop the pools of an engine that has ended: what no tensor uses goes back to the driver."""
+        """Drop the pools of an engine that has ended. Memory that no tensor uses goes back to the driver."""
         self._graphs = None
         process.backend().forget_pools()
 
@@ -164,12 +164,12 @@ def vllm_allocator() -> MemsaverAllocator:
 
 
 def policy_of(tag: str) -> RestorePolicy:
-    """Return the policy of regions of ``tag``. Tags of later versions are discarded unless a sleep keeps them."""
+    """Return the policy of regions of ``tag``. Tags that we do not know are discarded unless a sleep keeps them."""
     return policy_for(tag, RestorePolicy.HOST if tag in KEPT else None)
 
 
 def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
-    """Return the policy of ``tag`` in a sleep that was told to keep ``offloaded``."""
+    """Return the policy of ``tag`` in a sleep that keeps ``offloaded``."""
     if tag in KEPT or tag in offloaded:
         return RestorePolicy.HOST
     policy = policy_of(tag)
@@ -177,14 +177,14 @@ def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
 
 
 def known_tags() -> list[str]:
-    """Return the tags with memory under them."""
+    """Return the tags that have memory."""
     saver = process.existing_saver()
     return saver.known_tags() if saver is not None else []
 
 
 @contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Switch expandable segments off inside: torch allocates them outside of every pool."""
+    """Switch expandable segments off inside the block, as torch allocates them outside of every pool."""
     before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not re.search(r"expandable_segments\s*:\s*(True|1)", before, re.IGNORECASE) or not torch.cuda.is_available():
         yield

@@ -13,10 +13,10 @@ from memsaver_core.contract.errors import UnsupportedError
 
 
 class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Sleeps and wakes by memsaver's allocator, by which vLLM allocates with any backend."""
+    """Sleeps and wakes up by memsaver's allocator, which vLLM uses with any backend."""
 
     def suspend(self, level: int = 1) -> None:
-        """Release all: level 1 keeps the weights in host memory, level 2 discards them. Both keep graphs and buffers.
+        """Release all. Level 1 keeps the weights in host memory, level 2 discards them; both keep graphs and buffers.
 
         Raises:
             UnsupportedError: another level; nothing was changed.
@@ -31,7 +31,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
         self._state = "SUSPENDED"
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Resume ``tags``, all if None. What is neither weights nor KV cache comes back with either."""
+        """Resume ``tags``, or all if None. What is neither weights nor KV cache comes back with either."""
         self._state = "RESUMING"
         try:
             vllm_allocator().wake_up(tags)
@@ -39,7 +39,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
             self._state = "SUSPENDED" if any(tag.released_bytes for tag in ms.status().tags) else "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Release ``tags`` without their content."""
+        """Release ``tags`` without keeping their content."""
         vllm_allocator().discard(tags)
         self._state = "SUSPENDED"
 
@@ -59,7 +59,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        """Only if NCCL registers no buffers of captured graphs, as we set it: their replay hangs after a remap."""
+        """Return whether NCCL registers no buffers of captured graphs, our default; else their replay would hang."""
         return os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0"
 
     @classmethod

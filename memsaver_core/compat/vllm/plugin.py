@@ -1,6 +1,7 @@
 """The entry point that vLLM calls in each of its processes, and what it changes in the modules of a vLLM worker.
 
 Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them.
+The table ``WRAPPERS`` at the end lists them all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FLASHINFER = "vllm.v1.attention.backends.flashinfer"
 def register() -> None:
     """Make memsaver available to vLLM's sleep mode. Whether an engine uses it is decided when its workers are made.
 
-    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. A second call does nothing.
+    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. Idempotent.
     """
     if allocator.switch() is False:
         return
@@ -59,7 +60,8 @@ def _if_enabled(wrapper: Function) -> Function:
 
 
 def _under(tag: str | Callable[..., str | None]) -> Function:
-    """Have a function allocate under ``tag``, or the one that it returns for the arguments; None: under no new one."""
+    """Return a wrapper that has a function allocate under ``tag``, or under the tag that ``tag`` returns for the
+    function's arguments; None leaves the tag as it is."""
 
     def allocate(original: Function, *args: Any, **kwargs: Any) -> Any:
         found = tag if isinstance(tag, str) else tag(*args, **kwargs)
@@ -86,7 +88,7 @@ def _decide_and_answer(module: ModuleType) -> None:
 
 
 def _add_backend(module: ModuleType) -> None:
-    """One more backend of sleep mode, chosen by name or by ``MEMSAVER_VLLM``."""
+    """Add our backend of the sleep mode, which is chosen by name or by ``MEMSAVER_VLLM``."""
     factory = module.SleepModeBackendFactory
     if allocator.BACKEND not in factory._registry:
         factory.register_backend(allocator.BACKEND, "memsaver_core.compat.vllm.backend", "MemsaverBackend")
@@ -127,7 +129,7 @@ def _complete_device(init_device: Function, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """The capture stream gets its cuBLAS workspaces before the first capture."""
+    """Make the capture stream's cuBLAS workspaces before its first capture."""
     with graph_capture(*args, **kwargs) as context:
         _make_cublas_workspaces()
         yield context
@@ -136,15 +138,13 @@ def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: An
 def _prepare_backup(compile_or_warm_up_model: Function, *args: Any, **kwargs: Any) -> Any:
     result = compile_or_warm_up_model(*args, **kwargs)
     if ms.core_settings().prepare_backup:
-        ms.prepare_backup()  # all that a sleep keeps is allocated now; pin its host memory before the first sleep
+        ms.prepare_backup()  # all that a sleep keeps is allocated by now, so host memory for it can be pinned
     return result
 
 
 def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Put only the cache itself under its tag if vLLM uses the cache's pool for all that it makes beside it.
-
-    Attention metadata and block tables are written once, and would be lost with the cache.
-    """
+    """Put only the cache itself under its tag, if vLLM uses the cache's pool also for what it makes beside the cache:
+    attention metadata and block tables are written once, and would be lost with the cache."""
     context = getattr(self, "_maybe_get_memory_pool_context", None)
     if context is None or not _tags_cache_alone(getattr(self, "model_runner", None)):
         return initialize_from_config(self, *args, **kwargs)
@@ -158,7 +158,7 @@ def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, *
 
 
 def _tags_cache_alone(runner: Any) -> bool:
-    """Whether the functions in which this runner allocates the cache are wrapped."""
+    """Return whether the functions in which this runner allocates the cache are wrapped."""
     initialize = getattr(runner, "initialize_kv_cache", None)
     if runner is None or (initialize and "kv_cache_allocation_context" in inspect.signature(initialize).parameters):
         return False  # vLLM separates the two itself
@@ -168,13 +168,13 @@ def _tags_cache_alone(runner: Any) -> bool:
 
 
 def _asleep(sleep: Function, self: Any, level: int = 1) -> None:
-    """Keep vLLM from saving buffers of weights that are released already; it has saved them."""
+    """Sleep without saving the buffers of weights that are released already; vLLM has saved them before."""
     with _rank.sleeping():
         sleep(self, 1 if level == 2 and _weights_are_released() else level)
 
 
 def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None = None) -> Any:
-    """Keep vLLM from writing the buffers that it saved at level 2 back into weights that are still released."""
+    """Wake up without writing buffers that vLLM saved at level 2 into weights that are still released."""
     if tags is None or allocator.WEIGHTS in tags or not _weights_are_released():
         return wake_up(self, tags)
     noted = _notes(self)
@@ -189,25 +189,25 @@ def _weights_are_released() -> bool:
     return any(tag.tag == allocator.WEIGHTS and tag.released_bytes for tag in ms.status().tags)
 
 
-# The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. vLLM's own
-# sleep and wake-up run around a release and a resume, so that vLLM's state stays in step with the memory.
+# The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. A release runs
+# inside vLLM's own sleep, and a resume inside its wake-up, so that vLLM's state always fits the memory's.
 
-#: Attributes of ``Worker`` in which it notes something when it sleeps at level 2, to use it once, at a wake-up: named
-#: buffers of the model, and that a draft model has to compute its own again. A version may lack some of them.
+#: Attributes of ``Worker`` that a sleep at level 2 sets, and a wake-up uses once: the model's named buffers, and
+#: whether a draft model must compute its buffers again. A version may lack some of them.
 _NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
 
 
 class _WorkerRank(Rank):
-    """The worker of this process. A ``Release`` by itself calls no CUDA, as the worker's sleep would: it is for a
-    process that is hibernated."""
+    """The worker of this process. A plain ``Move("release", ...)`` goes past the worker's sleep, which would call CUDA:
+    it is for a hibernated process."""
 
     worker: Any = None
 
     def __init__(self) -> None:
         super().__init__()
-        #: What became of the expected release; None until the worker was put to sleep.
+        #: The result of the expected release; None until the worker was put to sleep.
         self._outcome: OperationReport | Failure | None = None
-        #: What the worker used of its notes in the resume that was the last message.
+        #: What the worker used of its notes, if the last message was a resume.
         self._used: dict[str, Any] = {}
         self._sleeping = False
 
@@ -218,7 +218,7 @@ class _WorkerRank(Rank):
         used, self._used = self._used, {}
         match request:
             case protocol.Move("release"):
-                # Another rank could not resume: what this one discards again comes back from these.
+                # Another rank could not resume, so this one releases again: its next resume needs the notes again.
                 vars(self.worker).update(used)
             case protocol.ExpectRelease(options):
                 self._outcome = None
@@ -238,7 +238,7 @@ class _WorkerRank(Rank):
             self._outcome = Failure.of(error, self._failed_phase)
 
     def sleeping(self) -> AbstractContextManager[None]:
-        """The worker is put to sleep inside: the service sees that this rank is at work, as with a message."""
+        """Report to the service that this rank is at work while it is put to sleep inside the block."""
         return nullcontext() if self._sleeping else self._progress.answering()
 
     def _take_outcome(self) -> Result:
@@ -260,13 +260,13 @@ class _WorkerRank(Rank):
         return self._take_outcome()
 
     def resume(self, options: Tagged) -> Result:
-        """Resume inside the worker's wake-up, which must see the error, so as not to restore what it saved."""
+        """Resume inside the worker's wake-up, which must see an error, so that it does not write what it has saved."""
         self._used = _notes(self.worker)
         reports: list[OperationReport] = []
         ours = vllm_allocator()
         ours.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
         try:
-            # vLLM has to know when nothing stays asleep.
+            # If nothing stays asleep, tags are left out, by which vLLM knows.
             tags = options.tags
             part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
             self.worker.wake_up(list(tags) if part else None)
@@ -285,11 +285,11 @@ def _answer(worker: Any, message: Plain) -> Plain:
 
 
 def _notes(worker: Any) -> dict[str, Any]:
-    """Return what the worker has noted and not used; to put it back, ``vars(worker).update(...)``."""
+    """Return the notes of the worker that it has not used; ``vars(worker).update(...)`` puts them back."""
     return {name: note for name in _NOTES if (note := getattr(worker, name, None))}
 
 
-# Which tag allocations are under; none if vLLM tags them itself.
+# Functions that return the tag for the allocations of a call; None if vLLM tags them itself, or there will be none.
 
 
 def _cache_tag(*_: Any, **__: Any) -> str | None:
@@ -298,18 +298,18 @@ def _cache_tag(*_: Any, **__: Any) -> str | None:
 
 
 def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) -> str | None:
-    # Called in every layer.
+    # Called in every layer, so it is cheap.
     if hasattr(manager, "_alloc_context") or manager._locked:
         return None
     held = manager._current_workspaces
     if all(each is not None and each.numel() * each.element_size() >= required_bytes for each in held):
         return None
-    process.backend().forget_pools(allocator.WORKSPACE)  # the smaller buffer returns to the driver, not to the pool
+    process.backend().forget_pools(allocator.WORKSPACE)  # so that the smaller buffer returns to the driver
     return allocator.WORKSPACE
 
 
 def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
-    """Of one buffer per device that is never freed."""
+    """For a buffer of each device, which is never freed."""
     if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
         return None
     held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
@@ -323,21 +323,21 @@ def _multiprocessors(device: int | None) -> int:
 
 
 def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:
-    """Of workspaces that are allocated at their first use and then kept: one of the module, one of each builder."""
+    """For workspaces that are allocated at their first use and then kept: the module's, and that of each builder."""
     names = vars(sys.modules[FLASHINFER] if builder is None else builder)
     held = names.get("trtllm_workspace_buffer" if builder is None else "_workspace_buffer", "?")
     return allocator.WORKSPACE if held is None else None
 
 
-# All-reduces. vLLM has each captured all-reduce read its input where it lies, in the memory of every rank's graphs. The
-# ranks share that by CUDA IPC, so it cannot be released. Here a captured all-reduce first copies its input into the
-# buffer that the ranks share from the start, as vLLM does outside of graphs; and that buffer is virtual memory.
+# All-reduces. In vLLM a captured all-reduce reads its input in place, in the memory of every rank's graphs. The ranks
+# share that by CUDA IPC, so it could not be released. Here a captured all-reduce first copies its input into the buffer
+# that the ranks share from the start, as vLLM does outside of graphs; and that buffer is virtual memory.
 
 #: Size of an entry of ``CustomAllreduce.rank_data``, in bytes: a pointer for each of eight ranks (``RankData`` in
 #: vLLM's csrc/custom_all_reduce.cuh).
 ENTRY_BYTES = 64
 
-#: Of this process, in the order in which they were made.
+#: The buffers of this process, in the order in which they were made.
 _buffers: list[PeerBuffers] = []
 
 
@@ -382,7 +382,7 @@ def _virtual(
 
 
 def _forget(free_shared_buffer: Function, pointers: list[int], group: Any = None, rank: int | None = None) -> None:
-    """Do nothing for buffers that are ours: vLLM frees them when the worker ends, and so does the driver."""
+    """Free buffers that are not ours. vLLM calls this as the worker ends, when the driver frees ours."""
     if not any(buffers.addresses == pointers for buffers in _buffers):
         free_shared_buffer(pointers, group, rank)
 

@@ -1,4 +1,7 @@
-"""Attention over a static cache of slots: each request has a slot, each row of a batch its own position."""
+"""Attention over a static cache of slots: each request has a slot, each row of a batch its own position.
+
+transformers' ``StaticCache`` has one position for all rows of a batch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Pair = tuple[Tensor, Tensor]
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
     """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them.
 
-    A tensor names the slots of a batch, so that one captured graph serves any of them. Positions that were never
+    The slots of a batch are given as a tensor, so that one captured graph serves any of them. Positions that were never
     written are masked; see `slot_attention`.
     """
 
@@ -36,8 +39,8 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Pair:
         (keys, values), (key_scratch, value_scratch) = self._layers[layer_idx], self._scratch[layer_idx]
-        # Positions beyond a request's own have weight zero, and zero times NaN is NaN: without this an overflow in one
-        # request would reach the next one in its slot.
+        # Positions beyond a request's own have weight zero, and zero times NaN is NaN: without this, an overflow in one
+        # request would reach the next request in the same slot.
         finite = torch.nan_to_num(value_states)
         return self._store(keys, key_states, key_scratch), self._store(values, finite, value_scratch)
 
@@ -49,9 +52,9 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
 
 
 def distances(positions: Tensor, length: int) -> Tensor:
-    """Return how far back each cached position is from each query, ``[batch, 1, tokens, length]``; negative: future.
+    """Return how many positions each cached one is before each query, ``[batch, 1, tokens, length]``; negative: after.
 
-    Stands in for the attention mask, which transformers passes on unchanged: `slot_attention` derives causality and a
+    It is passed as the attention mask, which transformers hands on unchanged: `slot_attention` derives causality and a
     layer's sliding window from it.
     """
     cached = torch.arange(length, device=positions.device, dtype=torch.int32)

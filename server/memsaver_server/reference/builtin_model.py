@@ -24,9 +24,9 @@ _transformers: Any = transformers  # typed in some versions only
 
 
 def small_checkpoint() -> Path:
-    """Return the folder of the built-in checkpoint, written at first use.
+    """Return the folder of the built-in checkpoint; writes it at the first use.
 
-    It is in the user's cache folder, or in a temporary one of this process if that is not writable.
+    It is in the user's cache folder or, if that is not writable, in a temporary folder of this process.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "memsaver" / _RECIPE
     if (folder / "config.json").is_file():
@@ -72,7 +72,7 @@ def _write_small(folder: Path) -> Path:
 
 
 def byte_level() -> Any:
-    """Return transformers' form of a tokenizer whose ids are the bytes of the text, for models without one."""
+    """Return a tokenizer whose ids are the bytes of the text, for models without one."""
     characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
     backend = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

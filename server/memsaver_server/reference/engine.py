@@ -32,7 +32,7 @@ class TransformersEngine(Scheduler):
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
-        memory: of all ranks, if there are several.
+        memory: of all ranks; only if there are several.
     """
 
     name = "transformers"
@@ -51,7 +51,7 @@ class TransformersEngine(Scheduler):
         seed: int = 0,
         tensor_parallel: int = 1,
     ) -> None:
-        """Load the model and capture its graphs; return when it can serve.
+        """Load the model and capture its graphs; return once requests can be served.
 
         Args:
             model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
@@ -60,16 +60,16 @@ class TransformersEngine(Scheduler):
             dtype: of weights and KV cache; None: the checkpoint's.
             kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
             max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
-            batch_sizes: requests computed at once; other numbers are padded to the next of these.
+            batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
             enforce_eager: run without CUDA graphs.
             seed: of the random weights.
-            tensor_parallel: the number of ranks among which the model is divided. Rank 0 is this process; it starts the
-                others, on CUDA on the devices after its own, on the host driver on the same one.
+            tensor_parallel: the number of ranks among which the model is divided. Rank 0 is this process. It starts the
+                others: on CUDA on the devices after its own, on the host driver on the same one.
 
         Raises:
             ValueError: an option is invalid; the message says which, and what is valid.
             RuntimeError: a graph could not be captured.
-            RanksFailedError: the process of a rank has ended.
+            RanksFailedError: the process of a rank has ended, or does not answer.
         """
         if model is not None and random_weights is not None:
             raise ValueError("give either model or random_weights, not both")
@@ -111,16 +111,15 @@ class TransformersEngine(Scheduler):
             group.failed.add_done_callback(lambda failed: self.fail(failed.result()))
         atexit.register(self.close)
 
-    # The methods of ``Engine`` that ``Scheduler`` lacks.
+    # What ``Scheduler`` lacks of ``Engine``.
 
     def is_alive(self) -> bool:
         return super().is_alive() and memory_of(self).status().state != "failed"
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
-        """See ``Engine``. Lost graphs are captured anew.
+        """See ``Engine``. Lost graphs are captured again, and what the model computes at load is restored.
 
-        Lost weights have to be written by `update_weights_from_disk` or `update_weights_from_tensor`; what the model
-        computes at load besides them is restored here.
+        Lost weights must be written by `update_weights_from_disk` or `update_weights_from_tensor`.
         """
 
         def repair() -> None:
@@ -165,19 +164,19 @@ class TransformersEngine(Scheduler):
     ) -> int:
         """See ``Engine``; raises RuntimeError if the weights are released.
 
-        The request has SGLang's shape, but with one payload for all ranks, base64 of a **safetensors** image that names
-        whole tensors. SGLang's clients send pickles, whose reading runs code of the sender; those are refused.
+        The request has SGLang's shape, but one payload for all ranks: base64 of a **safetensors** image of whole
+        tensors. The pickles that SGLang's clients send are refused, as reading one runs code of its sender.
         """
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     # For programs in this process.
 
     def submit(self, request: dict[str, Any]) -> Future[Request]:
-        """Queue a request of `generate`, from any thread. Cancelling the future ends it."""
+        """Queue a request, see `generate`, from any thread. Cancelling the future ends the request."""
         return self.enqueue(self._parse(request))
 
     def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """As `generate`, without an event loop."""
+        """Serve a request, see `generate`, without an event loop."""
         return self._answer(self.submit(request).result(timeout_s))
 
     def describe(self) -> dict[str, Any]:
@@ -193,7 +192,7 @@ class TransformersEngine(Scheduler):
         }
 
     def end_waits(self) -> None:
-        """Kill the other ranks, from any thread, which ends what waits for them. Only `close` may follow."""
+        """Kill the other ranks, which ends every wait for them. From any thread; only `close` may follow."""
         if self._group is not None:
             self._group.kill("the engine was shut down")
 
@@ -207,7 +206,7 @@ class TransformersEngine(Scheduler):
         atexit.unregister(self.close)
 
     def _update(self, flush_cache: bool, abort_all_requests: bool, **source: Any) -> int:
-        """Have all ranks read an update and, once all have, write it. Returns the tensors written."""
+        """Have all ranks read an update, and write it once all have. Returns how many tensors were written."""
 
         def write() -> int:
             written = self.runner.write_update()

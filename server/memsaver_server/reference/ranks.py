@@ -1,7 +1,8 @@
-"""The ranks of a tensor-parallel engine: rank 0 starts the others, processes that compute every step with it.
+"""The ranks of a tensor-parallel engine: rank 0 starts the other processes, and all compute every step together.
 
-Each other rank runs this module, see `main`. Rank 0 reaches it by one ordered connection. A message of the engine is
-``{"engine": METHOD, ...}``: a method of the rank's runner and its arguments. All others are of the rank protocol.
+Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order. A message of the
+engine is ``{"engine": METHOD, ...}``: a method of the rank's runner and its arguments. All others belong to the rank
+protocol.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from memsaver_server.threads import start_thread
 dist: Any = torch.distributed  # typed in part
 log = logging.getLogger("memsaver.engine")
 
-#: How long what every rank has to do may take, seconds. Loading a large model takes minutes, a step milliseconds.
+#: Time limits for what all ranks do together, seconds. Loading a large model takes minutes, a step milliseconds.
 LIMITS_S = {"load": 1800.0, "step": 60.0, "repair": 300.0, "update": 300.0}
 #: How long a rank's process may take to end by itself, seconds.
 END_S = 10.0
-#: How long a step that failed may wait for the end of the process that explains it, seconds.
+#: After a step has failed: how long to wait for the end of another rank's process, which would explain it, seconds.
 _EXPLAIN_S = 0.5
-#: Interval at which waits for the ranks are looked at, seconds.
+#: Interval at which the time limits are checked, seconds.
 _LOOK_S = 1.0
 #: Switched off unless the environment says otherwise. A captured graph hangs if NCCL has registered its memory and that
 #: was remapped. A process with NVLS memory cannot be checkpointed. torch's monitors end a process that waits for a rank
 #: or that is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-#: What rank 0 does itself, and tells the other ranks without waiting for an answer.
-_TOLD = ("compute", "repair")
+#: Methods that rank 0 calls itself and sends to the other ranks, which do not answer.
+_UNANSWERED = ("compute", "repair")
 
 
 class RanksFailedError(MemsaverError):
-    """A rank's process has ended, or a step failed on one of them. The engine has to be restarted."""
+    """A rank's process has ended or hangs, or a step failed on a rank. The engine has to be restarted."""
 
     kind = "ranks_failed"
 
@@ -65,17 +66,17 @@ class RanksFailedError(MemsaverError):
 
 
 class RankGroup:
-    """Starts the processes of ranks 1 and up, and reaches them.
+    """The processes of ranks 1 and up.
 
     Attributes:
-        failed: is done once the ranks can compute nothing more; its result says why.
-        memory: that of all ranks, once they are loaded.
+        failed: done once the ranks can compute nothing more; its result says why.
+        memory: that of all ranks; set once they are loaded.
     """
 
     memory: RankMemory
 
     def __init__(self, ranks: int, options: dict[str, Any]) -> None:
-        """Start the processes, which make their runners with ``options``.
+        """Start the processes; each makes its runner with ``options``.
 
         Raises:
             RuntimeError: this process has a default process group already.
@@ -83,7 +84,7 @@ class RankGroup:
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its "
-                "default process group, so serve it in a process of its own"
+                "default process group, so serve it in a separate process"
             )
         self._ranks = ranks
         self._options = options
@@ -92,15 +93,15 @@ class RankGroup:
         self._closed = threading.Event()
         self._aborting = threading.Lock()
         self._looks = 0
-        self._waits: dict[str, int] = {}  # by what is waited for, at which look that began
+        self._waits: dict[str, int] = {}  # what is waited for: the number of looks when that began
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
         meeting = f"{self._folder}/meeting"
-        # Before another rank can: torch waits for the lock of the file with the interpreter's lock held. A rank that is
-        # stopped while it has the file's would stop all of this process, and with it what looks for such ranks.
+        # Opened before any other rank does: torch waits for the file's lock while it holds the interpreter's lock. If a
+        # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
         command = [sys.executable, "-m", __name__, self._listener.path, meeting, str(ranks), json.dumps(options)]
-        self._processes = {  # their standard output is that of errors: standard output is the service's own
+        self._processes = {  # they write to standard error alone: standard output belongs to the service
             rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
         }
@@ -108,7 +109,7 @@ class RankGroup:
         start_thread("memsaver-rank-waits", self._look)
 
     def make_runner(self) -> ModelRunner:
-        """Return rank 0's runner, once every other rank has made its own; raise as ``load``."""
+        """Return rank 0's runner once every other rank has made its own; raises as ``load``."""
         _join(self._store, 0, self._ranks, self._options["device"])
         runner = LeadingRunner(self, ranks=self._ranks, **self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
@@ -124,21 +125,21 @@ class RankGroup:
 
         Raises:
             RanksFailedError: a rank's process has ended, or does not answer.
-            Also as ``ModelRunner``.
+            ValueError, RuntimeError: see ``ModelRunner``.
         """
         with self._bounded("load"):
             self._first(runner)
-        wait_for({runner}, END_S)  # a failure ends it, unless it waits for another rank to join the group
+        wait_for({runner}, END_S)  # the thread ends after a failure too, unless it waits for a rank to join the group
         if not runner.done() or not isinstance(runner.exception(), ValueError | None):
             self.check()
         return runner.result()
 
     def ask(self, method: str, **fields: Any) -> list[Plain]:
-        """Have every rank call ``method``, and return what the calls do.
+        """Have every rank call ``method``; return the answers in the order of the ranks.
 
         Raises:
-            ValueError, RuntimeError: one could not; the message names it.
-            RanksFailedError: one has ended, or did not answer in time.
+            ValueError, RuntimeError: it failed on a rank, which the message names.
+            RanksFailedError: a rank has ended, or did not answer in time.
         """
         with self.together("update"):
             answers = self._channel.start({"engine": method, **fields}).result()
@@ -149,21 +150,20 @@ class RankGroup:
 
     @contextmanager
     def together(self, what: str, method: str = "", **fields: Any) -> Iterator[None]:
-        """Have the others call ``method``, if any, while the block does the same.
+        """Have the other ranks call ``method``, if any, while the block does the same on this one.
 
         Raises:
-            RanksFailedError: a rank has failed, or the block: the ranks may be at different points of a step.
+            RanksFailedError: a rank has failed, or the block has: the ranks may then be at different points of a step.
         """
         self.check()
         if method:
-            with suppress(OSError):  # the watch sees that a process has ended
+            with suppress(OSError):  # a process has ended: the watch reports that
                 self._channel.tell({"engine": method, **fields})  # waits while an update is read
         try:
             with self._bounded(what):
                 yield
         except Exception as error:
-            # Another rank may have ended, which may be seen a moment later.
-            wait_for({self.failed}, _EXPLAIN_S)
+            wait_for({self.failed}, _EXPLAIN_S)  # another rank may have ended, and be reported a moment later
             self._fail(f"the {what} failed on rank 0: {error}")
             self.check()
             raise
@@ -174,7 +174,7 @@ class RankGroup:
             raise self.failed.result()
 
     def kill(self, why: str) -> None:
-        """Fail because of ``why``, and kill the other ranks, which ends what waits for one of them."""
+        """Fail because of ``why``, and kill the other ranks, which ends every wait for one of them."""
         self._fail(why)
         for process in self._processes.values():
             process.kill()
@@ -191,7 +191,7 @@ class RankGroup:
             except subprocess.TimeoutExpired:
                 log.warning("rank %d (process %d) did not end and is killed", rank, process.pid)
                 process.kill()
-        if self._aborting.acquire(timeout=END_S) and _in_group():  # what still aborts the group is inside of NCCL
+        if self._aborting.acquire(timeout=END_S) and _in_group():  # not acquired: an abort still runs inside NCCL
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -201,9 +201,10 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block takes longer than its limit: it waits for one of them.
+        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit.
 
-        Looks are counted: time in which this process was stopped itself does not count.
+        The limit is counted in looks, not by a clock, so that time in which this process itself was stopped is left
+        out.
         """
         self._waits[what] = self._looks
         try:
@@ -212,7 +213,7 @@ class RankGroup:
             del self._waits[what]
 
     def _fail(self, why: str) -> None:
-        """From now on the ranks can compute nothing more: end what waits for one of them."""
+        """Note that the ranks can compute nothing more, and end every wait for one of them."""
         if self._closed.is_set():
             return
         try:
@@ -220,7 +221,7 @@ class RankGroup:
         except InvalidStateError:  # the first reason counts
             return
         log.critical("%s", self.failed.result())
-        # Not every backend can; one that cannot fails by itself when the connection to a rank ends.
+        # A backend that cannot abort fails by itself when the connection to a rank ends.
         with self._aborting, suppress(AttributeError, RuntimeError):
             if _in_group():
                 dist.group.WORLD.abort()
@@ -245,7 +246,7 @@ class RankGroup:
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: every other rank does what it does."""
+    """Rank 0's runner: has every other rank do the same."""
 
     def __init__(self, group: RankGroup, **options: Any) -> None:
         self._group = group
@@ -267,12 +268,12 @@ class LeadingRunner(ModelRunner):
 
 
 def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
-    """Return how a rank with ``runner`` answers a message."""
+    """Return the function by which a rank with ``runner`` answers a message."""
     rank = Rank()
 
     def answer(message: Plain) -> Plain:
-        """The error of a read is part of the answer. Any other is raised, and ends the process of a rank: it would not
-        be at the same step as the other ranks any more."""
+        """Return an error of ``read_update`` as the answer. Raise any other, which ends the process of a rank: it would
+        no longer be at the same step as the other ranks."""
         method = message.get("engine")
         if method is None:
             return rank.answer(message)
@@ -289,7 +290,7 @@ def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
 
 
 def _join(store: Any, rank: int, ranks: int, first: str) -> None:
-    """Join the ranks that meet in ``store``, as torch's default process group; ``first`` is rank 0's device."""
+    """Join torch's default process group of all ranks by ``store``; ``first`` is rank 0's device."""
     device = device_of(first, rank)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -303,16 +304,16 @@ def _join(store: Any, rank: int, ranks: int, first: str) -> None:
 
 
 def _in_group() -> bool:
-    """Return whether this process is in a group that can be taken down; the memory of a suspended one is not there."""
+    """Return whether this process is in a group that can be taken down: not while its communicators' memory is away."""
     return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
 
 
 def main(path: str, meeting: str, ranks: str, options: str, rank: str) -> None:
-    """Make the runner of one rank and call its methods as rank 0 says, until that closes the connection.
+    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection.
 
-    Ends at once with rank 0's process, also in the middle of a step.
+    Ends at once with rank 0's process, even in the middle of a step.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: rank 0 ends the others
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent by a terminal or a service manager: rank 0 ends this process
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
     settings = json.loads(options)
@@ -322,10 +323,10 @@ def main(path: str, meeting: str, ranks: str, options: str, rank: str) -> None:
 
     def reply(message: Plain) -> Plain | None:
         answered = answer(message)
-        return None if message.get("engine") in _TOLD else answered
+        return None if message.get("engine") in _UNANSWERED else answered
 
     serve(path, int(rank), reply)
-    os._exit(0)  # the driver takes everything back; torch would first wait for the other ranks
+    os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks
 
 
 def _end_with(parent: int) -> None:

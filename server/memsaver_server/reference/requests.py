@@ -1,4 +1,4 @@
-"""What a request asks for, and its tokens so far."""
+"""A request: its sampling parameters, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memsaver_server.wrong_fields import wrong_fields
 
-#: Sampling parameters that this engine does not support, and the values that have no effect.
+#: Sampling parameters that this engine does not support, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "min_p": (0,),
@@ -40,10 +40,10 @@ class Sampling(BaseModel, frozen=True):
     """A request's sampling parameters, as SGLang and vLLM name them.
 
     Attributes:
-        temperature: below 1e-5 decoding is greedy.
-        top_k: -1: all tokens.
-        seed: None: another one each time.
-        stop_token_ids: end after one of these, besides the model's own.
+        temperature: decoding is greedy below 1e-5.
+        top_k: how many of the likeliest tokens to draw from; all if -1 or 0.
+        seed: of the draws; a new one for each request if None.
+        stop_token_ids: the output ends after one of these, or of the model's own.
     """
 
     max_new_tokens: int = Field(128, strict=True, ge=1)
@@ -80,11 +80,11 @@ class Request:
 
     Attributes:
         ids: prompt and output.
-        cached: positions of them whose keys and values are in the slot.
-        reused: positions of the prompt that were cached before the request came.
+        cached: for how many of the ids the slot holds keys and values.
+        reused: for how many of the prompt's it held them before the request came.
         slot: its slot, or -1 while it has none.
-        finish: why it ended: SGLang's ``finish_reason``, or the error that answers it.
-        greedy: whether the likeliest tokens are taken.
+        finish: why it ended: SGLang's ``finish_reason``, or the error that answers it; None while it has not ended.
+        greedy: whether each token is the likeliest one.
     """
 
     prompt: list[int]
@@ -108,11 +108,11 @@ class Request:
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether more than the last token has to be computed."""
+        """Whether keys and values of more than the last token are missing."""
         return self.cached < len(self.ids) - 1
 
     def pick(self, logits: Tensor) -> int:
-        """Draw the next token from ``logits`` ``[vocabulary]``; NaN is the least likely."""
+        """Draw the next token from ``logits`` ``[vocabulary]``, of which NaN is the least likely."""
         if self.greedy:
             return int(torch.argmax(logits))
         if self._generator is None:
@@ -121,8 +121,8 @@ class Request:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(self.sampling.seed % 2**63)
-        # torch.multinomial with NaN among the weights corrupts the CUDA context, and a model that lost its weights
-        # computes NaN: so scores are made finite, and then at most 0.
+        # A model that lost its weights computes NaN, and torch.multinomial corrupts the CUDA context if a weight is
+        # NaN. So scores are made finite, and then at most 0.
         finite = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
         scores, order = torch.sort(finite, descending=True)
         scores = (scores - scores[0]) / self.sampling.temperature
@@ -134,7 +134,7 @@ class Request:
         return int(order[torch.multinomial(weights, 1, generator=self._generator)])
 
     def accept(self, token: int, stops: frozenset[int], limit: int) -> None:
-        """Append the next token; ``limit`` is the number of positions of a slot."""
+        """Append the next token; the request ends after one of ``stops``, or at ``limit`` ids, which fill its slot."""
         self.ids.append(token)
         count = len(self.ids) - len(self.prompt)
         ends = self.sampling.stop_token_ids if self.sampling.ignore_eos else self.sampling.stop_token_ids | stops

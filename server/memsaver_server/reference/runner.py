@@ -30,14 +30,15 @@ Row = tuple[int, int, list[int]]
 class ModelRunner:
     """A model, its slots, and the static inputs and outputs of its steps, each in its region.
 
-    Prompts are computed in chunks of one shape and tokens in batches of few shapes, padded with rows on a spare slot.
-    On a CUDA device each shape is captured as a graph once.
+    Prompts are computed in chunks of one shape. Next tokens are computed in batches of a few shapes, padded with rows
+    on a spare slot. On a CUDA device each shape is captured as a graph once.
 
-    Belongs to the thread that makes it: regions are per thread, and so are cuBLAS handles, whose workspaces they take.
+    Only the thread that makes a runner may use it: regions apply to one thread, and each thread has its own cuBLAS
+    handle, whose workspace is in a region.
 
     Attributes:
-        graphs: by the rows and the tokens of each that one computes.
-        logits: of the last step, for each row those of the next token.
+        graphs: by shape: the rows, and the tokens of each.
+        logits: of the last step; each row's are those of its next token.
         unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
@@ -55,14 +56,15 @@ class ModelRunner:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """Load and capture; if there are several ranks, all do so at the same time.
+        """Load the model and capture its graphs; if there are several ranks, all do so at the same time.
 
         Args:
-            model: a checkpoint folder or, if there is a ``seed`` of random weights, a configuration.
+            model: a checkpoint folder or, with a ``seed``, a configuration.
+            seed: of random weights; None: the checkpoint's are loaded.
             device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same.
-            dtype: torch's name of it.
+            dtype: its name in torch.
 
-        The others are those of ``TransformersEngine``.
+        The other arguments are those of ``TransformersEngine``.
 
         Raises:
             ValueError: the options do not fit the model; the message says which and what would.
@@ -82,19 +84,19 @@ class ModelRunner:
         with torch.no_grad(), self._on_stream:
             with ms.region("weights"):
                 self.model, self.partition = weights.load_part(Path(model), self._device, dtype, seed, rank, ranks)
-            ms.adopt(self.model, "weights")  # a region does not see what other threads loaded
+            ms.adopt(self.model, "weights")  # a region does not apply to what other threads loaded
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
             self.stop_ids = _stop_ids(self.model)
             self._allocate(max_len or (2048 if on_gpu else 512), kv_cache_bytes or (2**30 if on_gpu else 2**26))
             if on_gpu:
-                with ms.region("workspace"):  # what libraries allocate at first use
+                with ms.region("workspace"):  # for what libraries allocate at their first use
                     for shape in self._inputs:
                         self._step(shape)
                     torch.cuda.current_stream(self._device).synchronize()
                 if not enforce_eager:
                     self._capture()
         if ranks > 1 and ms.core_settings().prepare_backup:
-            ms.prepare_backup()  # for an engine in one process, the service does so
+            ms.prepare_backup()  # if there is one rank, the service does this
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
         """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each.
@@ -104,7 +106,7 @@ class ModelRunner:
         """
         tokens = self.chunk if len(rows[0][2]) > 1 else 1
         batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
-        # The padding of a chunk is after the prompt, and is overwritten before anything attends to it.
+        # A chunk is padded after its tokens; those positions are overwritten before anything attends to them.
         inputs = [[slot, start, len(ids) - 1, *ids, *[0] * (tokens - len(ids))] for slot, start, ids in rows]
         inputs += [[self.slots, 0, 0, 0]] * (batch - len(rows))
         with self._on_stream:
@@ -114,7 +116,7 @@ class ModelRunner:
             return likeliest
 
     def verify_tokens(self) -> list[int]:
-        """Return the tokens that follow a fixed prompt. Uses the spare slot, which no request has."""
+        """Return the tokens that follow a fixed prompt. Uses the spare slot, which no request gets."""
         ids = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
         cached = 0
         while len(ids) < _VERIFY_PROMPT + _VERIFY_TOKENS:
@@ -123,7 +125,7 @@ class ModelRunner:
         return ids[_VERIFY_PROMPT:]
 
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
-        """Read a checkpoint folder or the payload of a request, and check that it fits. ``write_update`` writes it.
+        """Read a checkpoint folder, or the payload of a request, for ``write_update``; check that it fits the model.
 
         Raises:
             ValueError, OSError: it does not fit, or cannot be read.
@@ -136,19 +138,19 @@ class ModelRunner:
         self._update = weights.check_update(self.model, whole, self.partition, complete=bool(folder))
 
     def write_update(self) -> list[str]:
-        """Write what was read over the model's tensors, and return their names. Between two steps only."""
+        """Write the update that was read over the model's tensors; return their names. Only between two steps."""
         parts, self._update = self._update, {}
         self.model.load_state_dict(parts, strict=False)
         self.check()
         own = self.model.state_dict(keep_vars=True)
-        written = {own[name] for name in parts}  # tied ones have several names
+        written = {own[name] for name in parts}  # tied tensors have several names
         self.unwritten_weights = frozenset(name for name in self.unwritten_weights if own[name] not in written)
         return list(parts)
 
     def repair(self, lost: Sequence[str]) -> None:
-        """Restore what came back without content under the tags ``lost``.
+        """Restore what came back without its content under the tags ``lost``.
 
-        Not the weights, which updates overwrite, but what is computed at load and in no update.
+        Of the weights only what is computed at load: updates overwrite the rest.
         """
         with torch.no_grad(), self._on_stream:
             if "weights" in lost:
@@ -161,7 +163,7 @@ class ModelRunner:
             self.check()
 
     def check(self) -> None:
-        """Wait for the device, and raise the error that its context is in, if any."""
+        """Wait for the device; raise the error of its context, if there is one."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -171,20 +173,20 @@ class ModelRunner:
         del self.model, self._cache, self._inputs, self._offsets, self.logits, self._likeliest
 
     def _step(self, shape: tuple[int, int]) -> None:
-        """Compute the static outputs from the static inputs of ``shape``: the rows, and the tokens of each."""
+        """Compute the static outputs from the static inputs of ``shape``, by its graph if it has one."""
         graph = self.graphs.get(shape)
         if graph is not None:
             graph.replay()
             return
         batch, tokens = shape
         inputs = self._inputs[shape]
-        slots = inputs[:, 0].contiguous()  # strided ones make index_select slow
+        slots = inputs[:, 0].contiguous()  # index_select is slow with a strided index
         positions = inputs[:, 1:2] + self._offsets[:tokens]
-        last = inputs[0, 2:3]  # of a chunk, the token whose logits are needed
+        last = inputs[0, 2:3]  # the token of a chunk whose logits are needed
         keep = {"logits_to_keep": last} if tokens > 1 else {}
         self._cache.begin(slots, positions)
         logits = self._forward(inputs[:, 3:], positions, self._cache, self.length, **keep)
-        if logits.shape[1] > 1:  # not every model knows what to keep
+        if logits.shape[1] > 1:  # the model does not know logits_to_keep
             logits = logits.index_select(1, last)
         self.logits[:batch].copy_(logits[:, -1])
         self._likeliest[:batch].copy_(torch.argmax(self.logits[:batch], dim=-1))
@@ -201,17 +203,17 @@ class ModelRunner:
         return logits
 
     def _allocate(self, max_len: int, kv_cache_bytes: int) -> None:
-        """Find out by one token what the model's layers store; allocate slots and the static tensors."""
+        """Find out what the model's layers store, by computing one token; allocate slots and the static tensors."""
         most = int(getattr(self.model.config, "max_position_embeddings", max_len))
         self.length = min(max_len, most) // self.chunk * self.chunk
         if self.length < self.chunk:
             raise ValueError(f"max_len must be at least {self.chunk} tokens for this engine and model, not {max_len}")
         probe, token = _DynamicCache(), torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        with ms.region("workspace"):  # what libraries allocate at first use
+        with ms.region("workspace"):  # for what libraries allocate at their first use
             self.vocabulary = int(self._forward(token, token, probe, 1).shape[-1])
         if not probe.layers or not all(each.is_initialized for each in probe.layers):
             raise ValueError(f"{type(self.model).__name__} cannot be served: it did not use the cache given to it")
-        #: Of each layer the heads, and the elements of a key and of a value.
+        #: For each layer: the heads, and the elements of a key and of a value.
         shapes = [(each.keys.shape[1], each.keys.shape[-1], each.values.shape[-1]) for each in probe.layers]
         dtype = self.model.get_input_embeddings().weight.dtype
         per_slot = sum(heads * (key + value) for heads, key, value in shapes) * self.length * dtype.itemsize
@@ -235,7 +237,7 @@ class ModelRunner:
         with ms.region("workspace"):
             scratch = {shape: pair(self.max_batch, shape) for shape in set(shapes)}
         self._cache = SlotCache(layers, [scratch[shape] for shape in shapes])
-        # The largest first: the graphs of smaller ones use its memory again.
+        # The largest first, whose memory the graphs of the smaller ones use again.
         steps = [(1, self.chunk), *((batch, 1) for batch in reversed(self._batch_sizes))]
         with ms.region("cuda_graph"):
             self._inputs = {(batch, tokens): zeros(batch, 3 + tokens) for batch, tokens in steps}
@@ -261,7 +263,7 @@ class ModelRunner:
 
 
 def device_of(first: str, rank: int) -> torch.device:
-    """Return the device of ``rank`` if that of rank 0 is ``first``."""
+    """Return the device of ``rank``; ``first`` is that of rank 0."""
     device = torch.device(first)
     return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
 

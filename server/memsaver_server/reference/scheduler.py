@@ -25,7 +25,7 @@ from memsaver_server.threads import start_thread
 log = logging.getLogger("memsaver.engine")
 _Result = TypeVar("_Result")
 
-#: How long closing waits for a step, seconds; a step takes milliseconds unless the device hangs.
+#: How long ``close`` waits for the step in progress, seconds. A step takes milliseconds unless the device hangs.
 _LAST_STEP_S = 30.0
 
 
@@ -37,10 +37,10 @@ class EngineDeadError(MemsaverError):
 
 
 class SlotTable:
-    """Assigns slots and caches prefixes: a new prompt gets the slot that holds most of its beginning.
+    """The slots, and the prefixes that they hold: a new prompt gets the slot that holds most of its beginning.
 
-    Only whole chunks are cached: a chunk is always computed in the same shape at the same position, so that a reused
-    one is bitwise what computing it again would give.
+    Only whole chunks are reused: a chunk is always computed in the same shape at the same position, so a reused one is
+    bit by bit what computing it again would give.
     """
 
     def __init__(self, slots: int, chunk: int) -> None:
@@ -51,8 +51,8 @@ class SlotTable:
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Take a free slot for ``ids``; return it and how many of the ids it holds already.
 
-        At least one token is left to compute, which gives the next one. Of slots that hold nothing of the ids it is one
-        that is empty, else the least recently used.
+        At least one id is left to compute, which gives the next token. If no slot holds any of the ids, an empty one is
+        taken, else the least recently used.
         """
         best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
         self.free.remove(best)
@@ -76,9 +76,9 @@ class SlotTable:
 
 
 class Scheduler:
-    """Continuous batching over a runner, made and driven by one thread: the part of ``Engine`` that needs no model.
+    """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model.
 
-    Accepted requests are in flight until they are answered, with or without a slot. After a drain nothing is computed
+    An accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed
     until admission opens: this is checked before every step, so that no step touches released memory.
     """
 
@@ -87,10 +87,10 @@ class Scheduler:
         make_runner: Callable[[], ModelRunner],
         wait: Callable[[Future[ModelRunner]], ModelRunner] = Future.result,
     ) -> None:
-        """Start the thread and ``wait`` for its runner; raise what ``make_runner`` raises there, or NoThreadError."""
+        """Start the thread and ``wait`` for its runner; raises what ``make_runner`` raises there, or NoThreadError."""
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
-        self._held: list[Request] = []  # wait for admission to open; a drain does not wait for them
+        self._held: list[Request] = []  # until admission opens; a drain does not wait for them
         self._running: list[Request] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed: str | None = None
@@ -108,7 +108,7 @@ class Scheduler:
         return self._failure is None and self._thread.is_alive()
 
     def enqueue(self, request: Request) -> Future[Request]:
-        """Queue a request; cancelling its future ends it.
+        """Queue a request. Cancelling the future ends the request.
 
         Raises:
             AdmissionClosedError: the engine takes no requests now.
@@ -141,7 +141,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """See ``Engine``. Frozen requests continue from the KV cache if it was kept, else by computing it again.
+        """See ``Engine``. Frozen requests continue from the KV cache; if that was not kept, it is computed again.
 
         Raises:
             DrainTimeoutError: it took longer; the engine continues as before.
@@ -156,7 +156,7 @@ class Scheduler:
                 self.abort_all("aborted: generation was stopped")
             while not self._is_drained():
                 self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
-                # Check again: the last change may have come with the deadline.
+                # Checked again, as the last change may have come with the deadline.
                 if (given_up() or time.monotonic() >= deadline) and not self._is_drained():
                     self._quiesced = quiesced_before
                     self._changed.notify_all()
@@ -164,7 +164,7 @@ class Scheduler:
             self._quiesced = True
 
     def abort_all(self, message: str = "aborted by request") -> None:
-        """End every request in flight with the tokens that it has."""
+        """End every request in flight, with its tokens so far."""
         with self._changed:  # reentrant: a drain aborts with the lock held
             for request in self._in_flight():
                 request.finish = {"type": "abort", "message": message}
@@ -177,7 +177,7 @@ class Scheduler:
             self._slots.forget()
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` between two steps in the runner's thread; return or raise what it does."""
+        """Run ``work`` in the runner's thread, between two steps; return its result, or raise its error."""
         future: Future[_Result] = Future()
         with self._changed:
             self._check_alive()
@@ -186,14 +186,14 @@ class Scheduler:
         return future.result()
 
     def forget_cache(self) -> None:
-        """Have requests in flight compute their cache again, which is lost or stale. Only inside `call`."""
+        """Have requests in flight compute their lost or stale keys and values again. Only inside `call`."""
         with self._changed:
             self._slots.forget()
             for request in self._running:
                 request.cached = 0
 
     def fail(self, error: BaseException) -> None:
-        """Compute nothing more, because of ``error``: requests in flight are answered with it."""
+        """Compute nothing more, and answer requests in flight with ``error``."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -226,7 +226,7 @@ class Scheduler:
         return not self.is_alive() or (idle and (self._quiesced or not self._in_flight()))
 
     def _sweep(self) -> None:
-        """Answer requests that have ended, drop cancelled ones, and free their slots."""
+        """Answer the requests that have ended, drop those that were cancelled, and free the slots of both."""
         for requests in (self._running, self._waiting, self._held):
             for request in [each for each in requests if each.finish is not None or each.future.cancelled()]:
                 requests.remove(request)
@@ -241,7 +241,7 @@ class Scheduler:
         self._changed.notify_all()
 
     def _choose(self) -> list[Request]:
-        """Return what to compute next: one request's next chunk, or a batch's next tokens, alternately."""
+        """Return the requests to compute next: one for its next chunk or, alternately, a batch for its next tokens."""
         self._sweep()
         if self._quiesced:
             return []
@@ -265,14 +265,14 @@ class Scheduler:
         try:
             self.runner = make_runner()
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # frames hold the incomplete runner and its device memory
+            traceback.clear_frames(error.__traceback__)  # they hold the incomplete runner, and its device memory
             ready.set_exception(error)
             return
         self._slots = SlotTable(self.runner.slots, self.runner.chunk)
         ready.set_result(self.runner)
         with torch.no_grad():
             failure = self._loop()
-            if not hibernation.is_hibernated():  # else it would wait for a wake-up
+            if not hibernation.is_hibernated():  # while hibernated, close() would wait for a wake-up
                 self.runner.close()
         with self._changed:
             for request in (*self._in_flight(), *self._held):
@@ -307,7 +307,7 @@ class Scheduler:
                 self._sweep()
 
     def _compute(self, chosen: list[Request]) -> None:
-        """Compute one step. Meanwhile other threads only mark the chosen requests aborted."""
+        """Compute one step. Meanwhile other threads change nothing of the chosen requests but ``finish``."""
         chunk = self.runner.chunk if chosen[0].needs_prefill else 1
         rows = [(each.slot, each.cached, each.ids[each.cached : each.cached + chunk]) for each in chosen]
         try:

@@ -1,4 +1,8 @@
-"""Weights: of a checkpoint, random ones, or an update's; and the part of them that one rank holds."""
+"""Weights, from a checkpoint, a random generator or an update, and the part of them that one rank holds.
+
+transformers' own tensor parallelism is not used: it divides a model only while it loads a checkpoint, so neither random
+weights nor updates, and its functions differ between the supported versions.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,21 @@ from memsaver_server.reference.attention import ATTENTION_NAME
 _dist: Any = torch.distributed
 _Models: Any = AutoModelForCausalLM
 
-#: What updates may carry weights in; others would be cast to useless ones.
+#: The types in which updates may carry weights; a cast from any other would give useless values.
 UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Styles of a tensor-parallel plan by which each rank holds the whole weight: of norms, and of an embedding that the
-#: output layer shares.
+#: Styles of a tensor-parallel plan with which each rank holds the whole weight. They are for norms, and for an
+#: embedding that the output layer shares.
 _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What of a model ``rank`` of ``ranks`` holds; one of one holds everything.
+    """The part of a model that ``rank`` of ``ranks`` holds.
 
     Attributes:
-        dims: by name of a tensor that is divided, the dimension along which it is; -1: it is not divided but added to
-            the sum over the ranks, to which rank 0 alone contributes it, and the others zeros.
+        dims: the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum over
+            the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
     """
 
     rank: int
@@ -70,7 +74,7 @@ class Partition:
         return shape
 
 
-#: Of a model that is not divided.
+#: All of a model.
 WHOLE = Partition(0, 1, {})
 
 
@@ -90,8 +94,8 @@ def check_divisible(config: Any, ranks: int) -> None:
 def divide(model: Any, rank: int, ranks: int) -> Partition:
     """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says.
 
-    A linear layer is divided by its outputs ("colwise"), or by its inputs ("rowwise") with a sum over the ranks after
-    it. Weights that are tied stay whole.
+    A linear layer is divided by its outputs ("colwise"), or by its inputs ("rowwise"), followed by a sum over the
+    ranks. Tied weights stay whole.
 
     Raises:
         ValueError: the model has no plan, or one that this engine does not support.
@@ -150,7 +154,7 @@ def load_config(path: Path) -> Any:
 def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
     """Return the whole causal language model in ``folder``, in host memory.
 
-    Not on its device, as transformers loads tensors in threads of its own, which a region does not see.
+    Not on its device, as transformers loads tensors in other threads, to which a region does not apply.
 
     Raises:
         ValueError: the folder holds no checkpoint that this engine can serve.
@@ -169,11 +173,11 @@ def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
 def load_part(
     path: Path, device: torch.device, dtype: str | None, seed: int | None, rank: int, ranks: int
 ) -> tuple[Any, Partition]:
-    """Return one rank's part of a model on ``device``. Call it in the region.
+    """Return one rank's part of a model, on ``device``. Call it inside the region.
 
     Args:
-        path: a checkpoint folder or, if there is a ``seed``, a configuration.
-        seed: of random weights. The parts of all ranks are together the model that one rank would have.
+        path: a checkpoint folder or, with a ``seed``, a configuration.
+        seed: of random weights; all ranks' parts together are the model that a single rank would have.
 
     Raises:
         ValueError: this engine cannot serve what is there.
@@ -190,10 +194,10 @@ def load_part(
     _ready(model)
     model.tie_weights()
     partition = divide(model, rank, ranks)
-    # As Module.to_empty, which would allocate tied weights twice.
+    # Not Module.to_empty, which would allocate tied weights twice.
     model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
     model.tie_weights()
-    # For what is computed rather than stored (rotary frequencies and the like); its random numbers are replaced.
+    # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are replaced.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         model.initialize_weights()
     fill_random(model, seed, partition)
@@ -212,9 +216,9 @@ def _ready(model: Any) -> Any:
 
 
 def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
-    """Fill in seeded weights, large enough that greedy output varies: comparing outputs would else prove little.
+    """Fill in seeded weights, large enough that greedy output varies: else, equal outputs would prove little.
 
-    Each rank draws the numbers of the whole model and keeps those of its own part.
+    Each rank draws the numbers of the whole model, and keeps those of its part.
     """
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator(embedding.device).manual_seed(seed)
@@ -222,7 +226,7 @@ def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
         for name, parameter in model.named_parameters():
             whole = parameter
             if name in partition.dims:
-                with ms.region("workspace"):  # which uses this memory again
+                with ms.region("workspace"):  # where this memory is used again
                     whole = parameter.new_empty(partition.whole_shape(name, parameter))
             if parameter.dim() >= 2:
                 gain = 1.0 if parameter is embedding else 2.0
@@ -257,7 +261,10 @@ def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, T
 def check_update(
     model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each tensor ``given``, which are whole; ``complete``: they must be all of the model's.
+    """Return this rank's part of each whole tensor ``given``.
+
+    Args:
+        complete: whether all tensors of the model must be given.
 
     Raises:
         ValueError: names or shapes differ from the model's, or a dtype cannot carry weights.

@@ -1,4 +1,4 @@
-"""The two ways to catch allocations: ``torch_memory_saver.hooks``, and its modules."""
+"""``torch_memory_saver.hooks`` and its modules: the two ways to catch allocations."""
 
 from __future__ import annotations
 

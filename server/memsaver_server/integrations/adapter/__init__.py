@@ -1,1 +1,1 @@
-"""What integrations have in common: calls that are requests, waits with a deadline, schedulers that are loops."""
+"""What integrations have in common: calls that are requests, waits with a deadline, schedulers with an event loop."""

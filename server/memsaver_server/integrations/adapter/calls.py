@@ -1,4 +1,4 @@
-"""Calls that are requests of a gate, and waits that their caller may give up."""
+"""Calls that are requests of a gate, and waits that the caller may give up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _not_compiled: Callable[[_Method], _Method] = torch.compiler.disable
 
 
 def is_done(future: Future[Any], timeout_s: float, given_up: Callable[[], bool] = never) -> bool:
-    """Return true once ``future`` is done; false after ``timeout_s`` seconds, or once ``given_up()``."""
+    """Return True once ``future`` is done; False after ``timeout_s`` seconds, or once ``given_up()`` returns True."""
     deadline = time.monotonic() + timeout_s
     while not wait([future], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
         if given_up() or time.monotonic() >= deadline:
@@ -29,7 +29,7 @@ def is_done(future: Future[Any], timeout_s: float, given_up: Callable[[], bool] 
 
 
 class SharedRequest:
-    """A request, and the blocks that belong to it; it ends with the last of them."""
+    """A request that begins now, and ends with the last of the blocks that belong to it."""
 
     def __init__(self, request: AbstractContextManager[InFlightRequest]) -> None:
         self.in_flight = request.__enter__()
@@ -38,7 +38,7 @@ class SharedRequest:
         self._lock = threading.Lock()
 
     def join(self) -> bool:
-        """Begin one more block; return False if the request has ended already."""
+        """Begin one more block. Return False if the request has ended already."""
         with self._lock:
             self._blocks += self._blocks > 0
             return self._blocks > 0
@@ -52,8 +52,8 @@ class SharedRequest:
 
 
 class NestedRequests:
-    """The current request of each thread or asyncio task: a block inside a block belongs to the same request, which
-    ``open_request`` has opened."""
+    """The current request of each thread or asyncio task: the outermost block opens one by ``open_request``, and blocks
+    inside it belong to the same request."""
 
     def __init__(self, open_request: Callable[[str | None], AbstractContextManager[InFlightRequest]]) -> None:
         self._open_request = open_request
@@ -61,7 +61,7 @@ class NestedRequests:
 
     @contextmanager
     def request(self, name: str | None) -> Iterator[InFlightRequest]:
-        """Run the block as a request, or as a part of the current one."""
+        """Run the block as a request, or as a part of the current request."""
         request, outer = self.begin(name)
         try:
             yield request.in_flight
@@ -70,7 +70,7 @@ class NestedRequests:
 
     @_not_compiled
     def begin(self, name: str | None) -> tuple[SharedRequest, SharedRequest | None]:
-        """Begin a block; give what this returns to ``end``."""
+        """Begin a block. The caller must pass what this returns to ``end``."""
         request = self._join_or_open(name)
         outer = self._current.get()
         self._current.set(request)
@@ -82,7 +82,7 @@ class NestedRequests:
         request.leave()
 
     def iterate(self, name: str, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Run ``steps`` as one request from first to last; what their consumer does in between is outside it."""
+        """Run all of ``steps`` as one request; what their consumer does between two of them is outside it."""
         request = self._join_or_open(name)
         try:
             step: Callable[[Any], Any] = steps.send

@@ -1,10 +1,10 @@
-"""A scheduler and its event loop, on each rank of an engine; the ``Engine`` over that of the first rank, and the memory
-of all ranks as one.
+"""Engines that are a scheduler with an event loop on each rank: the ``Engine`` over the first rank's scheduler, and the
+memory of all ranks as one.
 
-Several ranks iterate in step: each iteration begins with a broadcast of what rank 0 received, which every rank then
-processes. What all ranks must do in the same iteration is therefore sent as one more item of that broadcast: requests
-of the engine's own, and commands. Calls of a scheduler's methods on rank 0 alone would make the ranks compute different
-batches, and hang in the first collective.
+The ranks iterate together: each iteration begins with a broadcast of what rank 0 received, which every rank then
+processes. What all ranks must do in the same iteration, the engine's own requests and our commands, is therefore sent
+as further items of that broadcast. If a scheduler's method were called on rank 0 alone, the ranks would compute
+different batches, and hang in the first collective.
 """
 
 from __future__ import annotations
@@ -45,30 +45,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("memsaver")
 
-#: The longest iteration of an idle event loop and some more, seconds.
+#: Longer than any iteration of an idle event loop, seconds.
 ITERATION_S = 2.0
-#: How long all ranks may take from the first one's start of its event loop to the last one's, seconds.
+#: How long after the first rank the last one may start its event loop, seconds.
 CONNECT_S = 300.0
 #: How long a rank may take to come to the iteration that another rank has come to, seconds.
 ARRIVAL_S = 30.0
-#: How long rank 0 may take to carry out a command: less than it waits in a collective for a rank that hangs.
+#: How long rank 0 may take to carry out a command, seconds: less than it waits in a collective for a rank that hangs.
 COMMAND_S = 120.0
-#: How many results of commands a rank remembers.
+#: Of how many commands a rank remembers the results.
 RESULTS = 32
-#: How long a rest lasts without a message: after it the engine does what it does while it is idle, milliseconds.
+#: How long the loop rests at most, milliseconds: after that the engine does what it does while it is idle.
 REST_MS = 1000
 
 T = TypeVar("T")
 
 
 class LateError(MemsaverError):
-    """Rank 0 has not come to a command in time: its scheduler hangs, or waits for another rank."""
+    """Rank 0 did not come to a command in time: its scheduler hangs, or waits for another rank."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of an engine: their ``ranks`` in torch's default process group, of which the first receives the
-    engine's requests, and this process's place among them; ``cpu_group`` is torch's group of all."""
+    """The processes of an engine, and this one's place among them.
+
+    Attributes:
+        ranks: their numbers in torch's default process group; the first receives the engine's requests.
+        cpu_group: torch's group of all of them, for host memory.
+    """
 
     world_size: int
     ranks: Sequence[int]
@@ -78,9 +82,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Command:
-    """Work for every rank: the method ``name`` of ``Scheduler``; if that is empty, the ranks only come to the command.
+    """A call of the method ``name`` of ``Scheduler`` on every rank; of none if that is empty, which is a barrier.
 
-    Commands are numbered from 1; 0 is one that nobody waits for.
+    Commands are numbered from 1. The number 0 is for those that nobody waits for.
     """
 
     number: int
@@ -89,12 +93,12 @@ class Command:
 
 
 class Scheduler(ABC):
-    """An engine's scheduler, as memsaver needs it: what an engine alone knows is said in a class derived from this.
+    """What memsaver needs of an engine's scheduler. Each engine has a derived class, which alone knows the engine.
 
-    The methods that return nothing are names of commands, which are carried out in the scheduler's thread.
+    Methods that return nothing may be commands, which are carried out in the scheduler's thread.
 
     Attributes:
-        engine: the engine's name; its page is ``docs/`` and that name in small letters.
+        engine: the engine's name, which in lower case is also that of its page in ``docs/``.
         own: the engine's own object.
     """
 
@@ -102,7 +106,7 @@ class Scheduler(ABC):
 
     def __init__(self, own: Any) -> None:
         self.own = own
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its copy on the host
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # each buffer with its copy on the host
 
     @property
     @abstractmethod
@@ -115,13 +119,16 @@ class Scheduler(ABC):
 
     @abstractmethod
     def obstacles(self, service: bool) -> Iterator[str]:
-        """Yield what else stands in the way; ``service`` as for ``check``."""
+        """Yield the reasons why it cannot be served; ``service``: see ``check``."""
 
     def check(self, *, service: bool = False) -> None:
-        """Raise ConfigurationError if this scheduler cannot be served; the message says why.
+        """Check that this scheduler can be served.
 
         Args:
-            service: whether a service is to release all memory of the engine, and not only the engine's own calls.
+            service: whether a service is to release the engine's memory, or only the engine's own calls.
+
+        Raises:
+            ConfigurationError: it cannot; the message says why.
         """
         if missing := self.missing():
             raise ConfigurationError(
@@ -133,27 +140,27 @@ class Scheduler(ABC):
 
     @abstractmethod
     def take_over(self, loop: EventLoop) -> None:
-        """Have each iteration receive by ``loop.beginning``, and give ``loop.process`` what it received."""
+        """Have each iteration receive by ``loop.beginning``, and process what it received by ``loop.process``."""
 
     @abstractmethod
     def lead(self, loop: LeadingLoop) -> IdleRest:
-        """Have rank 0 broadcast what ``loop.handle`` makes of what it received; return the rest of its thread."""
+        """Have rank 0 broadcast what ``loop.handle`` returns for what it received; return how its thread rests."""
 
     @abstractmethod
     def is_ending(self) -> bool:
-        """Whether the event loop ends; called from any thread."""
+        """Return whether the event loop is about to end, or has ended. Called from any thread."""
 
     @abstractmethod
     def is_still(self) -> bool:
-        """Whether no request computes, and no copy of the cache or of weights is under way."""
+        """Return whether no request computes, and no copy of the cache or of weights is under way."""
 
     @abstractmethod
     def has_nothing_to_do(self) -> bool:
-        """Whether the event loop would do nothing until it receives something."""
+        """Return whether the event loop would do nothing until it receives something."""
 
     @abstractmethod
     def in_flight(self) -> list[str]:
-        """Return the names of the requests in flight; also called from other threads."""
+        """Return the names of the requests in flight. Called from any thread."""
 
     @abstractmethod
     def models(self) -> Iterable[Any]:
@@ -164,7 +171,7 @@ class Scheduler(ABC):
         """Forget every cached prefix; raise MemsaverError if pages are in use."""
 
     def save_buffers(self) -> None:
-        """Copy the models' buffers, which no weight update writes, if their memory is resident."""
+        """Copy the models' buffers, which no weight update writes, to the host; does nothing if they are released."""
         if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
             return
         shared = {id(buffer): buffer for model in self.models() for buffer in model.buffers()}
@@ -181,7 +188,7 @@ class Scheduler(ABC):
 
 
 def lacking(owner: Any, paths: Iterable[str], prefix: str) -> list[str]:
-    """Return those of ``paths`` (attributes, joined by dots) that ``owner`` does not have, each after ``prefix``."""
+    """Return which of ``paths`` (attributes, joined by dots) ``owner`` lacks, each after ``prefix`` and a dot."""
     found = []
     for path in paths:
         try:
@@ -192,10 +199,11 @@ def lacking(owner: Any, paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
-    """Yield why the memory of an engine cannot be released.
+    """Yield the reasons why the memory of an engine cannot be released.
 
     Args:
-        saves_memory: whether it puts that into regions of ``torch_memory_saver``, which its ``module`` imports.
+        saves_memory: whether the engine puts its memory into regions of ``torch_memory_saver``.
+        module: the engine's module that imports ``torch_memory_saver``.
     """
     if not ms.enabled():
         return
@@ -210,20 +218,24 @@ def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
 
 
 class EventLoop:
-    """The loop of a rank. The scheduler's own calls ``begin`` and ``process`` in each iteration."""
+    """The event loop of one rank: in each iteration the scheduler's own calls ``begin``, then ``process``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self._done = 0  # the number of the last command
-        self._arrived = 0  # the same, once the iteration that it was done in is over
-        #: Of the last commands, by their numbers: others may be done before a rank is asked.
+        self._done = 0  # the number of the last command that was done
+        self._arrived = 0  # the same, of those whose iteration is over
+        #: Of the last commands, by their numbers: further ones may be done before the result of one is asked for.
         self._results: dict[int, Future[None]] = {}
         self._changed = threading.Condition()
         scheduler.take_over(self)
 
     def wait_for(self, number: int) -> None:
-        """Return once command ``number`` is done and its iteration over: this rank then waits for the next broadcast.
-        Raises what that command raised, or MemsaverError: it did not come to that."""
+        """Return once command ``number`` is done and its iteration is over: this rank then waits for a broadcast.
+
+        Raises:
+            MemsaverError: the iteration did not end in ``ARRIVAL_S``.
+            Exception: what the command raised.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= number, ARRIVAL_S):
                 raise MemsaverError(f"the scheduler did not come to the next iteration in {ARRIVAL_S:g} s")
@@ -233,13 +245,13 @@ class EventLoop:
     # In the scheduler's thread.
 
     def begin(self) -> None:
-        """An iteration begins; this rank is about to wait for the broadcast."""
+        """Note that an iteration begins: this rank is about to wait for the broadcast."""
         with self._changed:
             self._arrived = self._done
             self._changed.notify_all()
 
     def beginning(self, receive: Callable[..., T]) -> Callable[..., T]:
-        """Return the scheduler's ``receive``, before which an iteration begins."""
+        """Return a function that calls ``begin``, then the scheduler's ``receive``."""
 
         def begin(*arguments: Any, **named: Any) -> T:
             self.begin()
@@ -248,7 +260,7 @@ class EventLoop:
         return begin
 
     def process(self, received: Sequence[Any], process: Callable[[list[Any]], T]) -> T:
-        """Carry out the commands in what was broadcast; return what the scheduler's ``process`` makes of the rest."""
+        """Carry out the commands in what was broadcast; return what ``process`` returns for the other requests."""
         for each in received:
             if isinstance(each, Command):
                 self._carry_out(each)
@@ -270,7 +282,9 @@ class EventLoop:
 
 
 class LeadingLoop(EventLoop):
-    """The loop of rank 0, which receives, and admits, for all. Its methods may be called from any thread.
+    """The event loop of rank 0, which receives and admits requests for all ranks.
+
+    Any thread may call its methods, except those below the comment "In the scheduler's thread".
 
     Attributes:
         failure: returns why the ranks have failed, or an empty string.
@@ -293,31 +307,31 @@ class LeadingLoop(EventLoop):
         return running and not self.scheduler.is_ending() and not self.failure() and ms.status().state != "failed"
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have ``work`` run in this rank's scheduler thread, before the next broadcast."""
+        """Have ``work`` run in the scheduler's thread of this rank, before the next broadcast."""
         future: Future[T] = Future()
         self._pending.append((future, work))
         self._idle.wake()
         return future
 
     def send(self, request: Any) -> None:
-        """Have every rank process ``request``, one of the engine's own."""
+        """Have every rank process ``request``, which is one of the engine's own."""
         self._outgoing.append(request)
         self._idle.wake()
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command that cannot fail, without waiting for it."""
+    def post(self, name: str, *arguments: Any) -> None:
+        """Have every rank carry out a command that cannot fail; do not wait for it."""
         self.send(Command(0, name, arguments))
 
     def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
-        """Have every rank carry out a command, and return its number once this one has.
+        """Have every rank carry out a command; return its number once this rank has carried it out.
 
         Args:
-            over: this rank does not begin its next iteration before that.
+            over: if given, this rank begins its next iteration only once it is set.
 
         Raises:
-            LateError: it did not in ``COMMAND_S``.
+            LateError: this rank did not carry it out in ``COMMAND_S``.
             MemsaverError: the event loop ended first, or the ranks have failed.
-            Exception: what this rank raised.
+            Exception: what the command raised on this rank.
         """
         done: Future[None] = Future()
         with self._numbering:
@@ -335,9 +349,9 @@ class LeadingLoop(EventLoop):
 
     @contextmanager
     def standstill(self) -> Iterator[int]:
-        """Keep every rank between two iterations inside; gives the number that each has come there with.
+        """Keep every rank between two iterations while the block runs; gives the number of the command that stops them.
 
-        This rank rests before its next broadcast, so all others wait in theirs.
+        This rank does not begin its next broadcast, so all others wait in it.
         """
         over = threading.Event()
         try:
@@ -348,7 +362,11 @@ class LeadingLoop(EventLoop):
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
     ) -> bool:
-        """As ``calls.is_done``; raises MemsaverError as ``run``."""
+        """See ``calls.is_done``.
+
+        Raises:
+            MemsaverError: the event loop has ended, or the ranks have failed.
+        """
 
         def is_hopeless() -> bool:
             if not self.is_alive():
@@ -360,16 +378,16 @@ class LeadingLoop(EventLoop):
     # In the scheduler's thread.
 
     def take(self, received: Sequence[Any]) -> Sequence[Any]:
-        """Return what the scheduler gets now of what was ``received``, and held before."""
+        """Return the requests that are admitted now, of those ``received`` and of those held before."""
         return received
 
     def after(self) -> None:
-        """The scheduler has processed what it received."""
+        """Called once the scheduler has processed what it received."""
 
     def handle(self, received: Sequence[Any]) -> list[Any]:
         """Return what is broadcast in place of ``received``. Called once in each iteration.
 
-        Requests are held and refused here, before the other ranks learn of them.
+        Requests are held or refused here, before they reach the other ranks.
         """
         while self._pending:
             future, work = self._pending.popleft()
@@ -396,21 +414,22 @@ class LeadingLoop(EventLoop):
 
 
 class IdleRest:
-    """Rests the thread that receives requests while there is nothing to do, until a message or a call of ``wake``.
+    """Lets the thread that receives requests rest while there is nothing to do, until a message or a call of ``wake``.
 
-    A scheduler's event loop never sleeps. Beside it each step of another thread of the process waits up to 5 ms for the
-    interpreter's lock, Python's switch interval.
+    By itself a scheduler's event loop never sleeps, and each step of another thread of the process waits up to 5 ms for
+    the interpreter's lock (Python's switch interval).
 
     Attributes:
-        poller: waits for both; None if the scheduler does not receive from sockets of ZeroMQ.
+        poller: waits for a message or ``wake``; None if the scheduler does not receive from sockets of ZeroMQ.
     """
 
     def __init__(self, sockets: Sequence[Any], nothing_to_do: Callable[[], bool], iterations: int = 1) -> None:
         """
         Args:
             sockets: those that the scheduler receives from; None is left out.
-            nothing_to_do: whether an iteration of the event loop would do nothing; called in the scheduler's thread.
-            iterations: how many of them the scheduler needs to settle after the last work.
+            nothing_to_do: returns whether an iteration of the event loop would do nothing; called in the scheduler's
+                thread.
+            iterations: how many of those the scheduler needs after its last work before it may rest.
         """
         self._nothing_to_do = nothing_to_do
         self._settling = iterations
@@ -426,11 +445,11 @@ class IdleRest:
                         self.poller.register(each, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the rest, or keep the next one from beginning. From any thread."""
+        """End the rest, or prevent the next one. From any thread."""
         os.eventfd_write(self._wake, 1)
 
     def rest(self) -> None:
-        """Return once there may be something to do. In the scheduler's thread, before it receives."""
+        """Return once there may be something to do. Called in the scheduler's thread, before it receives."""
         self._idle = self._idle + 1 if self._nothing_to_do() else 0
         if self.poller is not None and self._idle > self._settling:
             self.poller.poll(REST_MS)
@@ -447,14 +466,15 @@ class _NotWrittenError(Exception):
 
 
 class LoopEngine(LeadingLoop, Engine):
-    """An engine that is the loop of the scheduler which receives its requests; each other rank calls ``join``.
+    """The engine on rank 0; each other rank calls ``join``.
 
-    A scheduler is touched in its own thread alone, once per iteration of its event loop, and there the service's work
-    is done on every rank, between two batches. What the engine's own HTTP server, or its class ``Engine``, asks for is
-    taken out of what the scheduler receives, and carried out by the service's lifecycle.
+    A scheduler is touched only in its own thread, once per iteration of its event loop: there the service's work is
+    done on every rank, between two batches. The memory calls and weight updates of the engine's own HTTP server, or of
+    its own class ``Engine``, are taken out of what the scheduler receives, and the service's lifecycle carries them
+    out.
 
     Attributes:
-        unwritten_weights: what ``lifecycle`` asks for at the end of an update of weights.
+        unwritten_weights: see ``memsaver_server.engine.unwritten_weights``.
     """
 
     scheduler_class: ClassVar[type[Scheduler]]
@@ -463,35 +483,33 @@ class LoopEngine(LeadingLoop, Engine):
     _settings: Settings
 
     def __init__(self, scheduler: Any) -> None:
-        """Take over the intake of ``scheduler``, which was checked and whose event loop does not run yet."""
+        """Take over what ``scheduler`` receives. It must have passed ``check``, and its event loop must not run yet."""
         super().__init__(scheduler)
         several = gather(scheduler.group, self) if scheduler.group.world_size > 1 else None
         self.memory: Memory = several or LOCAL_MEMORY
-        #: Has every rank carry out a command; raises what failed on any of them.
+        #: Has every rank carry out a command; raises what it raised on any of them.
         self.run_on_all: Callable[..., object] = (several or self).run
-        self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # of the scheduler's thread alone
+        self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()
-        self._updates: dict[str, Future[Any]] = {}  # of weights, by the name of the answer that is waited for
+        self._updates: dict[str, Future[Any]] = {}  # updates of weights in progress, by the class of the answer
 
     def take_calls(self, lifecycle: Lifecycle, settings: Settings) -> None:
         """Have ``lifecycle`` carry out the engine's own calls."""
         self._lifecycle, self._settings, self._takes_calls = lifecycle, settings, True
 
-    # Of the methods of ``Engine``.
+    # Methods of ``Engine``.
 
     def flush_cache(self) -> None:
-        """In a hibernated process the scheduler's own reset would wait for the device: it is done after the wake-up."""
+        """See ``Engine``. In a hibernated process the scheduler's own flush would wait for the device, so it is done
+        after the wake-up."""
         if self.memory.status().hibernated:
             self._flush_at_repair = True
         else:
             self.run_on_all("flush")
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Write buffers back into weights that came back without content, and forget the prefixes of a lost cache.
-
-        The weights themselves are then written by the engine's own update calls.
-        """
+        """See ``Engine``. Of lost weights only buffers are written; the engine's own update calls write the rest."""
         self.run_on_all("repair", tuple(lost))
         if self._flush_at_repair:
             self.run_on_all("flush")
@@ -506,9 +524,8 @@ class LoopEngine(LeadingLoop, Engine):
         undo: Callable[[], None] = _nothing,
         given_up: Callable[[], bool] = never,
     ) -> None:
-        """Have ``then`` called once no request is in flight, before another one enters; return after it.
-
-        ``begin`` is called at once, and ``undo`` if it took too long; all three in the scheduler's thread.
+        """Call ``begin`` at once, and ``then`` once no request is in flight, before another one enters; return after
+        that. If it takes too long, ``undo`` is called instead. All three run in the scheduler's thread.
 
         Raises:
             DrainTimeoutError: it took longer than ``timeout_s``, or was given up. ``then`` was not called.
@@ -527,13 +544,13 @@ class LoopEngine(LeadingLoop, Engine):
                 undo()
 
         begun = self.submit(start)
-        # Without any time left, too, one iteration is tried.
+        # One iteration is tried even if no time is left.
         self.is_done(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
             raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
         begun.result()
         if not self.is_done(done, begun_at + timeout_s - time.monotonic(), given_up):
-            # If this one began just now, the iteration that it began in may still end it.
+            # The iteration in progress may still call `then`.
             self.is_done(self.submit(give_up), ITERATION_S)
             if not done.done():
                 raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
@@ -551,7 +568,7 @@ class LoopEngine(LeadingLoop, Engine):
                 done.set_result(None)
 
     def _takes(self, request: Any) -> bool:
-        """Take ``request`` if the lifecycle carries it out; return whether it does."""
+        """Have the lifecycle carry out ``request`` if it is a memory call or an update; return whether it is one."""
         name = type(request).__name__
         if name in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
             return self._in_thread(self._operate, request)
@@ -570,7 +587,7 @@ class LoopEngine(LeadingLoop, Engine):
 
     @abstractmethod
     def _answer(self, request: Any, error: BaseException | None) -> None:
-        """Answer a request that has failed by ``error``, or succeeded. From any thread."""
+        """Answer ``request``, which has failed with ``error``, or succeeded if that is None. From any thread."""
 
     def _operate(self, request: Any) -> None:
         try:
@@ -591,8 +608,8 @@ class LoopEngine(LeadingLoop, Engine):
     def _update(self, request: Any) -> None:
         """Have the engine write weights while no release or resume runs, and note whether it did.
 
-        Each request of an update in several ones counts as all, as nothing marks the last: its clients resume the KV
-        cache, or continue generation, after all of them.
+        An update may take several requests, of which nothing marks the last: each counts as the whole update. Clients
+        resume the KV cache, or continue generation, only after the last one.
         """
         answered: Future[Any] = Future()
         try:
@@ -605,22 +622,23 @@ class LoopEngine(LeadingLoop, Engine):
             self._answer(request, error)
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
-        """Have the engine carry out an update of weights; ``answered`` gets its answer."""
+        """Have the engine carry out an update of weights, and set ``answered`` to its answer."""
         self._updates[answer_to(request)] = answered
         self.send(request)
 
 
 def answer_to(request: Any) -> str:
-    """Return the name of the class of the answer."""
+    """Return the name of the class of the engine's answer to ``request``."""
     return type(request).__name__.replace("ReqInput", "ReqOutput")
 
 
-# The scheduler processes, one for each rank, all on one host. Rank 0 receives requests, and the service runs there.
-# Each process, rank 0 included, answers the messages of the rank protocol in a thread of its own.
+# The scheduler processes, one for each rank, all on one host. The service runs in rank 0's, which receives requests.
+# Each process, rank 0's included, answers the messages of the rank protocol in a separate thread.
 
 
 class SchedulerRank(Rank):
-    """Answers messages of the rank protocol, each with the number of the command that this rank must have come to."""
+    """Answers messages of the rank protocol. With each comes the number of the command that this rank must have done
+    before it answers."""
 
     def __init__(self, loop: EventLoop) -> None:
         super().__init__()
@@ -637,7 +655,7 @@ class SchedulerRank(Rank):
 
 
 class SchedulerMemory(RankMemory):
-    """The memory of all ranks, each a ``SchedulerRank``. It is released and resumed while none of them iterates."""
+    """The memory of all ranks, each a ``SchedulerRank``. It is released and resumed while no rank iterates."""
 
     def __init__(self, loop: LeadingLoop, channel: SocketChannel) -> None:
         self._loop = loop
@@ -674,7 +692,7 @@ class SchedulerMemory(RankMemory):
 
         Raises:
             GroupFailedError: the ranks have failed.
-            MemsaverError: it failed on some rank, or the event loop has ended.
+            MemsaverError: the command failed on some rank, or the event loop has ended.
         """
         self._group.raise_if_failed()
         with self._failing_if_late():
@@ -690,15 +708,15 @@ class SchedulerMemory(RankMemory):
         self._group.raise_if_failed()
         with self._asking:
             if any(status is not None and status.hibernated for status in self._group.statuses):
-                # Device calls are blocked. A loop that is in one cannot come to rest: it goes on after the wake-up,
-                # and has no request to compute.
+                # Device calls are blocked until the wake-up, so a loop inside one could not come to rest. It has no
+                # request to compute.
                 return operate()
             with self._failing_if_late(), self._loop.standstill() as number, self._asking_after(number):
                 return operate()
 
     @contextmanager
     def _asking_after(self, number: int) -> Iterator[None]:
-        """Messages that are sent inside are carried out once a rank has come to that command."""
+        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``."""
         with self._asking:
             self._after = number
             try:
@@ -716,7 +734,11 @@ class SchedulerMemory(RankMemory):
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks, of which this is the first; raise MemsaverError if another did not ``join``."""
+    """Return the memory of all ranks. Called on the first one.
+
+    Raises:
+        MemsaverError: another rank did not ``join`` in ``CONNECT_S``.
+    """
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
     _answer(group, loop, listener.path)
@@ -724,19 +746,19 @@ def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
 
 
 def join(scheduler: Scheduler) -> None:
-    """Have ``scheduler``, which is not the first rank, do what that sends, until it closes the connection."""
+    """Have ``scheduler`` do what the first rank, which is another, sends, until that closes the connection."""
     _answer(scheduler.group, EventLoop(scheduler), _shared(scheduler.group, ""))
 
 
 def _shared(group: Group, path: str) -> str:
-    """Return the ``path`` of rank 0; every rank must call it."""
+    """Return rank 0's ``path`` on every rank, each of which must call this."""
     paths = [path]
     torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
     return paths[0]
 
 
 def _answer(group: Group, loop: EventLoop, path: str) -> None:
-    """Answer in a thread of its own: this process may be hibernated, with its scheduler's thread in a device call."""
+    """Answer messages in a separate thread: in a hibernated process the scheduler's may be inside a device call."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     rank = SchedulerRank(loop)
 

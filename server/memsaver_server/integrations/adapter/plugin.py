@@ -1,4 +1,4 @@
-"""How a scheduler's own process serves it."""
+"""Serves an engine's scheduler from the scheduler's own process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Plugin:
     """Serves the schedulers of one kind of engine.
 
     Args:
-        variable: the environment variable that says where to serve: ``HOST:PORT``, or the path of a Unix socket. If it
-            is not set, there is no service.
-        engine: the engine's class, as ``module:name``. It is not imported before it is needed: engines import their
+        variable: the environment variable that says where to serve: ``HOST:PORT``, or the path of a Unix socket. There
+            is no service if it is not set.
+        engine: the engine's class, as ``module:name``. It is imported only once it is needed, as engines import their
             plugins in each of their processes.
     """
 
@@ -36,8 +36,8 @@ class Plugin:
         self._engine = engine
 
     def is_wanted(self) -> bool:
-        """Whether there may be anything to do: ``import torch_memory_saver`` gives memsaver's, or a service is asked
-        for."""
+        """Return whether there may be anything to do: a service is asked for, or ``import torch_memory_saver`` gives
+        memsaver's."""
         if os.environ.get(self._variable):
             return True
         if "torch_memory_saver" in sys.modules:
@@ -46,12 +46,12 @@ class Plugin:
         return found is not None and "memsaver_core" in (found.origin or "")
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
-        """Serve the engine's own ``scheduler`` from a thread of its process: call it before the event loop runs.
+        """Serve the engine's own ``scheduler`` from a thread of its process. Call it before the event loop runs.
 
         Args:
-            scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks call
-                ``follow`` at the same time.
-            settings, options: as for ``memsaver_server.attach``.
+            scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks must
+                call ``follow`` at the same time.
+            settings, options: see ``memsaver_server.attach``.
 
         Raises:
             ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
@@ -59,17 +59,20 @@ class Plugin:
         return _attach(self._lead(scheduler, service=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
-        """Let the service on the first rank release this one's memory: call it before the event loop runs; raises
-        ConfigurationError as ``attach``."""
+        """Let the service on the first rank release this rank's memory. Call it before the event loop runs.
+
+        Raises:
+            ConfigurationError: this scheduler cannot be served.
+        """
         self._lead(scheduler, service=False)
 
     @contextmanager
     def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
-        """Serve the engine's own ``scheduler``, whose event loop runs inside. Without an address, carry out its calls
-        if it ``saves_memory``, and can be served.
+        """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
+        carry out the engine's own memory calls, if it ``saves_memory`` and can be served.
 
         Raises:
-            ConfigurationError: there is an address, and the scheduler cannot be served, or it cannot be bound.
+            ConfigurationError: an address is set that cannot be bound, or the scheduler cannot be served.
         """
         where = os.environ.get(self._variable, "")
         engine: Any = None
@@ -87,7 +90,7 @@ class Plugin:
             yield
 
     def _lead(self, scheduler: Any, service: bool) -> Any:
-        """Return the engine, on the first rank; have another rank do what the first one sends, and return None."""
+        """On the first rank return the engine. On another have it do what the first rank sends, and return None."""
         from memsaver_server.integrations.adapter.engine import join
 
         engine: type[LoopEngine] = resolve_name(self._engine)
@@ -97,7 +100,7 @@ class Plugin:
 
 
 def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> Attachment:
-    """Serve ``engine``, and have the service's lifecycle carry out its own calls, too."""
+    """Serve ``engine``, and have the service's lifecycle carry out the engine's own calls, too."""
     from memsaver_server import Settings, attach
 
     settings = settings or Settings()
@@ -108,7 +111,7 @@ def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> At
 
 @contextmanager
 def _without_service(engine: LoopEngine) -> Iterator[None]:
-    """Have a lifecycle carry out the own calls of ``engine``."""
+    """Have a lifecycle carry out the engine's own calls inside the block."""
     import memsaver_core as ms
     from memsaver_server import Settings
     from memsaver_server.engine.lifecycle import Lifecycle

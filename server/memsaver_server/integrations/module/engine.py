@@ -28,7 +28,7 @@ from memsaver_server.integrations.adapter.calls import NestedRequests
 
 logger = logging.getLogger("memsaver")
 
-#: Bytes moved at once. The device needs room for a copy of them, or of one larger tensor.
+#: How many bytes move at once. The device needs room for a copy of these, or of one larger tensor.
 BATCH_BYTES = 256 << 20
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -39,18 +39,18 @@ _Place = tuple[str, Policy, torch.device]
 
 
 class ModuleEngine(Gate):
-    """Makes modules releasable that a program calls by itself: a denoising loop, an embedding model, an encoder.
+    """An engine over modules that a program calls by itself: in a denoising loop, an embedding model, an encoder.
 
         engine = ModuleEngine(model)
         server = attach(engine)
 
-    Parameters and persistent buffers move under the tag ``weights``; what no state dict has (other buffers, tensors in
-    plain attributes) under ``buffers``, also kept; what ``workspaces`` names, under ``workspace``. The tensor objects
-    stay, their addresses change this once: attach before a graph captures them.
+    Parameters and persistent buffers move under the tag ``weights``. What is in no state dict (other buffers, tensors
+    in plain attributes) moves under ``buffers``, whose content is kept, too, and what ``workspaces`` names under
+    ``workspace``. The tensor objects stay, but their addresses change this once: attach before a graph captures them.
 
-    A call of a module is a request of the gate: a release waits for it, and while memory is released it is refused, or
-    held if the service is set up so. A call inside a request or another call belongs to that one. All else that touches
-    the modules' memory, such as the replay of a graph, belongs inside ``with engine.request():``.
+    Each call of a module is a request of the gate: a release waits for it, and while memory is released it is refused,
+    or held if the service is set up for that. A call inside a request or another call belongs to that one. Put all else
+    that touches the modules' memory, such as the replay of a graph, inside ``with engine.request():``.
     """
 
     _attached: ClassVar[weakref.ref[ModuleEngine] | None] = None
@@ -63,22 +63,22 @@ class ModuleEngine(Gate):
         workspaces: str | Iterable[str] = (),
         workspace_restore: Policy = None,
     ) -> None:
-        """Move what the modules hold, and gate their calls. Nothing may use them meanwhile.
+        """Move what the modules hold, and gate their calls. Nothing may use the modules meanwhile.
 
         Args:
-            module: one that the program calls, on its device; what ``torch.compile`` or a wrapper returned, if the
-                program calls that.
-            others: further ones.
+            module: a module that the program calls, on its device. If the program calls what ``torch.compile`` or a
+                wrapper returned, give that.
+            others: further modules.
             workspaces: patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not needed
                 from one call to the next.
             workspace_restore: their restore policy; ``zero`` by default.
 
         Raises:
-            ConfigurationError: a module has parameters on the meta device or where memsaver manages nothing, a pattern
+            ConfigurationError: a module has parameters on the meta device, or where memsaver manages nothing, a pattern
                 matches nothing, a ``forward`` is a coroutine, or this process has another such engine. Nothing has
                 changed.
-            torch.OutOfMemoryError: the device lacks room to move the next tensors. The modules work as before, some
-                tensors in regions; try again.
+            torch.OutOfMemoryError: the device lacks room to move the next tensors. The modules work as before, with
+                some tensors in regions; try again.
         """
         patterns = [workspaces] if isinstance(workspaces, str) else list(workspaces)
         modules = tuple({id(each): each for each in (module, *others)}.values())
@@ -101,8 +101,8 @@ class ModuleEngine(Gate):
     def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
         """Run the block inside the gate; calls of the modules in it belong to this one request.
 
-        That holds in the block's thread or asyncio task, in tasks made inside it and in ``asyncio.to_thread``, not in
-        threads that it starts.
+        This applies to calls in the block's thread or asyncio task, in tasks made inside the block, and in
+        ``asyncio.to_thread``; not in threads that the block starts.
 
         Raises:
             AdmissionClosedError: the gate is closed; the message says why.
@@ -114,13 +114,13 @@ class ModuleEngine(Gate):
     def workspace(
         self, *, restore: ms.RestorePolicy | str = ms.RestorePolicy.HOST, device: int | None = None
     ) -> Iterator[None]:
-        """Put what the first calls create and keep, inside the block and in this thread, under the tag ``workspace``.
+        """Put what the first calls create and keep under the tag ``workspace``, inside the block and in this thread.
 
-        Everything allocated inside gets the tag, scratch memory of libraries too, and on a GPU memory for intermediate
-        results stays with the tag: make the smallest calls that create it all.
+        Everything that is allocated inside gets the tag, also scratch memory of libraries, and on a GPU memory for
+        intermediate results stays under it. So make the smallest calls that create what is to be kept.
 
         Args:
-            restore: its restore policy; kept by default, as first calls may make tables as well as scratch memory.
+            restore: the restore policy; ``host`` by default, as first calls may make tables besides scratch memory.
             device: index of the device; needed if the modules are on several.
 
         Raises:
@@ -144,7 +144,8 @@ class ModuleEngine(Gate):
 class GatedForward:
     """Replaces a module's ``forward``. Copies and pickles of the module have the original.
 
-    Not a pair of hooks: those end nothing at a KeyboardInterrupt, and code that was compiled before does not run them.
+    A pair of hooks would not do: after a KeyboardInterrupt the second one is not called, and code that was compiled
+    before does not run them.
     """
 
     def __init__(self, requests: NestedRequests, module: nn.Module) -> None:
@@ -156,7 +157,7 @@ class GatedForward:
         functools.update_wrapper(self, self._forward)
         module.forward = self
 
-    # A compiled caller's graph ends before it, and what it calls is compiled by itself.
+    # The graph of a compiled caller ends before this call, and what this calls is compiled by itself.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,misc,unused-ignore]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         requests, name = self._requests, type(self._module).__name__
@@ -176,7 +177,7 @@ class GatedForward:
         return getattr, (self._module, "forward")
 
     def remove(self) -> None:
-        """Put the original back, unless other code has wrapped this one; then only pass calls on."""
+        """Put the original back, unless other code has wrapped this; then only pass calls on."""
         self._active = False
         if vars(self._module).get("forward") is not self:
             return
@@ -221,7 +222,7 @@ def _check_alone() -> None:
 def _under_tags(
     tensors: list[ModuleTensor], patterns: list[str], workspace_restore: Policy
 ) -> Iterator[tuple[ModuleTensor, str, Policy]]:
-    """Yield each tensor's tag and policy; of tensors that share memory, the one whose content matters most first."""
+    """Yield each tensor with its tag and policy; kept ones come first, and so decide for others in the same memory."""
 
     def is_workspace(each: ModuleTensor) -> bool:
         return each.kind != "parameter" and any(fnmatchcase(each.name, pattern) for pattern in patterns)
@@ -248,7 +249,7 @@ class ModuleTensor:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
-    """Return what the modules and their submodules hold, also in lists, tuples and dictionaries."""
+    """Return the tensors that the modules and their submodules hold, also in lists, tuples and dictionaries."""
     found: list[ModuleTensor] = []
     for root in modules:
         for prefix, module in root.named_modules():
@@ -267,8 +268,8 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
 
 
 def _check_memory(tensors: list[ModuleTensor]) -> None:
-    """Raise ConfigurationError if there are tensors whose memory memsaver cannot manage; the message names them. Host
-    memory beside device memory is fine."""
+    """Raise ConfigurationError if memsaver cannot manage the memory of some of ``tensors``, which the message names.
+    Host memory beside device memory is no error."""
     managed = ms.torch_device().type
     for each in tensors:
         if isinstance(each.tensor, (UninitializedParameter, UninitializedBuffer)):
@@ -307,9 +308,9 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
     """Move each tensor under its tag and policy. The first of those that share memory decides for all of them.
 
-    Every other tensor of the process that shares the memory, as in a state dict, moves along. What is under a tag
-    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
-    a second copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated.
+    Every other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a
+    tag already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room
+    for a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated.
     """
     managed = ms.torch_device().type
     storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
@@ -358,7 +359,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that have the memory: of a subclass that wraps others, those."""
+    """Yield the tensors that have the memory of ``tensor``: those that it wraps, or itself."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:

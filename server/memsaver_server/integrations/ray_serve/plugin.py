@@ -1,6 +1,6 @@
-"""Ray Serve LLM's calls for sleeping, on all replicas of a model or on none.
+"""Ray Serve LLM's calls of the sleep mode, on all replicas of a model or on none.
 
-Ray's own ingress sends them to every replica and undoes nothing. Put the mixin in front of it::
+Ray's own ingress sends them to every replica, and undoes nothing. Put the mixin in front of it::
 
     from ray.llm._internal.serve.core.ingress.dev_ingress import DEV_ENDPOINTS, DevIngress
 
@@ -44,7 +44,7 @@ class ModelRequest(BaseModel):
 
 
 class Sleeping(BaseModel):
-    """As Ray Serve LLM answers; ``engines`` gives the state of each."""
+    """Ray Serve LLM's answer, and the state of each engine."""
 
     is_sleeping: bool
     engines: dict[str, str]
@@ -53,8 +53,9 @@ class Sleeping(BaseModel):
 class AtomicSleepMixin:
     """``POST /sleep``, ``POST /wakeup`` and ``/is_sleeping`` of an ingress, through the fleet's coordinator.
 
-    The replicas are the engines whose ``register(..., model=MODEL_ID)`` names the model. Sleep and wake-up answer with
-    a ``FleetResult``: 200 if all did it, 503 if not, and then what was done is undone. 404: no engine has the model.
+    The replicas are the engines whose ``register(..., model=MODEL_ID)`` names the model. Sleep and wake-up return a
+    ``FleetResult``, with status 200 if all replicas did it; 503 if not, and what was done is undone; 404 if no engine
+    has the model.
     """
 
     #: The name of the fleet in which the replicas are registered.
@@ -79,13 +80,13 @@ class AtomicSleepMixin:
         return await self._operate(_fields(FleetResume, body), body.model)
 
     async def is_sleeping(self, model: str = Query(..., description="The model ID to check")) -> Sleeping:
-        """Tell whether any replica of the model has memory released."""
+        """Return whether any replica of the model has memory released."""
         status = await self._answer(coordinator(self.fleet).status.remote(Selector(models=(model,))))
         engines = {engine.name: engine.state for engine in status.engines}
         return Sleeping(is_sleeping=any(state in ("released", "mixed") for state in engines.values()), engines=engines)
 
     async def is_sleeping_by_body(self, body: ModelRequest) -> Sleeping:
-        """As ``is_sleeping``, with the model in the body."""
+        """See ``is_sleeping``; the model is in the body."""
         return await self.is_sleeping(body.model)
 
     async def _operate(self, asked: AskedOfFleet, model: str) -> JSONResponse:
@@ -98,7 +99,7 @@ class AtomicSleepMixin:
         return JSONResponse(result.model_dump(mode="json"), 200 if result.success else 503)
 
     async def _answer(self, answer: Any) -> Any:
-        """Return the coordinator's answer; Ray's errors are also of the types that it raised."""
+        """Return the coordinator's answer. An error that Ray raises is also of the type that the coordinator raised."""
         try:
             return await answer
         except FleetError as error:

@@ -22,7 +22,7 @@ from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
 from memsaver_server.integrations.sglang.plugin import QUESTION
 
-#: What a scheduler must have, by the path to it. docs/sglang.md says for which versions this was looked up.
+#: What a ``Scheduler`` must have: paths of attributes. docs/sglang.md lists the versions that have them.
 NAMES = (
     "_engine_paused", "_request_dispatcher", "chunked_req", "disaggregation_mode", "flush_cache", "gracefully_exit",
     "ipc_channels.send_to_tokenizer.send_output", "is_fully_idle", "last_batch", "maybe_send_health_check_signal",
@@ -32,7 +32,7 @@ NAMES = (
     "world_group.cpu_group", "world_group.rank_in_group", "world_group.ranks", "world_group.world_size",
 )  # fmt: skip
 
-#: The requests of ``sglang.srt.managers.io_struct``.
+#: The requests and answers that ``sglang.srt.managers.io_struct`` must have.
 MESSAGES = (
     "AbortReq", "BatchTokenizedEmbeddingReqInput", "BatchTokenizedGenerateReqInput", "CheckWeightsReqInput",
     "CheckWeightsReqOutput", "ContinueGenerationReqInput", "FlushCacheReqInput", "FlushCacheReqOutput",
@@ -49,15 +49,16 @@ _HIERARCHICAL_CACHE = (
     "--enable-hierarchical-cache"
 )
 
-#: How many requests may wait until the first one was admitted.
+#: How many requests may wait before the first one, which is the warm-up, was admitted.
 HELD_BEFORE_WARM_UP = 1024
-#: How long a flush waits for requests that are about to end, or to be set aside by a pause before it, seconds.
+#: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
-#: What reads weights; so do the methods of ``RpcReqInput`` that save the model.
+#: Requests that read weights. The methods of ``RpcReqInput`` that save the model do so, too.
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
-#: Of a verification: tokens that every vocabulary has, how many are to follow, and how long it may take, seconds.
+#: The prompt of a verification, of tokens that every vocabulary has; how many tokens are to follow; and how long that
+#: may take, seconds.
 PROMPT = range(10, 26)
 LENGTH = 8
 VERIFICATION_S = 60.0
@@ -72,7 +73,7 @@ class SglangScheduler(base.Scheduler):
 
     def __init__(self, own: Any) -> None:
         super().__init__(own)
-        self._aside: tuple[list[Any], bool] | None = None  # requests that waited, and whether the engine was paused
+        self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
 
     @property
     def group(self) -> base.Group:
@@ -80,7 +81,7 @@ class SglangScheduler(base.Scheduler):
 
     @property
     def parallel(self) -> Any:
-        """What has ``tp_rank``, ``tp_size``, ``pp_rank``, ``pp_size`` and ``dp_size``."""
+        """The object with ``tp_rank``, ``tp_size``, ``pp_rank``, ``pp_size`` and ``dp_size``."""
         if hasattr(self.own, "ps"):  # up to 0.5.20
             return self.own.ps
         return importlib.import_module("sglang.srt.runtime_context").get_parallel()
@@ -137,14 +138,14 @@ class SglangScheduler(base.Scheduler):
         sockets = [getattr(receiver, name, None) for name in ("recv_from_tokenizer", "recv_from_rpc")]
         idle = base.IdleRest(sockets, self.has_nothing_to_do, self.parallel.pp_size)
         if (sleeper := getattr(self.own, "idle_sleeper", None)) is not None and idle.poller is not None:
-            sleeper.poller = idle.poller  # the sleep of --sleep-on-idle, which SGLang's own sockets alone would end
+            sleeper.poller = idle.poller  # so that `wake`, too, ends the sleep of --sleep-on-idle
         return idle
 
     def is_ending(self) -> bool:
         return bool(self.own.gracefully_exit)
 
     def is_still(self) -> bool:
-        """Whether no request runs, no paused one holds a part of the cache, and none of it is being copied."""
+        """Return whether no request runs, no paused one holds a part of the cache, and none of that is being copied."""
         own = self.own
         idle = own.is_fully_idle() or (
             own._engine_paused and own.running_batch.is_empty() and own.last_batch is None and own.chunked_req is None
@@ -152,13 +153,13 @@ class SglangScheduler(base.Scheduler):
         return bool(idle) and not self._looks_at_copies()
 
     def has_nothing_to_do(self) -> bool:
-        """Cheap while requests run."""
+        """See ``Scheduler``. It is cheap while requests run."""
         idle = self.own._engine_paused or (self.own.running_batch.is_empty() and self.own.is_fully_idle())
         return bool(idle) and not self._looks_at_copies()
 
     def _looks_at_copies(self) -> bool:
-        """Whether the event loop waits for copies of the hierarchical cache, which it does unless paused; with the
-        interpreter's lock held, and in a hibernated process for ever."""
+        """Return whether the event loop waits for copies of the hierarchical cache. Unless paused it does so with the
+        interpreter's lock held, which in a hibernated process would never end."""
         copies = getattr(self.own.tree_cache, "cache_controller", None)
         under_way = getattr(copies, "ack_write_queue", None) or getattr(copies, "ack_load_queue", None)
         return not self.own._engine_paused and bool(under_way)
@@ -191,7 +192,7 @@ class SglangScheduler(base.Scheduler):
             return
         if not self.is_still():
             raise DrainTimeoutError(0, self.in_flight())
-        # flush_cache() refuses while requests wait. Those that wait here were retracted and hold nothing of the cache.
+        # flush_cache() refuses while requests wait. Those that wait now were retracted, and hold nothing of the cache.
         own.tree_cache.reset()
         own.req_to_token_pool.clear()
         own.token_to_kv_pool_allocator.clear()
@@ -201,7 +202,7 @@ class SglangScheduler(base.Scheduler):
             draft_worker.clear_cache_pool()
 
     def _flush_after_update(self, empty_cache: bool = True) -> bool:
-        """Stands in for SGLang's flush after it has written weights, of which a failure ends the process."""
+        """Replaces SGLang's flush after an update of weights, whose failure ends the process."""
         if self.own.is_fully_idle() or not self.is_still():
             return bool(self.own.flush_cache(empty_cache=empty_cache))
         self.flush()
@@ -225,11 +226,11 @@ class SglangScheduler(base.Scheduler):
 
 
 class SglangEngine(base.LoopEngine):
-    """An engine over a ``Scheduler``.
+    """The engine over a ``Scheduler``.
 
-    Rank 0 admits, holds or refuses requests. A refused one is aborted with status 503, which SGLang's server answers to
-    its client. By SGLang alone a release ends the process if a request runs, a resume if nothing is released, and a
-    weight update or a continuation touches memory that is released.
+    Rank 0 admits, holds or refuses requests. A refused one is aborted with status 503, which SGLang's server returns to
+    the client. In SGLang itself, a release ends the process if a request runs, so does a resume if nothing is released,
+    and a weight update or a continuation touches memory that is released.
     """
 
     name = "sglang"
@@ -240,12 +241,12 @@ class SglangEngine(base.LoopEngine):
         own = self._own = scheduler.own
         self._messages = messages()
         self._closed: tuple[str, int] | None = None  # the reason, and how many requests may be held
-        # Of the scheduler's thread alone.
+        # Used in the scheduler's thread alone.
         self._held: list[Any] = []
-        # The first request is the warm-up of SGLang's server, which ends if that is refused.
+        # The first request is the warm-up of SGLang's server, which ends the server if it is refused.
         self._warm = getattr(own.server_args, "skip_server_warmup", True)
         self._frozen = False
-        self._continuation: Any = None  # what SGLang was asked while admission was closed
+        self._continuation: Any = None  # a request to continue generation that came while admission was closed
         self._prompt: VerificationPrompt | None = None
         self._dispatcher = own._request_dispatcher
         own._request_dispatcher = self._dispatch
@@ -255,7 +256,7 @@ class SglangEngine(base.LoopEngine):
     def model_name(self) -> str:
         return str(getattr(self._own.server_args, "model_path", ""))
 
-    # The methods of ``Engine``.
+    # Methods of ``Engine``.
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
         self._closed = (reason, hold)
@@ -267,8 +268,8 @@ class SglangEngine(base.LoopEngine):
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's scheduler to a standstill until `open_admission`.
 
-        With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens; so
-        do those that SGLang has paused in place, which would not end, nor be aborted.
+        With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens. So
+        do, in any mode, requests that SGLang has paused in place, as those neither end nor can be aborted.
 
         Raises:
             UnsupportedError: the mode is ``keep``, and the engine is pipeline-parallel.
@@ -292,7 +293,7 @@ class SglangEngine(base.LoopEngine):
         self.run_on_all("save_buffers")
 
     def verify_tokens(self) -> list[int]:
-        """Return the tokens that follow a fixed prompt, computed on all ranks without a cached prefix.
+        """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix.
 
         Raises:
             UnsupportedError: the engine generates no tokens.
@@ -340,7 +341,7 @@ class SglangEngine(base.LoopEngine):
 
     def _hold_or_refuse(self, request: Any, reason: str, hold: int) -> None:
         if request.rid.startswith("HEALTH_CHECK"):
-            # As SGLang answers it while busy: the process is healthy, with or without its memory.
+            # The answer that SGLang gives while it is busy: the process is healthy, with or without its memory.
             self._own.return_health_check_ipcs.append(getattr(request, "http_worker_ipc", None))
             self._own.maybe_send_health_check_signal()
         elif len(self._held) < hold:
@@ -372,12 +373,12 @@ class SglangEngine(base.LoopEngine):
                 self._continuation = None
 
     def _freeze(self) -> bool:
-        """Send running requests back to the waiting queue; return whether there were any."""
+        """Send running requests back to the waiting queue; return whether this paused the engine."""
         if self.scheduler.is_still():
             return False
         already = self._own._engine_paused
         self.send(self._messages.PauseGenerationReqInput(mode="retract"))
-        self._frozen = self._frozen or not already  # a caller that has paused generation continues it
+        self._frozen = self._frozen or not already  # if a caller has paused generation, that caller continues it
         return not already
 
     def _thaw(self) -> None:
@@ -407,11 +408,11 @@ class SglangEngine(base.LoopEngine):
             return True
         if name == "PauseGenerationReqInput":
             self._continuation = None
-            self._frozen = False  # the caller continues generation
+            self._frozen = False  # the caller that pauses is the one that continues
         return super()._takes(request)
 
     def _dispatch(self, request: Any) -> Any:
-        """Stands in for the scheduler's ``_request_dispatcher``, which returns the answer to ``request`` or None."""
+        """Replaces the scheduler's ``_request_dispatcher``, which returns the answer to ``request``, or None."""
         name = type(request).__name__
         answered = self._updates.pop(base.answer_to(request), None)
         try:
@@ -434,7 +435,7 @@ class SglangEngine(base.LoopEngine):
         if "MemoryOccupation" in name:
             output = kind()
             if error is not None:
-                # This answer has no field for a failure. ``plugin`` raises what the unused field says.
+                # This answer has no field for a failure, so an unused field carries it; ``plugin`` raises it.
                 output.rid = f"{getattr(error, 'status', 500)} {error}"
         elif name == "GetWeightsByNameReqOutput":
             output = kind(parameter=None)  # it has no field for a failure either; SGLang answers None as one
@@ -450,7 +451,8 @@ class SglangEngine(base.LoopEngine):
             self.submit(partial(channels.send_to_tokenizer.send_output, output, request))
 
     def _flush(self, request: Any) -> None:
-        """By SGLang alone it fails beside requests that a pause has set aside, and just after the last answer."""
+        """Flush the cache. SGLang's own flush fails while requests are set aside by a pause, and just after the last
+        answer."""
         failed: Exception | None = None
         try:
             self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
@@ -462,18 +464,18 @@ class SglangEngine(base.LoopEngine):
     def _write(self, request: Any, answered: Future[Any]) -> None:
         write = partial(super()._write, request, answered)
         if getattr(request, "flush_cache", False):
-            # Its flush would end the process if a request ran, as it may just after the last answer.
+            # SGLang's flush after it would end the process if a request ran, as one may just after the last answer.
             self.when_still(self._settings.drain_timeout_s, write)
         else:
             write()
 
 
 class VerificationPrompt:
-    """One computation of the tokens that follow ``PROMPT``, by a request of SGLang's own that no client sent.
+    """One greedy computation of the tokens that follow ``PROMPT``, by a request that no client has sent.
 
     Attributes:
-        request: what the scheduler is sent.
-        tokens: done once they are computed; greedy, from the prompt's first token.
+        request: must be sent to the scheduler.
+        tokens: done once they are computed.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -483,7 +485,7 @@ class VerificationPrompt:
         parameters.normalize(None)
         kind = messages().TokenizedGenerateReqInput
         values = {
-            # SGLang drops the answers to its health checks if nobody waits for them.
+            # SGLang drops the answer to a health check if no client waits for it.
             "rid": f"HEALTH_CHECK_memsaver_{uuid.uuid4().hex}", "input_text": None, "input_ids": array("q", PROMPT),
             "input_embeds": None, "mm_inputs": None, "token_type_ids": None, "sampling_params": parameters,
             "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": None,
@@ -495,7 +497,8 @@ class VerificationPrompt:
         self._running: Any = None
 
     def note(self) -> None:
-        """The scheduler has processed what it received. In its thread."""
+        """Find the request, and note its tokens once it has ended. Called in the scheduler's thread, after it has
+        processed what it received."""
         if self._running is None:
             waiting = [each for each in self._scheduler.waiting_queue if each.rid == self.request.rid]
             self._running = waiting[0] if waiting else None

@@ -1,7 +1,4 @@
-"""What memsaver changes in SGLang's processes: by SGLang's plugin entry point (``register``), or by hand (``attach``).
-
-The scheduler is served from its own process.
-"""
+"""What memsaver changes in SGLang's processes: by its plugin entry point (``register``), or by hand (``attach``)."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ attach, follow = _plugin.attach, _plugin.follow
 
 
 def register() -> None:
-    """SGLang's plugin entry point: carry out the memory calls of each engine whose memory is in memsaver's regions, and
-    serve it at ``MEMSAVER_SGLANG`` if that is set."""
+    """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
+    and serve it at ``MEMSAVER_SGLANG`` if that is set."""
     if not _plugin.is_wanted():
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
@@ -32,7 +29,7 @@ def register() -> None:
         f"{manager}.__init__": _initialize_manager,
         **{f"{manager}.{call}": _raising(call) for call in CALLS},
     }
-    if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # graphs are released, too
+    if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # a release includes graphs
         around[f"{BACKEND}.__init__"] = _tag_prefill_graphs
     for target, hook in around.items():
         hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
@@ -43,16 +40,17 @@ def _serve(run_event_loop: Callable[..., None], scheduler: Any) -> None:
         run_event_loop(scheduler)
 
 
-# In the process that starts the ranks: settings under which they can give back what their communicators hold.
+# In the process that starts the ranks: settings with which the memory of their communicators can be released.
 
-#: Sets the environment of all ranks before they are started. SGLang switches NCCL_CUMEM_ENABLE off unless it is set.
+#: SGLang's function that sets the environment of all ranks before they start. It switches NCCL_CUMEM_ENABLE off unless
+#: that is set.
 CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
-#: NCCL_CUMEM_ENABLE is NCCL's own default. Graphs with NCCL calls replay after a resume without NCCL_GRAPH_REGISTER.
+#: NCCL_CUMEM_ENABLE=1 is NCCL's default. With NCCL_GRAPH_REGISTER=0 graphs with NCCL calls replay after a resume.
 SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
 
 
 def _configure(original: Callable[..., None], server_args: Any, *arguments: Any, **named: Any) -> None:
-    """Give several ranks whose memory is released ``SETTINGS``, if they are not set."""
+    """Set each of ``SETTINGS`` that is not set, if there are several ranks, and their memory can be released."""
     ranks = server_args.tp_size * server_args.pp_size
     if ranks > 1 and server_args.enable_memory_saver and communicators.can_suspend():
         for name, value in SETTINGS.items():
@@ -60,7 +58,7 @@ def _configure(original: Callable[..., None], server_args: Any, *arguments: Any,
     original(server_args, *arguments, **named)
 
 
-# In the scheduler's process: prefill graphs, with their memory under the tag of the other graphs.
+# In the scheduler's process: the memory of prefill graphs, under the tag of the other graphs.
 
 TAG = "cuda_graph"
 BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
@@ -69,10 +67,10 @@ BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend
 def _tag_prefill_graphs(
     original: Callable[..., None], backend: Any, *arguments: Any, enable_memory_saver: bool = False, **named: Any
 ) -> None:
-    """Answer the check of ``BreakableCudaGraphBackend``, which refuses to start if the memory of graphs is released.
+    """Let ``BreakableCudaGraphBackend`` start, which by itself refuses to if the memory of graphs is released.
 
-    A prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All of them take their
-    memory from the pool whose id the backend has; here it is the pool of the graphs captured with ``cuda_graph``.
+    A prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All take their memory
+    from the pool whose id the backend has, which here is the pool of the graphs that are captured with ``cuda_graph``.
     """
     original(backend, *arguments, enable_memory_saver=False, **named)
     if enable_memory_saver:
@@ -85,8 +83,8 @@ def _tag_prefill_graphs(
 
 
 # In the process of SGLang's HTTP server, or of its ``Engine``: a release or a resume that failed in the scheduler is
-# answered as a failure, and an update of weights waits for the requests in flight, each of which holds a lock until it
-# is answered. It does not wait for those that memsaver holds back, which may themselves wait for that update.
+# reported as a failure. And an update of weights, which waits for the requests in flight, as each holds a lock until it
+# is answered, does not wait for those that memsaver holds back: they may themselves wait for that update.
 
 CALLS = ("release_memory_occupation", "resume_memory_occupation")
 #: The name of a request for the scheduler's state, which ``SglangEngine`` answers.
@@ -96,7 +94,11 @@ ASK_S = 1.0
 
 
 class SchedulerCallError(MemsaverError):
-    """The call failed in the scheduler. SGLang's server answers it with ``status_code``."""
+    """The call failed in the scheduler. SGLang's server answers with ``status_code``.
+
+    Args:
+        answer: the status, a space, and the message.
+    """
 
     kind = "scheduler_call"
 
@@ -107,7 +109,7 @@ class SchedulerCallError(MemsaverError):
 
 
 def _raising(call: str) -> Callable[..., Awaitable[None]]:
-    """Return a hook around ``TokenizerManager``'s method ``call``, which ignores what the scheduler answers."""
+    """Return a hook around ``TokenizerManager``'s method ``call``, which by itself ignores the scheduler's answer."""
 
     async def raising(original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None) -> None:
         communicate = getattr(manager, f"{call}_communicator", None)
@@ -130,9 +132,9 @@ def _initialize_manager(original: Callable[..., None], manager: Any, *arguments:
 
 
 async def _acquire_writer(manager: Any, lock: Any, acquire: Callable[[], Awaitable[None]]) -> None:
-    """Return once no request is in flight, or those that are wait in the scheduler until memory is back or written.
+    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content.
 
-    ``release_writer`` may follow either.
+    ``release_writer`` may be called after either.
     """
     acquiring = asyncio.ensure_future(acquire())
     timeout_s = 0.0

@@ -16,7 +16,7 @@ from memsaver_server.engine import check_drain_mode, never
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
 
-#: What an event loop must have, by the path to it.
+#: What an ``EventLoop`` must have: paths of attributes.
 NAMES = (
     "_memory._kv_cache_release_allowed", "_memory._kv_repair", "_memory._reset_caches", "_pause._abort_all_pending",
     "_pause.buffered_specs", "_pause.is_drain_pending", "_pause.released", "_pause.state", "attn_tp_cpu_group",
@@ -33,10 +33,11 @@ _SHARED = (
 
 
 class TokenspeedScheduler(base.Scheduler):
-    """Admission is that of tokenspeed's ``PauseController``: unless that is UNPAUSED, what is not refused waits.
+    """Closes admission by tokenspeed's ``PauseController``: while that is not UNPAUSED, requests wait unless they are
+    refused.
 
     Attributes:
-        frozen: nothing is computed until ``open``.
+        frozen: whether nothing is computed until ``open``.
     """
 
     engine = "tokenspeed"
@@ -55,7 +56,7 @@ class TokenspeedScheduler(base.Scheduler):
 
     @property
     def group(self) -> base.Group:
-        """The ranks, which are those of one tensor-parallel group."""
+        """All ranks, which are one tensor-parallel group."""
         attention = self.own.server_args.mapping.attn
         return base.Group(attention.tp_size, attention.tp_group, attention.tp_rank, self.own.attn_tp_cpu_group)
 
@@ -96,12 +97,12 @@ class TokenspeedScheduler(base.Scheduler):
     def _stay_while_frozen(self) -> None:
         """Begin an iteration, and stay in it while nothing may be computed.
 
-        The overlapping loop calls CUDA before each iteration. While the process is hibernated, such a call waits until
-        the wake-up. The loop would then never receive the request for the wake-up.
+        The overlapping loop calls CUDA before each iteration. In a hibernated process that call would wait for the
+        wake-up, and the loop would never receive the request for it.
         """
         was_frozen = self.frozen
         self._begin_iteration()
-        # The iteration that froze still commits what was computed before.
+        # The iteration that freezes is not held: it still has to commit what was computed before.
         while was_frozen and self.frozen:
             self.own._paused_idle_step()
             self._begin_iteration()
@@ -117,9 +118,9 @@ class TokenspeedScheduler(base.Scheduler):
         return ended is not None and bool(ended.is_set())
 
     def is_still(self) -> bool:
-        """Whether no request runs, no page of the cache is copied to the host, and no expert's weights are moved.
+        """Return whether no request runs, no page of the cache is copied to the host, and no expert's weights move.
 
-        For a drain also whether prefixes can be forgotten, which is then done: tokenspeed waits for it, too.
+        In a drain also whether prefixes can be forgotten, which is then done: tokenspeed itself waits for that, too.
         """
         copies = getattr(self.own, "_num_inflight_cache_ops", False)  # up to 0.1.0
         moves = getattr(self.own._memory, "_weights_busy", bool)  # from 0.1.1 on
@@ -137,7 +138,7 @@ class TokenspeedScheduler(base.Scheduler):
         return [rid for rid in list(self.own.output_processor.rid_to_state) if rid not in waiting]
 
     def close(self, reason: str, hold: int) -> None:
-        """Let ``hold`` new requests wait and refuse others; tokenspeed does not continue generation until ``open``."""
+        """Let up to ``hold`` new requests wait, and refuse others. No generation continues until ``open``."""
         self._closed = (reason, hold)
         if self._paused_before is None:
             self._paused_before = self._pause.state
@@ -145,9 +146,10 @@ class TokenspeedScheduler(base.Scheduler):
         self._pause.released = True
 
     def _refuse(self, specs: Sequence[Any], states: Sequence[Any]) -> None:
-        """Mark those of the new requests as ended that may not wait: tokenspeed answers them before they are admitted.
+        """Mark the new requests that may not wait as ended: tokenspeed answers them before it would admit them.
 
-        Its health check takes any answer as a sign of life; its server does not start without that to its warm-up.
+        Health checks are refused, as any answer is a sign of life. The warm-up always waits: without a real answer to
+        it tokenspeed's server does not start.
         """
         if self._paused_before is None:
             return
@@ -160,13 +162,17 @@ class TokenspeedScheduler(base.Scheduler):
                 state.set_finish_with_abort(reason, notify_client=True)
 
     def drain(self, abort: bool) -> None:
-        """Have running requests end, those that a pause has frozen too; ``abort`` ends them now."""
+        """Let running requests end, also those that a pause has frozen; with ``abort`` end them now."""
         self._draining = not self.frozen
         self._pause.state = self._pausing.PauseState.PAUSED_NEW
         self._pause._abort_all_pending = self._pause._abort_all_pending or abort
 
     def freeze(self) -> None:
-        """Compute nothing until ``open``; raise DrainTimeoutError if a request runs."""
+        """Compute nothing until ``open``.
+
+        Raises:
+            DrainTimeoutError: a request runs.
+        """
         if not self.is_still():
             raise DrainTimeoutError(0, self.in_flight())
         self._draining, self.frozen = False, True
@@ -174,12 +180,12 @@ class TokenspeedScheduler(base.Scheduler):
         self.save_buffers()
 
     def _stay_frozen(self) -> None:
-        """A pause that tokenspeed was asked for meanwhile would have it iterate again."""
+        """Set the pause again: a request for another one, which tokenspeed got meanwhile, would let it compute."""
         if self.frozen:
             self._pause.state = self._pausing.PauseState.PAUSED_ALL
 
     def open(self) -> None:
-        """Take requests again. As by tokenspeed alone, a pause ends with the resume of all memory."""
+        """Take requests again. As in tokenspeed itself, a pause ends once all memory is resumed."""
         if self._paused_before is not None:
             self._pause.released = False
             self._pause.state = self._pausing.PauseState.UNPAUSED if self.frozen else self._paused_before
@@ -191,11 +197,11 @@ class TokenspeedScheduler(base.Scheduler):
             raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
 
     def _forgets(self) -> bool:
-        """Forget every cached prefix; return False if pages are in use, as they may be from 0.1.1 on."""
+        """Forget every cached prefix. Return False if pages are in use, which is possible from 0.1.1 on."""
         return self.own._memory._reset_caches() is not False
 
     def repair(self, lost: Sequence[str]) -> None:
-        """As of any engine; also clear the pages of a lost cache."""
+        """See ``Scheduler``. Also clears the pages of a lost cache."""
         super().repair(lost)
         if "kv_cache" in lost:
             self.own._memory._kv_repair()
@@ -206,14 +212,14 @@ class TokenspeedScheduler(base.Scheduler):
 
 
 class Receiver:
-    """Stands in for the socket that rank 0 reads: gives what ``handle`` makes of each batch of messages."""
+    """Replaces the socket that rank 0 reads: gives what ``handle`` returns for each batch of messages."""
 
     def __init__(self, socket: Any, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         self._zmq = importlib.import_module("zmq")
         self._messages = self._batches(socket, handle)
 
     def recv_pyobj(self, flags: int) -> Any:
-        """Return the next message; raise ``zmq.Again`` at the end of the batch."""
+        """Return the next message; raises ``zmq.Again`` at the end of a batch."""
         if (message := next(self._messages)) is None:
             raise self._zmq.Again
         return message
@@ -230,11 +236,11 @@ class Receiver:
 
 
 class TokenspeedEngine(base.LoopEngine):
-    """An engine over an ``EventLoop``, of which it stands in for the socket to tokenspeed's server.
+    """The engine over an ``EventLoop``. It replaces the loop's socket to tokenspeed's server.
 
-    By tokenspeed alone requests wait while memory is released, and each holds a lock that a weight update waits for; so
-    they are refused, or wait up to a number. A release waits without a deadline, a repeated one fails, a failure ends
-    the process, and a weight update touches memory that is released.
+    In tokenspeed itself, requests wait while memory is released, and each holds a lock that a weight update waits for;
+    here they are refused, or a limited number waits. There, too, a release waits without a deadline, a repeated one
+    fails, a failure ends the process, and a weight update touches memory that is released.
     """
 
     name = "tokenspeed"
@@ -247,13 +253,13 @@ class TokenspeedEngine(base.LoopEngine):
         self._socket, handler.send_func = handler.send_func, self
         super().__init__(scheduler)
 
-    # The methods of ``Engine``.
+    # Methods of ``Engine``.
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self.tell("close", reason, hold)
+        self.post("close", reason, hold)
 
     def open_admission(self) -> None:
-        self.tell("open")
+        self.post("open")
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's event loop to a standstill until `open_admission`.
@@ -266,14 +272,14 @@ class TokenspeedEngine(base.LoopEngine):
             raise UnsupportedError(
                 "tokenspeed cannot compute a paused request again from its tokens; release with the mode wait or abort"
             )
-        self.when_still(timeout_s, begin=lambda: self.tell("drain", mode == "abort"), given_up=given_up)
+        self.when_still(timeout_s, begin=lambda: self.post("drain", mode == "abort"), given_up=given_up)
         self.run_on_all("freeze")
-        self.run_on_all("")  # from this iteration on the loop makes no call of CUDA: see _stay_while_frozen
+        self.run_on_all("")  # from this iteration on the loop calls no CUDA, see _stay_while_frozen
 
     # tokenspeed's own calls.
 
     def send_pyobj(self, output: Any) -> None:
-        """Send ``output`` to tokenspeed's server, and see the answers to updates. In the scheduler's thread."""
+        """Send ``output`` to tokenspeed's server; note it if it answers an update. In the scheduler's thread."""
         if (answered := self._updates.pop(type(output).__name__, None)) is not None:
             answered.set_result(output)
         self._socket.send_pyobj(output)

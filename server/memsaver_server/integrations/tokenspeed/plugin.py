@@ -18,7 +18,7 @@ from memsaver_server.integrations.adapter.plugin import Plugin
 #: The tag of the attention workspaces, which tokenspeed creates outside of its regions.
 TAG = "workspace"
 BACKENDS = "tokenspeed.runtime.layers.attention.backends"
-#: Where each is, by the module in ``BACKENDS`` of which the first backend creates it for the process.
+#: The global variable of each, by its module in ``BACKENDS``, whose first backend creates it for the process.
 WORKSPACES = {
     "flashmla": "_global_workspace_buffer",
     "tokenspeed_mla": "_cutedsl_workspace_buffer",
@@ -32,8 +32,8 @@ attach, follow = _plugin.attach, _plugin.follow
 
 @functools.cache
 def register() -> None:
-    """Carry out the memory calls of each engine of this process whose memory is in memsaver's regions, and serve it at
-    ``MEMSAVER_TOKENSPEED`` if that is set."""
+    """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
+    and serve it at ``MEMSAVER_TOKENSPEED`` if that is set."""
     if not _plugin.is_wanted():
         return
     module = importlib.import_module("tokenspeed.runtime.engine.event_loop")
@@ -48,9 +48,10 @@ def _serve(run: Callable[[Any], None], loop: Any) -> None:
 
 
 def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *arguments: Any, **named: Any) -> Any:
-    """Move workspaces under ``TAG`` after ``create_attn_components``: no graph has captured their addresses yet.
+    """Move workspaces under ``TAG`` after ``create_attn_components``, when no graph has captured their addresses yet.
 
-    They come back as zeros, as TensorRT-LLM's kernels expect of their semaphores. What is in one is of one kernel.
+    They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores. No kernel needs the content that
+    another one left.
     """
     components = create(server_args, *arguments, **named)
     held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]

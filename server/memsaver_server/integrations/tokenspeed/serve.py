@@ -16,7 +16,7 @@ from memsaver_server.integrations.tokenspeed.plugin import register
 
 
 class RaisingClient:
-    """tokenspeed's client of its scheduler; the calls of its HTTP server for memory raise if the scheduler failed."""
+    """tokenspeed's client of its scheduler, with memory calls that raise if the scheduler failed."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -34,8 +34,8 @@ class RaisingClient:
 
 
 def prepare() -> None:
-    """Do in this process what a plugin would. The HTTP server of these versions answers with success whatever its
-    scheduler says: have it answer a failure with status 500 and the message."""
+    """Do in this process what a plugin would. Also, as the HTTP server of these versions reports success whatever its
+    scheduler answers, have it report a failure with status 500 and the scheduler's message."""
     register()
     if importlib.util.find_spec("tokenspeed.runtime.plugins") is None:
         routes = importlib.import_module("tokenspeed.runtime.entrypoints.sglang_compat_http")

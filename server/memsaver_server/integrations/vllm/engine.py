@@ -1,7 +1,7 @@
 """vLLM as an ``Engine``.
 
-The memory is in vLLM's workers, where the plugin ``memsaver_core.compat.vllm`` manages it. Requests are drained, frozen
-and continued by vLLM's own pause and sleep.
+The memory is in vLLM's workers, where the plugin ``memsaver_core.compat.vllm`` manages it. vLLM's own pause and sleep
+drain, freeze and continue requests.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ logger = logging.getLogger("memsaver")
 #: vLLM's tag for a wake-up that only continues generation.
 SCHEDULING = "scheduling"
 
-#: The methods by which an ``LLM`` generates; one of these may call another.
+#: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
 
-#: Of a verification: tokens that every vocabulary has, how many are to follow, and how long each call of vLLM in it may
-#: take, and the scheduler to stop after it, seconds.
+#: The prompt of a verification, of tokens that every vocabulary has; how many tokens are to follow; how long each of
+#: its calls of vLLM may take, and the scheduler to stop after it, seconds.
 PROMPT = range(3, 35)
 LENGTH = 8
 VERIFICATION_S = 60.0
@@ -67,7 +67,7 @@ class VllmMemory(RankMemory):
             return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
-        self._group.progress.asking()  # each rank that is put to sleep is at work, as with a message
+        self._group.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self._ranks.sleep(level))
         except GroupFailedError:
@@ -77,17 +77,20 @@ class VllmMemory(RankMemory):
             raise MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
         answers = self.ask(TakeOutcome())
         if all(answer.report is None and answer.failure is None for answer in answers):
-            # The engine believes it is asleep, as part of its memory was released before, and did not ask its ranks.
+            # The engine did not ask its ranks: it counts as asleep since a part of its memory was released before.
             answers = self.ask(SleepNow(options, level))
         return answers
 
 
 class VllmEngine(Gate):
-    """An engine over either front end of vLLM: a gate, and then vLLM's scheduler."""
+    """An engine over either front end of vLLM. A request first enters the gate, then vLLM's scheduler."""
 
     def __init__(self, core: Any, model_config: Any) -> None:
-        """``core`` is the front end's ``engine_core``, of which the processes are watched, one for each data-parallel
-        rank. One that runs in this process or in Ray has none."""
+        """
+        Args:
+            core: the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a core in
+                this process, or in Ray, has none.
+        """
         super().__init__("vllm")
         self._asleep = self._paused = False
         self._wake_up: Future[Any] | None = None
@@ -96,11 +99,11 @@ class VllmEngine(Gate):
         processes = {f"engine core {number}": each.pid for number, each in enumerate(getattr(manager, "processes", ()))}
         self.memory = VllmMemory(self, processes)
 
-    # The front end. None of these blocks.
+    # Calls of the front end, none of which blocks.
 
     @abstractmethod
     def start(self, message: Plain) -> Future[list[Plain]]:
-        """Of the protocol ``Channel``, for ``memory``."""
+        """See ``Channel``; for ``memory``."""
 
     @abstractmethod
     def call(self, name: str, *arguments: Any) -> Future[Any]:
@@ -115,16 +118,16 @@ class VllmEngine(Gate):
         """Return the names of the requests in flight."""
 
     def sleep(self, level: int) -> Future[None]:
-        """Put the engine to sleep in its own way: 1 keeps the weights, 2 discards them."""
+        """Begin vLLM's own sleep: level 1 keeps the weights, 2 discards them."""
         self._asleep = True
         return self.call("sleep", level, "keep")
 
     def wake_up(self, tags: list[str] | None) -> None:
-        """Have vLLM resume ``tags``, all if None."""
+        """Begin vLLM's own wake-up of ``tags``, or of all if None."""
         self._wake_up = self.call("wake_up", tags)
         self._wake_up.add_done_callback(_log_failure)
 
-    # The methods of ``Engine``.
+    # Methods of ``Engine``.
 
     def open_admission(self) -> None:
         if self._paused or self._asleep:
@@ -143,7 +146,7 @@ class VllmEngine(Gate):
         self._paused = True
 
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
-        """Have vLLM end, finish or freeze its requests, and take no others; raises as ``drain``."""
+        """Have vLLM abort, finish or freeze its requests, and begin no others; raises as ``drain``."""
         pausing = self.call("sleep", 0, mode)
         if not is_done(pausing, timeout_s, given_up):
             pausing.cancel()
@@ -151,7 +154,7 @@ class VllmEngine(Gate):
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
-        """Have vLLM generate from a fixed prompt, for which its scheduler has to run.
+        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment.
 
         Raises:
             UnsupportedError: requests are frozen.
@@ -172,25 +175,25 @@ class VllmEngine(Gate):
             _in_time(self.call("reset_prefix_cache"))
             return list(output.outputs[0].token_ids)
         finally:
-            self.pause("abort", STOP_S)  # a prompt that was not computed in time, too
+            self.pause("abort", STOP_S)  # ends a prompt, too, that was not computed in time
 
     def flush_cache(self) -> None:
         self.call("reset_prefix_cache").result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Reset the prefix cache again: vLLM did so when it slept, but a part may have been released since.
+        """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since.
 
-        Of a large cache this takes milliseconds, so it is not waited for: vLLM does it before later requests.
+        With a large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests.
         """
         if "kv_cache" in lost:
             self.call("reset_prefix_cache").add_done_callback(_log_failure)
 
 
 class ApiServerEngine(VllmEngine):
-    """vLLM's asynchronous engine client, called from threads other than that of its loop.
+    """An engine over vLLM's asynchronous client, which it calls from threads other than that of the client's loop.
 
-    Requests come over HTTP, and are tasks of that loop. None of them is inside the gate: one that has entered is vLLM's
-    to drain.
+    Requests come over HTTP, and are tasks of that loop. They wait in front of the gate but are never inside it: vLLM
+    drains those that have entered.
     """
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -205,7 +208,7 @@ class ApiServerEngine(VllmEngine):
         return self._closed is not None
 
     async def enter(self) -> None:
-        """Return when a request may enter; raise AdmissionClosedError if it may not, and no more may wait."""
+        """Return once a request may enter; raise AdmissionClosedError if it would have to wait and no more may."""
         with self._changed:
             if self._closed is None:
                 return
@@ -259,8 +262,8 @@ class ApiServerEngine(VllmEngine):
 
 
 class OfflineEngine(VllmEngine):
-    """An ``LLM``, whose calls must not overlap: they run in the order in which they were begun. One that hangs keeps
-    those after it waiting, and nobody else."""
+    """An engine over an ``LLM``, whose calls must not overlap: they run in the order in which they were begun. If one
+    hangs, only the calls after it wait."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -270,7 +273,7 @@ class OfflineEngine(VllmEngine):
         super().__init__(llm.llm_engine.engine_core, getattr(llm.llm_engine, "model_config", None))
 
     def gate_calls(self) -> None:
-        """Make each call by which the ``LLM`` generates one request of the gate, and one of the calls in order."""
+        """Make each call by which the ``LLM`` generates a request of the gate, which overlaps no other call."""
         requests = NestedRequests(self._generating)
 
         def gated(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -282,8 +285,8 @@ class OfflineEngine(VllmEngine):
 
     @contextmanager
     def _generating(self, name: str | None) -> Iterator[InFlightRequest]:
-        """Run the block, in which the ``LLM`` generates, alone and after the last wake-up; raise what that has raised:
-        in an engine that is paused the block would not return."""
+        """Run the block, in which the ``LLM`` generates, alone and after the last wake-up. Raises the wake-up's error,
+        if it failed: in an engine that stays paused the block would not return."""
         with self.request(name) as request:
             if self._wake_up is not None:
                 self._wake_up.result()
@@ -297,11 +300,11 @@ class OfflineEngine(VllmEngine):
         return self._begin(lambda: getattr(self._llm, name)(*arguments))
 
     def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
-        call = getattr(self._llm.generate, "__wrapped__", self._llm.generate)  # not by the gate, which is closed
+        call = getattr(self._llm.generate, "__wrapped__", self._llm.generate)  # past the gate, which is closed
         return self._begin(lambda: call([prompt], parameters, use_tqdm=False)[0])
 
     def pending(self) -> list[str]:
-        """Return nothing: an offline engine generates only inside its callers' calls, which are drained."""
+        """Return no names: an ``LLM`` generates only inside its callers' calls, and the gate names those."""
         return []
 
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
@@ -318,7 +321,7 @@ class OfflineEngine(VllmEngine):
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 
     def _begin(self, call: Callable[[], _T]) -> Future[_T]:
-        """Begin a call. A thread for each: one that hangs must not keep the process from ending."""
+        """Begin a call, in a separate thread: a call that hangs must not keep the process from ending."""
 
         def in_turn(before: Future[Any]) -> _T:
             wait([before])

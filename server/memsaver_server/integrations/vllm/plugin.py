@@ -1,4 +1,5 @@
-"""Serves vLLM: routes in its API server by vLLM's entry point, or an HTTP server beside an ``LLM``."""
+"""Serves vLLM: by routes in its API server (``register``, an entry point of vLLM), or by an HTTP server beside an
+``LLM`` (``attach_to``)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from memsaver_server.integrations.vllm.engine import ApiServerEngine, OfflineEng
 
 logger = logging.getLogger("memsaver")
 
-#: Paths of vLLM's own that our routes replace: the service must see the calls of its sleep mode, and knows of a worker
-#: that has ended before vLLM does.
+#: vLLM's own paths that our routes replace: the service must see the calls of the sleep mode, and knows before vLLM
+#: that a worker has ended.
 REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/health"})
 
 #: Paths, or beginnings of paths, that need the device.
@@ -76,7 +77,7 @@ class RoutesPlugin:
 
 
 class ClosedRoute(BaseRoute):
-    """In front of all routes while admission is closed: requests that need the device wait here, or are refused."""
+    """The first route of all. While admission is closed, requests that need the device wait here, or are refused."""
 
     def __init__(self, app: FastAPI, engine: ApiServerEngine) -> None:
         self._app = app
@@ -97,7 +98,7 @@ class ClosedRoute(BaseRoute):
 
 
 class OverlayRoute(BaseRoute):
-    """Our application in front of another: for paths that the other lacks, and those replaced."""
+    """Our application in front of another one, for paths that the other lacks or that are in ``REPLACED``."""
 
     def __init__(self, ours: FastAPI, theirs: FastAPI) -> None:
         self._app = ours
@@ -120,16 +121,16 @@ def _serves(routes: Sequence[BaseRoute], scope: Scope) -> bool:
 def attach_to(llm: Any, **options: Any) -> Attachment:
     """Serve a ``vllm.LLM`` from a thread of this process.
 
-    A call of ``llm.generate`` and its like is one request: a release waits for its end, and while memory is released
-    it waits or is refused.
+    Each call by which it generates is one request: a release waits for its end, and while memory is released it waits
+    or is refused.
 
     Args:
         llm: started with sleep mode, with MEMSAVER_VLLM=1 or the backend ``memsaver``.
-        options: as for ``memsaver_server.attach``.
+        options: see ``memsaver_server.attach``.
 
     Raises:
         UnsupportedError: the engine does not sleep by memsaver.
-        ConfigurationError: as for ``memsaver_server.attach``.
+        ConfigurationError: see ``memsaver_server.attach``.
     """
     engine = OfflineEngine(llm)
     if not engine.memory.enabled():
@@ -143,16 +144,16 @@ def attach_to(llm: Any, **options: Any) -> Attachment:
     return attachment
 
 
-#: Methods that write weights: all that name them, but for those that prepare, ask or only set a version.
+#: Methods that write weights: all with "weight" in their name, except those that prepare, ask or only set a version.
 _WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version).*weight", re.IGNORECASE)
 
 
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
-    """Have ``updated`` called after each ``collective_rpc`` of vLLM's client or ``LLM`` that by its name wrote weights.
+    """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
 
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``,
-    from vLLM's routes or from this process. An update in several calls counts with its first one, as nothing marks the
-    last: callers keep the KV cache asleep, or generation paused, until all are done.
+    from vLLM's routes or from this process. An update may take several calls, of which nothing marks the last: the
+    first counts as the whole update, and callers keep the KV cache asleep, or generation paused, until all are done.
     """
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
