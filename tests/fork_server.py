@@ -49,9 +49,12 @@ OURS = (
     "memsaver_server.attachment",
     "memsaver_server.cli.commands",
     "memsaver_server.app",
+    "memsaver_server.engine.controller",
     "memsaver_server.fleet.controller",
     "memsaver_server.reference.engine",
 )
+#: Whose routes are made before any program is, which needs them.
+ROUTED = ("routes", "engine.controller", "fleet.controller")
 #: What the interpreter or a library reads when it is loaded: a program that wants another value must start by itself.
 READ_WHEN_LOADED = (
     "GLIBC_",
@@ -168,6 +171,9 @@ def serve_loaded(server: ForkServer, native: str) -> Step | None:
         sitecustomize.install(native)
     for name in OURS:
         importlib.import_module(name)
+    routes, engine, fleet = (sys.modules[f"memsaver_server.{name}"] for name in ROUTED)
+    routes.routers_of(engine.EngineController.models, frozenset({"generate", "update"}))
+    routes.routers_of(fleet.FleetController.models, fleet.FleetController.capabilities)
     return server.serve()
 
 

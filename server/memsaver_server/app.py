@@ -27,7 +27,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     settings = settings or Settings()
     controller = EngineController(engine, settings, CallerFigures())
     about = "Give a GPU back while the inference engine that fills it stays alive."
-    return application(controller, settings, routers_of(controller), "memsaver", about)
+    return application(controller, settings, routers_of(controller.models, controller.capabilities), "memsaver", about)
 
 
 def create_fleet_app(
@@ -50,4 +50,6 @@ def create_fleet_app(
     settings = settings or Settings()
     controller = FleetController(fleet, settings, turns or TurnOptions(), engine_key, CallerFigures())
     about = "Many engines, released together or not at all, and woken by the requests for their models."
-    return application(controller, settings, routers_of(controller), "memsaver fleet", about)
+    return application(
+        controller, settings, routers_of(controller.models, controller.capabilities), "memsaver fleet", about
+    )

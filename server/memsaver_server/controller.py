@@ -80,9 +80,9 @@ class EngineRow:
     tags: frozenset[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Models:
-    """The models by which the requests to a kind of controller are read, and its answers described.
+    """The models by which the requests to a kind of controller are read, and its answers described; one for each kind.
 
     Attributes:
         several: answers list engines.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from fastapi.routing import APIRoute
 
 import memsaver_core as ms
 from memsaver_server import Settings, create_app
-from memsaver_server.controller import Controller, Models
+from memsaver_server.engine.controller import EngineController
 from memsaver_server.routes import routers_of
 
 from .tensor_engine import TensorEngine
@@ -20,8 +19,8 @@ OPEN = {"/", "/dashboard/{name}", "/openapi.json", "/livez", "/health", "/readyz
 
 def routes() -> list[tuple[str, str]]:
     """Method and path of every route of an engine that can do all, including those that the description leaves out."""
-    able = cast(Controller[Any], SimpleNamespace(models=Models(), capabilities={"generate", "update"}))
-    served = [cast(APIRoute, route) for router in routers_of(able) for route in router.routes]
+    routers = routers_of(EngineController.models, frozenset({"generate", "update"}))
+    served = [cast(APIRoute, route) for router in routers for route in router.routes]
     return [("GET", "/openapi.json"), *sorted((method, route.path) for route in served for method in route.methods)]
 
 

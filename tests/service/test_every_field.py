@@ -101,7 +101,7 @@ class Spy:
 def served(*, several: bool) -> tuple[Spy, FastAPI]:
     kind = (FleetController.models, FleetController.capabilities) if several else (Models(), frozenset({"update"}))
     spy = Spy(*kind)
-    return spy, application(spy, Settings(), routers_of(spy), "spy", "")
+    return spy, application(spy, Settings(), routers_of(*kind), "spy", "")
 
 
 def post(app: FastAPI, path: str, body: dict[str, Any]) -> httpx.Response:

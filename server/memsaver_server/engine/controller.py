@@ -74,11 +74,12 @@ class EngineController:
         lifecycle: the state machine of the engine's memory, for the program that runs the engine.
     """
 
+    models = Models()
+
     def __init__(self, engine: Engine, settings: Settings, callers: CallerFigures) -> None:
         relay()
         self.engine = engine
         self.name = engine.name
-        self.models = Models()
         offered: dict[Literal["generate", "update", "models"], type] = {
             "generate": GeneratingEngine,
             "update": UpdatableEngine,
