@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "support/error.hpp"
 #include "support/log.hpp"
 
 namespace memsaver {
@@ -24,12 +25,22 @@ void Pipeline::copy(Direction direction, Address base, const std::vector<Extent>
   });
 }
 
+std::unique_ptr<HostPool::Bounce> Pipeline::bounce(std::size_t bytes, bool alone) {
+  try {
+    const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;
+    return std::make_unique<HostPool::Bounce>(pool, bytes, use);
+  } catch (const Error& error) {
+    if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
+    return nullptr;
+  }
+}
+
 void Pipeline::wait_for_streams() {
   record(copies)->wait();
   record(kernels)->wait();
 }
 
-void Pipeline::settle(const FileTransfers& transfers) noexcept {
+void Pipeline::quiesce(const FileTransfers& transfers) noexcept {
   for (const auto& transfer : transfers) {
     if (transfer.done.valid()) transfer.done.wait();
   }
