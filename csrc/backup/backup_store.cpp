@@ -31,10 +31,10 @@ BackupStore::~BackupStore() {
   if (getpid() != process_) {
     for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
     for (auto& [node, pool] : pools_) (void)pool.release();
-    if (worker_.joinable()) worker_.detach();
+    background_.abandon();
     return;
   }
-  if (worker_.joinable()) worker_.join();
+  background_.join();
   pipelines_.clear();  // they use the pools and the files
 }
 
@@ -121,17 +121,10 @@ void BackupStore::trim_later() {
   work_later();
 }
 
-// A thread that has not begun yet waits for the operation of this caller, and does what this one requests, too.
+// The work waits for the operation of this caller.
 void BackupStore::work_later() {
-  if (working_) return;
-  if (worker_.joinable()) worker_.join();  // it no longer holds operation_mutex, and is returning
-  auto worker = sys::start_thread([this] { work(); });
-  if (worker) {
-    worker_ = std::move(*worker);
-    working_ = true;
-  } else {
-    warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
-  }
+  if (background_.request()) return;
+  warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
 }
 
 void BackupStore::trim_excess() {
@@ -142,23 +135,19 @@ void BackupStore::trim_excess() {
 
 // Holds operation_mutex, except while kernels are compiled and memory is given back, which may take long.
 void BackupStore::work() {
-  for (;;) {
-    bool trim = false;
-    std::vector<int> devices;
-    {
-      const Lock operation(operation_mutex);
-      trim = std::exchange(trim_wanted_, false);
-      devices = std::exchange(packing_wanted_, {});
-      working_ = trim || !devices.empty();
-      if (!working_) return;
-      if (std::exchange(drop_wanted_, false)) drop_resident_();
-    }
-    for (const int device : devices) driver_.prepare_packing(device);
-    if (!trim) continue;
-    flush();
-    for (HostPool* const pool : pools()) pool->trim();
-    if (shared_) shared_->trim();
+  bool trim = false;
+  std::vector<int> devices;
+  {
+    const Lock operation(operation_mutex);
+    trim = std::exchange(trim_wanted_, false);
+    devices = std::exchange(packing_wanted_, {});
+    if (std::exchange(drop_wanted_, false)) drop_resident_();
   }
+  for (const int device : devices) driver_.prepare_packing(device);
+  if (!trim) return;
+  flush();
+  for (HostPool* const pool : pools()) pool->trim();
+  if (shared_) shared_->trim();
 }
 
 bool BackupStore::short_of_room(std::size_t bytes) {

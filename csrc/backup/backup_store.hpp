@@ -8,7 +8,6 @@
 #include <memory>
 #include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "backup/block.hpp"
@@ -17,6 +16,7 @@
 #include "backup/pipeline.hpp"
 #include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
+#include "support/background.hpp"
 #include "support/digest.hpp"
 #include "support/mutex.hpp"
 #include "support/progress.hpp"
@@ -103,7 +103,7 @@ class BackupStore {
   [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_);
 
  private:
-  // Starts work() in the background, unless it is under way.
+  // Lets work() run in the background, once more if it is running.
   void work_later() REQUIRES(operation_mutex);
   void work() EXCLUDES(operation_mutex, mutex_);
 
@@ -116,8 +116,6 @@ class BackupStore {
   const std::function<void()> drop_resident_;
   FileStore files_;
 
-  std::thread worker_ GUARDED_BY(operation_mutex);
-  bool working_ GUARDED_BY(operation_mutex) = false;
   bool trim_wanted_ GUARDED_BY(operation_mutex) = false;
   bool drop_wanted_ GUARDED_BY(operation_mutex) = false;
   std::set<int> packing_ GUARDED_BY(operation_mutex);  // devices for which packing is or was prepared
@@ -128,6 +126,7 @@ class BackupStore {
   std::size_t nodes_ GUARDED_BY(mutex_) = 0;
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
+  Background background_{[this] { work(); }};
 };
 
 }  // namespace memsaver

@@ -141,7 +141,7 @@ void HostPool::grow() {
     }
     changed_.notify_all();
   }
-  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // the rest will not come
+  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // no thread makes the rest
   changed_.notify_all();
 }
 
@@ -220,7 +220,7 @@ void HostPool::wait_for_capacity(std::size_t bytes, Use use) {
       continue;
     }
     if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
-    // What stopped an earlier growth may be over: try once.
+    // The cause that stopped an earlier growth may be gone: try once.
     while (is_growing()) changed_.wait(mutex_);
     grow_to(used_ + bytes);
     tried = true;

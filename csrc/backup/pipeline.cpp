@@ -49,7 +49,7 @@ void Pipeline::quiesce(const FileTransfers& transfers) noexcept {
     wait_for_streams();
   } catch (const std::exception& error) {
     warn(std::string("while waiting for copies to end: ") + error.what());
-    // A device that cannot be synchronized either has lost its context and runs nothing any more.
+    // A device that cannot be synchronized, either, has lost its context and runs nothing.
     try {
       driver.synchronize(device);
     } catch (const std::exception& failure) {

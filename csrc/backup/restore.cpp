@@ -162,7 +162,7 @@ class RestoreTask {
 
   void lend(const std::vector<std::size_t>& chunks) {
     Packing& packing = pipeline_.packing;
-    // What another process packed may be the first that this one unpacks.
+    // The first content that this process unpacks may be what another one has packed.
     if (!driver_.has_packing(device_)) driver_.prepare_packing(device_);
     if (!packing.ready()) return;
     for (const std::size_t i : chunks) {

@@ -158,7 +158,7 @@ class SharedIndex {
   [[nodiscard]] std::size_t used_bytes() const { return layout_.used_bytes; }
   [[nodiscard]] std::size_t limit_bytes() const { return layout_.limit_bytes; }
   [[nodiscard]] std::size_t members() const;
-  // Of an entry that this member holds: its stored bytes, and how many members hold it.
+  // Return the stored bytes of an entry that this member holds, and how many members hold it.
   [[nodiscard]] std::size_t stored_bytes(std::uint32_t entry) const { return layout_.entries[entry].bytes; }
   [[nodiscard]] std::size_t holders(std::uint32_t entry) const;
   [[nodiscard]] std::size_t bytes_of(std::uint32_t slab) const {

@@ -107,12 +107,12 @@ SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t li
 SharedStore::~SharedStore() {
   if (getpid() != process_) {
     member_thread_.detach();
-    if (worker_.joinable()) worker_.detach();
+    background_.abandon();
     return;
   }
   SharedStoreForks::instance().remove(this);
   ending_ = true;
-  if (worker_.joinable()) worker_.join();
+  background_.join();
   still_pinned_.clear();
   slabs_.clear();
   sockets_.stop();
@@ -342,7 +342,7 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
     const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
     const std::size_t free = index_->slab_bytes() - index_->used_bytes();
     const std::size_t missing = fragmented || bytes <= free ? bytes : bytes - free;
-    // What this process expects, others may be writing.
+    // Other processes may be writing part of what this one expects.
     const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
     const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
     index_->mutex.unlock();
@@ -394,44 +394,16 @@ void SharedStore::tidy() {
 }
 
 void SharedStore::work_later() {
-  const Lock lock(work_mutex_);
-  again_ = true;
-  if (working_) return;
-  if (worker_.joinable()) worker_.join();
-  work_failure_ = nullptr;
-  if (auto thread = sys::start_thread([this] { work(); })) {
-    worker_ = std::move(*thread);
-    working_ = true;
-  } else {
-    again_ = false;
-    warn("no thread can be started to pin memory of the shared store; the next operation does it");
-  }
+  if (background_.request()) return;
+  warn("no thread can be started to pin memory of the shared store; the next operation does it");
 }
 
 void SharedStore::work() {
-  const Lock lock(work_mutex_);
-  while (std::exchange(again_, false) && !ending_) {
-    work_mutex_.unlock();
-    std::exception_ptr failure;
-    try {
-      prepare_now();
-      // Content that changes on several processes, one after the other, uses some memory twice.
-      const std::size_t used = index_->used_bytes();
-      if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    work_mutex_.lock();
-    work_failure_ = failure;
-  }
-  working_ = false;
-  worked_.notify_all();
-}
-
-void SharedStore::wait_until_prepared() {
-  const Lock lock(work_mutex_);
-  while (working_) worked_.wait(work_mutex_);
-  if (work_failure_) std::rethrow_exception(work_failure_);
+  if (ending_) return;
+  prepare_now();
+  // Content that changes on several processes, one after the other, uses some memory twice.
+  const std::size_t used = index_->used_bytes();
+  if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
 }
 
 void SharedStore::prepare_now() {

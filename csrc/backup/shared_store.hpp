@@ -3,11 +3,9 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,6 +19,7 @@
 #include "backup/store_sockets.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
+#include "support/background.hpp"
 #include "support/mutex.hpp"
 
 namespace memsaver {
@@ -86,7 +85,7 @@ class SharedStore {
   // Pins what this process uses in the background, and gives back what exceeds that by more than a little.
   void tidy();
   // Waits until nothing is being prepared. Throws what stopped it.
-  void wait_until_prepared();
+  void wait_until_prepared() { background_.wait(); }
   // Gives back the memory that no process uses, and what this one has mapped and does not need.
   void trim();
 
@@ -136,7 +135,7 @@ class SharedStore {
   void free_pages(std::uint32_t slab);
   // Calls `between` before each slab: to free one takes 20 ms.
   void free_unused(const std::function<void()>& between);
-  // Starts work() in the background, or again if it is under way.
+  // Lets work() run in the background, once more if it is running.
   void work_later();
   void work();
   // Processes that prepare at the same time make slabs side by side, together no more than the one that needs most.
@@ -163,14 +162,9 @@ class SharedStore {
 
   Mutex map_mutex_;                          // held while a slab without entries is mapped, or given up
   Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);  // held while a slab is registered, and is in slabs_
-  Mutex work_mutex_;
-  std::condition_variable_any worked_;
-  std::thread worker_ GUARDED_BY(work_mutex_);
-  bool working_ GUARDED_BY(work_mutex_) = false;
-  bool again_ GUARDED_BY(work_mutex_) = false;
-  std::exception_ptr work_failure_ GUARDED_BY(work_mutex_);
   std::atomic<std::size_t> target_{0};
   std::atomic<bool> tidy_wanted_{false};
+  Background background_{[this] { work(); }};
 };
 
 // Ends a block's use of host memory, of the pool or of the store. Makes no system call.

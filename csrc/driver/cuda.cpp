@@ -531,7 +531,7 @@ class CudaDriver final : public Driver {
     calls_(function, arguments...);
   }
 
-  // The address of registered host memory for kernels.
+  // Returns the address of registered host memory for kernels.
   template <typename Value>
   DevicePointer in_device(const Value* host) {
     DevicePointer address = 0;

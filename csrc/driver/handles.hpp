@@ -172,7 +172,7 @@ class DeviceRange {
 
   [[nodiscard]] Address address() const noexcept { return address_; }
   [[nodiscard]] std::optional<Handle> handle() const noexcept { return handle_; }
-  // Of the handle; 0 without one.
+  // Returns the bytes of the memory; 0 without any.
   [[nodiscard]] std::size_t memory_bytes() const noexcept { return handle_ ? bytes_ : 0; }
   [[nodiscard]] bool mapped() const noexcept { return mapped_; }
   [[nodiscard]] bool accessible() const noexcept { return accessible_; }

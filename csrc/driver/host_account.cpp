@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kSlots = 256;
 
-// The Error for a failed system call on the file; reads errno.
+// Returns the Error of a failed system call on the file; reads errno.
 Error failure(const std::string& path, const char* what) {
   return {ErrorKind::configuration, "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")"};
 }

@@ -46,10 +46,10 @@ struct DigestItem {
   std::uint64_t first_word;  // the index of its first word
 };
 
-// A key from getrandom(2). Throws configuration if that fails.
+// Returns a key from getrandom(2). Throws configuration if that fails.
 [[nodiscard]] DigestKey random_digest_key();
 
-// The digest of memory of this process.
+// Returns the digest of memory of this process.
 [[nodiscard]] Digest digest_on_host(const DigestKey& key, const DigestItem& item);
 
 }  // namespace memsaver

@@ -26,9 +26,9 @@ class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, std::string message);
 
-  // A failed call: its name and the name of its error, as the driver or the system spells them.
+  // Returns the error of a failed call: its name and the name of its error, as the driver or the system spells them.
   static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail);
-  // A failed system call: `code` is its errno; `about` follows the system's message.
+  // Returns that of a failed system call: `code` is its errno; `about` follows the system's message.
   static Error from_errno(ErrorKind kind, std::string call, int code, const std::string& about = "");
 
   // Each adds a fact, unless it is known already (with_memory: always).

@@ -41,7 +41,7 @@ void each_line(const std::string& path, Function function) {
   }
 }
 
-// The number that a text begins with; kNoLimit if it begins with none ("max").
+// Returns the number with which a text begins; kNoLimit if it begins with none ("max").
 std::size_t leading_number(const std::string& text) {
   char* end = nullptr;
   const unsigned long long value = std::strtoull(text.c_str(), &end, 10);
@@ -93,7 +93,7 @@ class Memory {
           memory.bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
                           folder + "/memory.current", folder + "/memory.stat", "");
         } else {
-          // The usage includes child groups; of the statistics only the totals do.
+          // The usage includes child groups, as do only the totals among the statistics.
           const std::string folder = "/sys/fs/cgroup/memory" + group;
           memory.bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes",
                           folder + "/memory.stat", "total_");

@@ -61,9 +61,9 @@ struct PackItem {
   std::uint64_t bytes;
 };
 
-// The most that packed content may take to be kept: an eighth less than the content.
+// Returns the most that packed content may take to be kept: an eighth less than the content.
 [[nodiscard]] constexpr std::size_t packed_limit(std::size_t bytes) { return bytes - bytes / 8; }
-// What packed content takes without its escapes.
+// Returns what packed content takes without its escapes.
 [[nodiscard]] constexpr std::size_t packed_bytes_without_escapes(std::size_t bytes, std::size_t element_bytes) {
   const std::size_t groups = (bytes / element_bytes + kPackedGroup - 1) / kPackedGroup;
   return sizeof(PackedHeader) + groups * ((element_bytes - 1) * kPackedGroup + 3 * kPackedGroup / 8 + 4);

@@ -365,7 +365,7 @@ class Saver::Release final : public Operation {
     if (to_file) {
       file_bytes_ += beyond(block.expected_for(live), block.file.bytes);
     } else if (saver_.backups_.shared() != nullptr) {
-      // What it takes shows only while it is saved: other processes may have this content.
+      // Unknown before it is saved: other processes may have this content.
     } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
       host_bytes_[&saver_.backups_.pool_of(work.device)] += bytes;
     }
@@ -409,7 +409,7 @@ class Saver::Release final : public Operation {
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
       device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
-    // Last, on every device: until one of these is gone, undo() undoes everything.
+    // These go last, on every device: until one of them is gone, undo() undoes everything.
     on_each_device([&](Work& device) {
       const Stopwatch watch(device.seconds.driver);
       for (const auto& planned : device.others) drop(device, planned);

@@ -88,7 +88,8 @@ struct ArenaAudit {
       return Kept::nothing;
     };
     for (Address at = allocation.address; at < allocation.address + allocation.bytes; at += kPage) {
-      const bool content = arena.released_under(Restore::host, at, kPage) || arena.released_under(Restore::file, at, kPage);
+      const bool content =
+          arena.released_under(Restore::host, at, kPage) || arena.released_under(Restore::file, at, kPage);
       if (content && kept_at(at) == Kept::nothing) problem("content that is to be restored is not kept", at, kPage);
     }
   }

@@ -54,7 +54,8 @@ struct Part {
   std::uint32_t keep(unsigned seed, std::size_t bytes, bool* wrote = nullptr, bool alone = false) {
     const auto data = content(seed, bytes);
     auto answer = store.find_or_claim(digest_of(store.key(), data), bytes, alone);
-    for (; answer.found == SharedStore::Found::awaited; answer = store.find_or_claim(digest_of(store.key(), data), bytes)) {
+    for (; answer.found == SharedStore::Found::awaited;
+         answer = store.find_or_claim(digest_of(store.key(), data), bytes)) {
       store.wait_for_change(store.changes());
     }
     if (wrote != nullptr) *wrote = answer.found == SharedStore::Found::claimed;

@@ -406,8 +406,9 @@ class World {
     }
     if (concerned_.empty()) concerned_ = all;
   }
-  // What each page must hold after a resume, once a release that began with `before` mapped has run: as the release said
-  // for what it released, as an earlier one said for what was gone; what no resume could restore, a release may give up.
+  // What each page must hold after a resume, once a release that began with `before` mapped has run: as the release
+  // said for what it released, as an earlier one said for what was gone; what no resume could restore, a release may
+  // give up.
   void note_released(const Saver::Tags& tags, const std::map<std::string, Restore>& overrides,
                      const std::set<Address>& before, bool done) {
     const auto after = mapped_pages(true);
