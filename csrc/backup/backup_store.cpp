@@ -6,7 +6,6 @@
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

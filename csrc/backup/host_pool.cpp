@@ -7,7 +7,6 @@
 #include <optional>
 #include <utility>
 
-#include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
 #include "support/sizes.hpp"

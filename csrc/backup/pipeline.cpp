@@ -1,7 +1,5 @@
 #include "backup/pipeline.hpp"
 
-#include <string>
-
 #include "support/error.hpp"
 #include "support/log.hpp"
 

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>

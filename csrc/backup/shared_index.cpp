@@ -10,7 +10,6 @@
 #include <ctime>
 #include <iterator>
 #include <set>
-#include <utility>
 
 #include "support/packing.hpp"
 

@@ -3,7 +3,7 @@
 #include <set>
 #include <string>
 
-#include "vmm/arena.hpp"
+#include "vmm/settings.hpp"
 
 namespace memsaver {
 
