@@ -6,28 +6,34 @@
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 
-BackupStore::BackupStore(Driver& driver, Options options, Progress& progress, std::function<void()> drop_resident)
+static BackupSettings with_limit(BackupSettings settings) {
+  if (settings.host_backup_limit == 0) settings.host_backup_limit = available_memory_bytes() / 5 * 4;
+  return settings;
+}
+
+BackupStore::BackupStore(Driver& driver, BackupSettings settings, Progress& progress,
+                         std::function<void()> drop_resident)
     : driver_(driver),
-      options_(std::move(options)),
-      shared_(options_.shared.empty() ? nullptr
-                                      : std::make_unique<SharedStore>(driver, options_.shared, options_.host_limit)),
+      settings_(with_limit(std::move(settings))),
+      shared_(settings_.shared_backups.empty()
+                  ? nullptr
+                  : std::make_unique<SharedStore>(driver, settings_.shared_backups, settings_.host_backup_limit)),
       key_(shared_ ? shared_->key() : random_digest_key()),
       progress_(progress),
       drop_resident_(std::move(drop_resident)),
-      files_(options_.folder) {}
+      files_(settings_.file_folder) {}
 
 BackupStore::~BackupStore() {
   if (getpid() != process_) {
     for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
     for (auto& [node, pool] : pools_) (void)pool.release();
-    if (worker_.joinable()) worker_.detach();
+    background_.abandon();
     return;
   }
-  if (worker_.joinable()) worker_.join();
+  background_.join();
   pipelines_.clear();  // they use the pools and the files
 }
 
@@ -42,7 +48,7 @@ HostPool& BackupStore::pool_of(int device) {
   const int node = node_of_.at(device);
   const auto found = pools_.find(node);
   if (found != pools_.end()) return *found->second;
-  auto pool = std::make_unique<HostPool>(driver_, options_.host_limit / nodes_, node);
+  auto pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes_, node);
   return *pools_.emplace(node, std::move(pool)).first->second;
 }
 
@@ -53,7 +59,7 @@ Pipeline& BackupStore::pipeline_of(int device) {
     if (found != pipelines_.end()) return *found->second;
   }
   const PipelineParts parts{driver_, device, pool_of(device), files_, shared_.get(), key_, progress_};
-  auto pipeline = std::make_unique<Pipeline>(parts, options_.pack);
+  auto pipeline = std::make_unique<Pipeline>(parts, settings_.pack);
   const Lock lock(mutex_);
   return *pipelines_.emplace(device, std::move(pipeline)).first->second;
 }
@@ -74,7 +80,7 @@ std::size_t BackupStore::device_bytes(int device) {
 }
 
 VerifyChoice BackupStore::verify() const {
-  if (options_.verify != VerifyChoice::automatic) return options_.verify;
+  if (settings_.verify != VerifyChoice::automatic) return settings_.verify;
   return driver_.digest_is_cheap() ? VerifyChoice::full : VerifyChoice::sampled;
 }
 
@@ -87,13 +93,13 @@ void BackupStore::give_back(Block& block, int device) {
   block.packed_bytes = 0;
 }
 
-void BackupStore::settle() {
+void BackupStore::flush() {
   files_.punch_holes();
-  if (shared_) shared_->settle();
+  if (shared_) shared_->apply_pending();
 }
 
 void BackupStore::prepare_packing_later() {
-  if (!options_.pack && !shared_) return;  // other processes of the store may pack
+  if (!settings_.pack && !shared_) return;  // other processes of the store may pack
   {
     const Lock lock(mutex_);
     for (const auto& [device, pipeline] : pipelines_) {
@@ -104,8 +110,8 @@ void BackupStore::prepare_packing_later() {
 }
 
 void BackupStore::retain() {
-  if (options_.retention == Retention::keep) return;
-  drop_wanted_ = drop_wanted_ || options_.retention == Retention::free;
+  if (settings_.retention == Retention::keep) return;
+  drop_wanted_ = drop_wanted_ || settings_.retention == Retention::free;
   trim_later();
 }
 
@@ -114,44 +120,33 @@ void BackupStore::trim_later() {
   work_later();
 }
 
-// A thread that has not begun yet waits for the operation of this caller, and does what it asked for, too.
+// The work waits for the operation of this caller.
 void BackupStore::work_later() {
-  if (working_) return;
-  if (worker_.joinable()) worker_.join();  // it has let go of operation_mutex and is returning
-  auto worker = sys::start_thread([this] { work(); });
-  if (worker) {
-    worker_ = std::move(*worker);
-    working_ = true;
-  } else {
-    warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
-  }
+  if (background_.request()) return;
+  warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
 }
 
 void BackupStore::trim_excess() {
   const HostPoolStatus pool = pool_status();
   const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
-  if (options_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
+  if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
 }
 
-// Holds operation_mutex except for what may take long: compiling kernels, and giving memory back.
+// Holds operation_mutex, except while kernels are compiled and memory is given back, which may take long.
 void BackupStore::work() {
-  for (;;) {
-    bool trim = false;
-    std::vector<int> devices;
-    {
-      const Lock operation(operation_mutex);
-      trim = std::exchange(trim_wanted_, false);
-      devices = std::exchange(packing_wanted_, {});
-      working_ = trim || !devices.empty();
-      if (!working_) return;
-      if (std::exchange(drop_wanted_, false)) drop_resident_();
-    }
-    for (const int device : devices) driver_.prepare_packing(device);
-    if (!trim) continue;
-    settle();
-    for (HostPool* const pool : pools()) pool->trim();
-    if (shared_) shared_->trim();
+  bool trim = false;
+  std::vector<int> devices;
+  {
+    const Lock operation(operation_mutex);
+    trim = std::exchange(trim_wanted_, false);
+    devices = std::exchange(packing_wanted_, {});
+    if (std::exchange(drop_wanted_, false)) drop_resident_();
   }
+  for (const int device : devices) driver_.prepare_packing(device);
+  if (!trim) return;
+  flush();
+  for (HostPool* const pool : pools()) pool->trim();
+  if (shared_) shared_->trim();
 }
 
 bool BackupStore::short_of_room(std::size_t bytes) {
@@ -184,7 +179,7 @@ HostPoolStatus BackupStore::pool_status() const {
     sum.capacity_bytes += each.capacity_bytes;
     sum.target_bytes += each.target_bytes;
   }
-  sum.limit_bytes = options_.host_limit;
+  sum.limit_bytes = settings_.host_backup_limit;
   return sum;
 }
 

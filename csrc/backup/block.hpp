@@ -12,7 +12,7 @@
 
 namespace memsaver {
 
-// Bytes of a block, the unit of digest, backup and copy. A block never spans two allocations, so freeing one leaves no
+// The largest block, the unit of digest, backup and copy. A block never spans two allocations, so freeing one leaves no
 // partial backup. 32 MiB is the smallest copy that runs at the link's full speed.
 inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
@@ -35,7 +35,7 @@ struct FileRange {
   std::size_t bytes = 0;
 };
 
-// Total bytes of extents or ranges.
+// Returns the total bytes of extents or ranges.
 template <typename Range>
 [[nodiscard]] std::size_t sum_of(const std::vector<Range>& ranges) {
   std::size_t sum = 0;
@@ -79,18 +79,18 @@ struct Block {
   std::vector<Extent> extents;          // the content when it was saved
   std::vector<HostRange> host;          // owned by this block, with or without valid content
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
-  FileRange file;                       // likewise
+  FileRange file;                       // owned by this block, with or without valid content
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
   std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
-  // Whether it has host memory or a part of the file, with or without valid content.
+  // Returns whether it owns host memory or a part of the file.
   [[nodiscard]] bool has_memory() const { return !host.empty() || file.bytes != 0; }
-  // Host memory, or part of the file, that a backup of `content` bytes is expected to take.
+  // Returns what a backup of `content` bytes is expected to take in host memory or in the file.
   [[nodiscard]] std::size_t expected_for(std::size_t content) const {
     return expected_bytes == 0 ? to_pages(content) : std::min(to_pages(expected_bytes), to_pages(content));
   }
-  // What the backup takes.
+  // Returns what the backup takes.
   [[nodiscard]] std::size_t kept_bytes() const {
     return kept == Kept::host ? sum_of(host) : kept == Kept::file ? file.bytes : 0;
   }

@@ -6,14 +6,19 @@
 
 namespace memsaver {
 
-std::size_t DigestQueue::items_of(const std::vector<Extent>& extents) {
-  std::size_t items = 0;
-  for (const auto& extent : extents) items += (extent.bytes + kItemBytes - 1) / kItemBytes;
-  return items;
+bool DigestQueue::Batch::add(const DigestJob& job, std::size_t bytes) {
+  const std::size_t all_bytes = bytes_ + sum_of(*job.extents);
+  std::size_t items = items_;
+  for (const auto& extent : *job.extents) items += (extent.bytes + kItemBytes - 1) / kItemBytes;
+  if (!jobs_.empty() && (all_bytes > bytes || items > kSlotItems)) return false;
+  jobs_.push_back(job);
+  bytes_ = all_bytes;
+  items_ = items;
+  return true;
 }
 
 void DigestQueue::submit(const std::vector<DigestJob>& jobs) {
-  Batch batch{idle_.back(), {}, {}};
+  Submitted batch{idle_.back(), {}, {}};
   std::size_t count = 0;
   for (const auto& job : jobs) {
     for (const auto& extent : *job.extents) {
@@ -31,7 +36,7 @@ void DigestQueue::submit(const std::vector<DigestJob>& jobs) {
 }
 
 std::vector<Digest> DigestQueue::collect() {
-  const Batch batch = std::move(batches_.front());
+  const Submitted batch = std::move(batches_.front());
   batches_.pop_front();
   idle_.push_back(batch.slot);
   batch.digested->wait();

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "backup/block.hpp"
-#include "backup/handles.hpp"
 #include "driver/driver.hpp"
+#include "driver/handles.hpp"
 #include "support/sizes.hpp"
 
 namespace memsaver {
@@ -18,7 +18,8 @@ struct DigestJob {
   const std::vector<Extent>* extents;
 };
 
-// Digests on a device: several batches under way at once, results in the order of submission. One thread at a time.
+// Owns the digests that are under way on a device: several batches at once, with results in the order of submission.
+// One thread at a time.
 class DigestQueue {
  public:
   // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
@@ -27,6 +28,21 @@ class DigestQueue {
   static constexpr std::size_t kSlotItems = 2048 * kSizeUnit / kItemBytes;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
 
+  // Jobs that are digested at once.
+  class Batch {
+   public:
+    // Adds a job, unless the batch would have more than `bytes` or kSlotItems items then; a first job always fits.
+    // Returns whether it did.
+    [[nodiscard]] bool add(const DigestJob& job, std::size_t bytes);
+    [[nodiscard]] const std::vector<DigestJob>& jobs() const { return jobs_; }
+
+   private:
+    std::vector<DigestJob> jobs_;
+    std::size_t bytes_ = 0;
+    std::size_t items_ = 0;
+  };
+
+  // Throws out_of_host_memory or driver errors.
   DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
       : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
     for (auto& slot : slots_->slot) idle_.push_back(&slot);
@@ -35,14 +51,14 @@ class DigestQueue {
   DigestQueue& operator=(const DigestQueue&) = delete;
   ~DigestQueue() { abandon(); }
 
-  // Items of a job. A batch may have kSlotItems in total.
-  [[nodiscard]] static std::size_t items_of(const std::vector<Extent>& extents);
   [[nodiscard]] bool full() const { return batches_.size() == kSlots; }
   [[nodiscard]] bool empty() const { return batches_.empty(); }
 
-  // Only while not full(). The job's extents must live until it is collected.
+  // Starts to digest a batch. Only while not full(); the extents must live until it is collected. Throws driver errors:
+  // nothing is under way for it.
   void submit(const std::vector<DigestJob>& jobs);
-  // Waits for the oldest batch and returns its digests. Only while not empty(). Removes the batch also when it throws.
+  // Waits for the oldest batch, removes it, and returns the digests of its jobs. Only while not empty(). Throws driver
+  // errors: the batch is removed.
   [[nodiscard]] std::vector<Digest> collect();
   // Waits for all batches and discards their results.
   void abandon() noexcept;
@@ -55,7 +71,7 @@ class DigestQueue {
   struct Slots {
     Slot slot[kSlots];
   };
-  struct Batch {
+  struct Submitted {
     Slot* slot;
     std::vector<std::size_t> ends;  // of each job, in items
     Recorded digested;
@@ -67,7 +83,7 @@ class DigestQueue {
   const Stream stream_;
   const Registered<Slots> slots_;
   std::vector<Slot*> idle_;
-  std::deque<Batch> batches_;
+  std::deque<Submitted> batches_;
 };
 
 }  // namespace memsaver

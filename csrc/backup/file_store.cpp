@@ -2,7 +2,6 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <linux/falloc.h>
 #include <linux/magic.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -11,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -44,8 +42,8 @@ void remove_left_behind(const std::string& folder) {
 Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
   const bool full = code == ENOSPC || code == EDQUOT;
   const bool descriptors = code == EMFILE || code == ENFILE;
-  return Error::from_driver(full ? ErrorKind::out_of_host_memory : ErrorKind::backup, call, strerrorname_np(code),
-                            std::string(std::strerror(code)) + ", backup file in " + folder)
+  return Error::from_errno(full ? ErrorKind::out_of_host_memory : ErrorKind::backup, call, code,
+                           ", backup file in " + folder)
       .with_bytes(bytes)
       .with_advice(full          ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system"
                    : descriptors ? "raise the limit of open files (ulimit -n) or close some, and repeat"
@@ -149,8 +147,7 @@ void FileStore::punch_holes() {
     ranges = std::exchange(given_back_, {});
   }
   for (const auto& range : ranges) {
-    (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(range.offset),
-                         static_cast<off_t>(range.bytes));
+    sys::punch_hole(file_, range.offset, range.bytes);
     const Lock lock(mutex_);
     free_.add(range.offset, range.bytes);
   }

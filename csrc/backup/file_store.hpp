@@ -11,35 +11,38 @@
 
 namespace memsaver {
 
-// Backups on disk: one file, deleted while open, so that nothing is left however the process ends; readable by its
-// owner only. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page cache.
+// Owns the backups on disk: one file, deleted while open, so that nothing is left however the process ends; readable by
+// its owner only. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page cache.
+// Any thread may call any function.
 class FileStore {
  public:
-  // `folder` is first used when space is requested.
+  // Uses `folder` when space is first requested.
   explicit FileStore(std::string folder);
   FileStore(const FileStore&) = delete;
   FileStore& operator=(const FileStore&) = delete;
   ~FileStore();
 
-  // Throws ErrorKind::out_of_host_memory if the file system has less than `bytes` available,
-  // ErrorKind::configuration if no file can be created in the folder.
+  // Throws out_of_host_memory if the file system has less than `bytes` available, configuration if no file can be made
+  // in the folder, backup if the system refuses to say.
   void check(std::size_t bytes);
 
   // Uses another folder from now on. Returns false, and does nothing, while space in the present one is in use.
   [[nodiscard]] bool move_to(const std::string& folder);
+  // Hands out a range of `bytes`, rounded up to pages. Throws as check(), without regard to the space: nothing is
+  // taken.
   [[nodiscard]] FileRange take(std::size_t bytes);
-  // Returns space to the store, and with the next punch_holes() to the file system. Makes no system call.
+  // Takes a range back; the next punch_holes() gives it to the file system. Makes no system call.
   void give(const FileRange& range);
   // May wait for the file system: do not call it with a lock held.
   void punch_holes();
 
-  // Transfer a range that is handed out. Any thread; they block. `memory` must be page-aligned and as large as the
-  // range. Throw ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (any other failure, a truncated file
-  // included).
+  // Transfer a range that is handed out, and wait for it. `memory` must be page-aligned and as large as the range.
+  // Throw out_of_host_memory (disk full) or backup (any other failure, a truncated file included): a part is
+  // transferred.
   void write(const FileRange& range, const std::vector<HostRange>& memory);
   void read(const FileRange& range, const std::vector<HostRange>& memory);
 
-  // Never waits for the file system.
+  // Returns the bytes that are handed out. Never waits for the file system.
   [[nodiscard]] std::size_t used_bytes() const noexcept { return used_; }
 
  private:

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
-#include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
 #include "support/sizes.hpp"
@@ -22,19 +22,20 @@ constexpr std::size_t kSliceBytes = 128 * kSizeUnit;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kGrowers = 10;
 
-Error short_of_memory(const std::string& what, std::size_t needed, std::size_t free) {
+}  // namespace
+
+Error short_of_memory(const std::string& what, std::size_t needed, std::size_t free, const std::string& whose) {
   return Error(ErrorKind::out_of_host_memory, what)
       .with_memory(needed, free)
-      .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT, free host memory, or choose another restore policy for the tag");
+      .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT" + whose +
+                   ", free host memory, or choose another restore policy for the tag");
 }
 
-// Pinned memory cannot be reclaimed: taking more than is available invokes the OOM killer.
-void check_available(std::size_t bytes) {
+void check_available(std::size_t bytes, const std::string& whose) {
   const std::size_t available = available_memory_bytes(bytes);
-  if (bytes > available) throw short_of_memory("this machine has too little memory for the backup", bytes, available);
+  if (bytes <= available) return;
+  throw short_of_memory("this machine has too little memory for the backup", bytes, available, whose);
 }
-
-}  // namespace
 
 HostPool::HostPool(Driver& driver, std::size_t limit_bytes, int numa_node)
     : driver_(driver), limit_(limit_bytes), numa_node_(numa_node) {}
@@ -45,15 +46,6 @@ HostPool::~HostPool() {
     stop_ = true;
   }
   for (auto& thread : threads_) thread.join();
-  for (const auto& slice : touched_) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
-  for (const auto& [address, slice] : slices_) {
-    try {
-      driver_.unregister_host(reinterpret_cast<void*>(address));
-    } catch (const std::exception&) {
-      // At process exit the context may be gone; the kernel unpins the memory.
-    }
-    munmap(reinterpret_cast<void*>(address), slice.bytes);
-  }
 }
 
 void HostPool::check(std::size_t bytes) {
@@ -112,7 +104,7 @@ void HostPool::wait_for_growth() {
   if (growth_failure_) std::rethrow_exception(growth_failure_);
 }
 
-void HostPool::set_urgent(int change) {
+void HostPool::add_urgent(int change) {
   const Lock lock(mutex_);
   urgent_ += change;
   changed_.notify_all();
@@ -133,22 +125,22 @@ void HostPool::grow() {
     under_way_ += bytes;
     mutex_.unlock();
     std::exception_ptr failure;
-    HostRange slice{};
+    std::optional<HostMapping> slice;
     try {
-      slice = make_slice(bytes);
+      slice.emplace(make_slice(bytes));
     } catch (...) {
       failure = std::current_exception();
     }
     mutex_.lock();
-    if (failure) {
+    if (slice) {
+      touched_.push_back(std::move(*slice));
+    } else {
       under_way_ -= bytes;
       growth_failure_ = failure;
-    } else {
-      touched_.push_back(slice);
     }
     changed_.notify_all();
   }
-  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // the rest will not come
+  if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // no thread makes the rest
   changed_.notify_all();
 }
 
@@ -156,38 +148,37 @@ void HostPool::grow() {
 // registering.
 bool HostPool::register_one() {
   if (registering_ || touched_.empty()) return false;
-  const HostRange slice = touched_.front();
-  touched_.erase(touched_.begin());
+  HostMapping slice = std::move(touched_.front());
+  touched_.pop_front();
   registering_ = true;
   mutex_.unlock();
   std::exception_ptr failure;
   try {
-    driver_.register_host(reinterpret_cast<void*>(slice.address), slice.bytes);
+    slice.pin(driver_);
   } catch (Error& error) {
-    error.with_bytes(slice.bytes);
+    error.with_bytes(slice.bytes());
     failure = std::current_exception();
-    munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
   }
   mutex_.lock();
   registering_ = false;
-  under_way_ -= slice.bytes;
+  under_way_ -= slice.bytes();
   if (failure) {
     growth_failure_ = failure;
   } else {
-    add_slice(slice);
+    add_slice(std::move(slice));
   }
   changed_.notify_all();
   return true;
 }
 
-void HostPool::add_slice(const HostRange& slice) {
-  Slice& added = slices_[slice.address];
-  added.bytes = slice.bytes;
-  added.free.add(slice.address, slice.bytes);
-  capacity_ += slice.bytes;
+void HostPool::add_slice(HostMapping slice) {
+  const std::uintptr_t address = slice.address();
+  capacity_ += slice.bytes();
+  Slice& added = slices_.emplace(address, Slice{std::move(slice), {}}).first->second;
+  added.free.add(address, added.memory.bytes());
 }
 
-HostRange HostPool::make_slice(std::size_t bytes) const {
+HostMapping HostPool::make_slice(std::size_t bytes) const {
   check_available(bytes);  // it may have shrunk since the growth began
   void* const memory = sys::map_memory(bytes, 0);
   madvise(memory, bytes, MADV_DONTFORK);  // pinned pages must not become copy-on-write
@@ -195,7 +186,7 @@ HostRange HostPool::make_slice(std::size_t bytes) const {
   prefer_node(memory, bytes, numa_node_);
   auto* const data = static_cast<volatile char*>(memory);
   for (std::size_t at = 0; at < bytes; at += page_bytes()) data[at] = 0;
-  return {reinterpret_cast<std::uintptr_t>(memory), bytes};
+  return {memory, bytes};
 }
 
 std::vector<HostRange> HostPool::take(std::size_t bytes, Use use) {
@@ -228,7 +219,7 @@ void HostPool::wait_for_capacity(std::size_t bytes, Use use) {
       continue;
     }
     if (growth_failure_ && tried) std::rethrow_exception(std::exchange(growth_failure_, nullptr));
-    // What stopped an earlier growth may be over: try once.
+    // The cause that stopped an earlier growth may be gone: try once.
     while (is_growing()) changed_.wait(mutex_);
     grow_to(used_ + bytes);
     tried = true;
@@ -262,36 +253,37 @@ void HostPool::give(const std::vector<HostRange>& ranges, Use use) {
 }
 
 void HostPool::trim() {
-  std::vector<HostRange> touched;
-  std::vector<HostRange> pinned;
+  std::deque<HostMapping> touched;
+  std::deque<HostMapping> pinned;
   {
     const Lock lock(mutex_);
     if (is_growing()) return;
-    touched = std::exchange(touched_, {});
-    for (const auto& slice : touched) under_way_ -= slice.bytes;
+    touched.swap(touched_);
+    for (const auto& slice : touched) under_way_ -= slice.bytes();
     for (auto at = slices_.begin(); at != slices_.end();) {
-      const auto& [address, slice] = *at;
-      const bool unused = slice.free.total_bytes() == slice.bytes;
-      if (unused) pinned.push_back({address, slice.bytes});
+      Slice& slice = at->second;
+      const bool unused = slice.free.total_bytes() == slice.memory.bytes();
+      if (unused) {
+        capacity_ -= slice.memory.bytes();
+        pinned.push_back(std::move(slice.memory));
+      }
       at = unused ? slices_.erase(at) : std::next(at);
     }
-    capacity_ -= sum_of(pinned);
     target_ = capacity_;
   }
-  for (const auto& slice : touched) munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
+  touched.clear();
   // Without the lock: status() must not wait for the driver.
-  for (const auto& slice : pinned) {
-    if (ended_) return;
+  for (; !pinned.empty(); pinned.pop_front()) {
+    HostMapping& slice = pinned.front();
     try {
-      driver_.unregister_host(reinterpret_cast<void*>(slice.address));
-      munmap(reinterpret_cast<void*>(slice.address), slice.bytes);
+      if (!ended_) slice.unpin();
     } catch (const std::exception& error) {
-      if (ended_) return;
-      warn(std::string("a slice of backup memory stays pinned: ") + error.what());
-      const Lock lock(mutex_);
-      add_slice(slice);
-      target_ = std::max(target_, capacity_);
+      if (!ended_) warn(std::string("a slice of backup memory stays pinned: ") + error.what());
     }
+    if (!slice.pinned()) continue;
+    const Lock lock(mutex_);
+    add_slice(std::move(slice));
+    target_ = std::max(target_, capacity_);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <utility>
 
 #include "support/error.hpp"
 #include "support/packing.hpp"

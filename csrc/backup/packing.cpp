@@ -22,9 +22,6 @@ void unless_lost(const Error& error, const char* consequence) {
 Packing::~Packing() {
   try {
     close();
-    if (address_ != 0 && !mapped_) {
-      driver_.unreserve(device_, address_, round_up(kBytes, driver_.device_info(device_).granularity));
-    }
   } catch (const std::exception&) {
     // At process exit the context may be gone.
   }
@@ -64,19 +61,15 @@ bool Packing::open(std::size_t room) {
     const std::size_t granularity = driver_.device_info(device_).granularity;
     const std::size_t bytes = round_up(count * kBufferBytes, granularity);
     if (bytes > room || !close_memory()) return false;
-    if (address_ == 0) address_ = driver_.reserve(device_, round_up(kBytes, granularity));
-    handle_ = driver_.create(device_, bytes);
-    bytes_ = bytes;
-    driver_.map(device_, address_, bytes_, *handle_);
-    mapped_ = true;
-    driver_.allow_access(device_, address_, bytes_, {});
+    if (!range_) range_.emplace(driver_, device_, round_up(kBytes, granularity));
+    range_->map(bytes, [&] { return driver_.create(device_, bytes); });
   } catch (const Error& error) {
     unless_lost(error, "content is not packed on the device this time");
     static_cast<void>(close_memory());
     refused_ = true;
     return false;
   }
-  borrow(address_, count * kBufferBytes);
+  borrow(range_->address(), count * kBufferBytes);
   return true;
 }
 
@@ -89,10 +82,7 @@ void Packing::borrow(Address address, std::size_t bytes) {
 
 bool Packing::close_memory() {
   try {
-    if (mapped_) driver_.unmap(device_, address_, bytes_);
-    mapped_ = false;
-    if (handle_) driver_.release(device_, *handle_, bytes_);
-    handle_.reset();
+    if (range_) range_->unmap();
     return true;
   } catch (const Error& error) {
     unless_lost(error, "memory for packing is given back by the next operation");

@@ -1,7 +1,6 @@
 #include "backup/pipeline.hpp"
 
-#include <string>
-
+#include "support/error.hpp"
 #include "support/log.hpp"
 
 namespace memsaver {
@@ -24,12 +23,22 @@ void Pipeline::copy(Direction direction, Address base, const std::vector<Extent>
   });
 }
 
+std::unique_ptr<HostPool::Bounce> Pipeline::bounce(std::size_t bytes, bool alone) {
+  try {
+    const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;
+    return std::make_unique<HostPool::Bounce>(pool, bytes, use);
+  } catch (const Error& error) {
+    if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
+    return nullptr;
+  }
+}
+
 void Pipeline::wait_for_streams() {
   record(copies)->wait();
   record(kernels)->wait();
 }
 
-void Pipeline::settle(const FileTransfers& transfers) noexcept {
+void Pipeline::quiesce(const FileTransfers& transfers) noexcept {
   for (const auto& transfer : transfers) {
     if (transfer.done.valid()) transfer.done.wait();
   }
@@ -38,7 +47,7 @@ void Pipeline::settle(const FileTransfers& transfers) noexcept {
     wait_for_streams();
   } catch (const std::exception& error) {
     warn(std::string("while waiting for copies to end: ") + error.what());
-    // A device that cannot be synchronized either has lost its context and runs nothing any more.
+    // A device that cannot be synchronized, either, has lost its context and runs nothing.
     try {
       driver.synchronize(device);
     } catch (const std::exception& failure) {

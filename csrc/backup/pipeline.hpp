@@ -12,11 +12,11 @@
 #include "backup/block.hpp"
 #include "backup/digest_queue.hpp"
 #include "backup/file_store.hpp"
-#include "backup/handles.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/packing.hpp"
 #include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
+#include "driver/handles.hpp"
 #include "support/progress.hpp"
 #include "support/sizes.hpp"
 
@@ -24,7 +24,7 @@ namespace memsaver {
 
 // A window is the content that is digested at once.
 inline constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
-// Blocks on the way to or from the file at once, each with bounce memory of its own.
+// Blocks on the way to or from the file at once, each with separate bounce memory.
 inline constexpr std::size_t kFileTransfers = 8;
 
 // How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
@@ -44,7 +44,7 @@ struct ContentBlock {
 
   [[nodiscard]] Address begin() const { return base + block->offset; }
   [[nodiscard]] Address end() const { return begin() + block->bytes; }
-  // The first of `live`: all of it in a block that can be packed.
+  // Returns the first of `live`: all of it in a block that can be packed.
   [[nodiscard]] PackItem first_run() const { return {base + live.front().offset, live.front().bytes}; }
 };
 
@@ -68,7 +68,7 @@ struct PipelineSeconds {
   double copy = 0;         // waiting for copies and files
   double driver = 0;       // mapping and unmapping
 
-  // The larger value of each kind: the time of devices that work in parallel.
+  // Takes the larger value of each kind: the time of devices that work in parallel.
   void raise_to(const PipelineSeconds& other) {
     host_memory = std::max(host_memory, other.host_memory);
     digest = std::max(digest, other.digest);
@@ -77,11 +77,11 @@ struct PipelineSeconds {
   }
 };
 
-// A write to or read from the file under way in another thread.
+// A write to or a read from the file that another thread does.
 struct FileTransfer {
   std::shared_future<void> done;
   std::unique_ptr<HostPool::Bounce> bounce;
-  Recorded copied;  // of a read: `bounce` is free once it has passed
+  Recorded copied;  // of a read: `bounce` is in use until this event
 };
 using FileTransfers = std::list<FileTransfer>;  // oldest first
 
@@ -96,33 +96,32 @@ struct PipelineParts {
   Progress& progress;
 };
 
-// Moves the content of one device's chunks to its backups and back. Copies overlap driver calls: a save drops chunk i
-// while chunk i + 1 is copied, a restore maps chunk i + 1 while chunk i is copied.
+// Owns the streams and buffers that move the content of one device's chunks to its backups and back. Copies overlap
+// driver calls: a save drops chunk i while chunk i + 1 is copied, a restore maps chunk i + 1 while chunk i is copied.
 //
-// One operation at a time may use it, and nothing else on the device may touch the content meanwhile. The destructor
-// waits until nothing is under way.
+// One operation at a time may use it, and nothing else on the device may touch the content meanwhile. The operations
+// throw driver errors, out_of_host_memory, backup and what their callbacks throw.
 class Pipeline : public PipelineParts {
  public:
   Pipeline(const PipelineParts& parts, bool pack) : PipelineParts(parts), packing(driver, device, pack) {}
-  ~Pipeline() { settle(); }
+  // Waits until nothing is under way.
+  ~Pipeline() { quiesce(); }
 
   // Saves the content of `blocks`, and calls drop(i) for chunk i once all content in it is saved. Both are in address
-  // order. A block whose content equals its backup is not copied; one of zeros needs no memory.
-  // When it throws, each block is either kept, or marked as not kept with none of its chunks dropped; nothing is under
-  // way.
+  // order. A block whose content equals its backup is not copied; one of zeros needs no memory. Throws as above: each
+  // block is either kept, or marked as not kept with none of its chunks dropped; nothing is under way.
   PipelineSeconds save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                        const std::function<void(std::size_t)>& drop);
 
-  // Samples the resident content of blocks without a backup, and notes what a backup is expected to take. In the order
-  // of save(). When it throws, nothing is under way.
+  // Samples the resident content of blocks without a backup, in the order of save(), and notes what a backup is
+  // expected to take. Throws driver errors: nothing is under way.
   void expect(std::vector<ContentBlock>& blocks);
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
   // block is in two chunks. Packed content comes first: until their own content comes, other chunks lend their memory
-  // for unpacking, so that no more is needed; they are acquired while packed content is copied. `verify` is not
-  // `automatic`.
-  // When it throws (ErrorKind::backup: content differs from its digest), every backup is as it was; nothing is under
-  // way.
+  // for unpacking, so that no further memory is needed; they are acquired while packed content is copied. `verify` is
+  // not `automatic`. Throws as above (backup also if content differs from its digest): every backup is as it was;
+  // nothing is under way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                           const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
@@ -132,21 +131,26 @@ class Pipeline : public PipelineParts {
   const OwnStream kernels{driver, device};  // digests, packing and zero fills
   Packing packing;
 
-  // Prepares digests() at the first call. False if the device cannot digest.
+  // Prepares digests() at the first call. Returns false if the device cannot digest. Throws as DigestQueue().
   [[nodiscard]] bool can_digest();
   // Only after can_digest() returned true.
   [[nodiscard]] DigestQueue& digests() { return *digests_; }
 
   enum class Direction { to_host, to_device };
-  // Queues copies of extents of the allocation at `base`, which are contiguous in `memory`.
+  // Queues copies of extents of the allocation at `base`, which lie one after the other in `memory`. Throws driver
+  // errors: some may be queued.
   void copy(Direction direction, Address base, const std::vector<Extent>& extents,
             const std::vector<HostRange>& memory);
-  // What `copies` or `kernels` holds now.
+  // Returns bounce memory for a file transfer; null if there is too little and others, unless this one is `alone`, will
+  // give theirs back. Throws as HostPool::take().
+  [[nodiscard]] std::unique_ptr<HostPool::Bounce> bounce(std::size_t bytes, bool alone);
+  // Returns an event after what `copies` or `kernels` holds now. Throws driver errors.
   [[nodiscard]] Recorded record(Stream stream) { return std::make_shared<RecordedEvent>(driver, device, stream); }
+  // Throws driver errors.
   void wait_for_streams();
   // Waits until neither the device nor the threads of `transfers` work for this object, and gives the memory for
-  // packing back to the device.
-  void settle(const FileTransfers& transfers = {}) noexcept;
+  // packing back to the device. What fails is logged.
+  void quiesce(const FileTransfers& transfers = {}) noexcept;
 
  private:
   std::unique_ptr<DigestQueue> digests_;

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -19,7 +18,7 @@ namespace {
 
 constexpr std::size_t kSampleEvery = 16;
 
-// Notes that a block could not be restored, and adds what to do about it to the error.
+// Marks a block as not restored, and adds to the error what to do about it.
 void note_damage(const ContentBlock& content, Error& error) {
   content.block->damaged = true;
   error.with_advice(
@@ -27,7 +26,7 @@ void note_damage(const ContentBlock& content, Error& error) {
       "and load the content anew");
 }
 
-// The same, with a new error that names the block.
+// Does so for a new error that names the block, and returns it.
 Error damaged_backup(const ContentBlock& content, const char* what) {
   Error error(ErrorKind::backup, what);
   note_damage(content, error);
@@ -35,16 +34,16 @@ Error damaged_backup(const ContentBlock& content, const char* what) {
   return error;
 }
 
-// The packed content of one restore on its way back.
+// Owns the packed content of one restore that is being unpacked.
 class Unpacking {
  public:
-  // Adds the time spent waiting to `seconds`.
+  // Adds the seconds spent waiting to `seconds`.
   Unpacking(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
 
-  // Starts to unpack a block from `memory`, which must stay until the stream of copies has passed this. Without buffers
-  // it is unpacked in host memory by several threads, and nothing is under way afterwards. Throws ErrorKind::backup
-  // if this block or an earlier one is damaged.
-  void bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
+  // Starts to unpack a block from `memory`, which must stay until the copies that are queued now are done. Without
+  // buffers it is unpacked in host memory by several threads, and nothing is under way afterwards. Throws backup if
+  // this block or an earlier one is damaged, out_of_host_memory or driver errors.
+  void start(const ContentBlock& content, const std::vector<HostRange>& memory) {
     Packing& packing = pipeline_.packing;
     if (packing.buffers() == 0) return unpack_on_host(content, memory);
     const std::size_t packed_bytes = content.block->packed_bytes;
@@ -59,7 +58,7 @@ class Unpacking {
     packing.use(buffer, pipeline_.kernels);
     blocks_.emplace_back(&content, &buffer);
   }
-  // Waits for what is under way, and gives the device memory back. Throws as bring().
+  // Waits for what is under way, and gives the device memory back. Throws as start().
   void end() {
     while (!blocks_.empty()) end_oldest();
     pipeline_.packing.close();
@@ -106,7 +105,7 @@ class Unpacking {
   std::vector<unsigned char> unpacked_;
 };
 
-// One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks as soon as they are mapped.
+// One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks once they are mapped.
 class RestoreTask {
  public:
   RestoreTask(Pipeline& pipeline, std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
@@ -122,15 +121,15 @@ class RestoreTask {
       }
       finish();
     } catch (...) {
-      pipeline_.settle(reads_);
+      pipeline_.quiesce(reads_);
       throw;
     }
     return seconds_;
   }
 
  private:
-  // The chunks with packed content. Puts the blocks in them first. Other chunks are acquired before them, and lend
-  // their memory for unpacking until their own content comes.
+  // Returns the chunks with packed content, and puts the blocks in them first. Other chunks are acquired before them,
+  // and lend their memory for unpacking until their own content comes.
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;
@@ -162,7 +161,7 @@ class RestoreTask {
 
   void lend(const std::vector<std::size_t>& chunks) {
     Packing& packing = pipeline_.packing;
-    // What another process packed may be the first that this one unpacks.
+    // The first content that this process unpacks may be what another one has packed.
     if (!driver_.has_packing(device_)) driver_.prepare_packing(device_);
     if (!packing.ready()) return;
     for (const std::size_t i : chunks) {
@@ -179,9 +178,9 @@ class RestoreTask {
     acquire_(index);
   }
 
-  // Restores one more chunk without content, that lends nothing, beside the packed content that is on its way: few
-  // copies of that can be queued, so what comes after it is not hidden by them. Spread over all of them, so that the
-  // driver's calls for one chunk take less time than the copies that are queued.
+  // Restores one more chunk without content, which lends nothing, while packed content is copied: few such copies can
+  // be queued, so they hide little of the driver calls after them. The chunks are spread over all packed blocks, so
+  // that the driver's calls for one take less time than the copies that are queued.
   void restore_ahead() {
     if (next_block_ % ahead_every_ != 0) return;
     while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
@@ -234,7 +233,7 @@ class RestoreTask {
         break;
       case Kept::host:
         pin(block);
-        bring(content, block.host);
+        start_copy(content, block.host);
         break;
       case Kept::file:
         restore_from_file(content);
@@ -248,21 +247,20 @@ class RestoreTask {
   }
 
   void restore_from_file(const ContentBlock& content) {
-    if (reads_.empty()) land(0);  // all bounce memory is on its way to the device
+    if (reads_.empty()) wait_for_uploads(0);  // all bounce memory is on its way to the device
     read_ahead();
     {
       const Stopwatch watch(seconds_.copy);
       reads_.front().done.get();
-      landings_.splice(landings_.end(), reads_, reads_.begin());
-      bring(content, landings_.back().bounce->ranges);
-      landings_.back().copied = pipeline_.record(pipeline_.copies);
+      uploads_.splice(uploads_.end(), reads_, reads_.begin());
+      start_copy(content, uploads_.back().bounce->ranges);
+      uploads_.back().copied = pipeline_.record(pipeline_.copies);
     }
-    land(kFileTransfers / 2);
+    wait_for_uploads(kFileTransfers / 2);
     read_ahead();
   }
 
-  // What another process wrote to the shared store may not be pinned by this one yet. Unpinned it is copied, too, but
-  // more slowly.
+  // Pins what another process wrote to the shared store. If that fails it is copied all the same, but more slowly.
   void pin(const Block& block) {
     if (!block.shared) return;
     const Stopwatch watch(seconds_.host_memory);
@@ -273,17 +271,17 @@ class RestoreTask {
     }
   }
 
-  // Starts to bring a block's content to the device from `memory`, which must stay until the stream of copies has
-  // passed this.
-  void bring(const ContentBlock& content, const std::vector<HostRange>& memory) {
-    if (content.block->packed_bytes != 0) return unpacking_.bring(content, memory);
+  // Starts to copy a block's content to the device from `memory`, which must stay until the copies that are queued now
+  // are done.
+  void start_copy(const ContentBlock& content, const std::vector<HostRange>& memory) {
+    if (content.block->packed_bytes != 0) return unpacking_.start(content, memory);
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
-  // Starts reads of the next blocks that are in the file, as far as there is bounce memory; of at least one if none is
+  // Starts reads of the next blocks that are in the file, as far as there is bounce memory; at least one if none is
   // under way.
   void read_ahead() {
-    for (; next_read_ < blocks_.size() && reads_.size() + landings_.size() < kFileTransfers; ++next_read_) {
+    for (; next_read_ < blocks_.size() && reads_.size() + uploads_.size() < kFileTransfers; ++next_read_) {
       const Block& block = *blocks_[next_read_].block;
       if (block.kept == Kept::file && !read_block(block)) return;
     }
@@ -291,26 +289,20 @@ class RestoreTask {
 
   // Returns false if bounce memory is short and will be returned by transfers under way.
   bool read_block(const Block& block) {
-    const bool alone = reads_.empty() && landings_.empty();
+    auto bounce = pipeline_.bounce(block.file.bytes, reads_.empty() && uploads_.empty());
+    if (!bounce) return false;
     FileTransfer& read = reads_.emplace_back();
-    try {
-      const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;
-      read.bounce = std::make_unique<HostPool::Bounce>(pipeline_.pool, block.file.bytes, use);
-    } catch (const Error& error) {
-      reads_.pop_back();
-      if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
-      return false;
-    }
+    read.bounce = std::move(bounce);
     read.done = sys::run_beside(
         [&files = pipeline_.files, range = block.file, &memory = read.bounce->ranges] { files.read(range, memory); });
     return true;
   }
 
-  // Waits for the oldest landings until `keep` are left, and returns their bounce memory.
-  void land(std::size_t keep) {
-    while (landings_.size() > keep) {
-      landings_.front().copied->wait();
-      landings_.pop_front();
+  // Waits for the oldest uploads until `keep` are left, and returns their bounce memory.
+  void wait_for_uploads(std::size_t keep) {
+    while (uploads_.size() > keep) {
+      uploads_.front().copied->wait();
+      uploads_.pop_front();
     }
   }
 
@@ -321,32 +313,27 @@ class RestoreTask {
   }
 
   void add_to_window(std::size_t index) {
-    const Block& block = *blocks_[index].block;
-    const std::size_t bytes = block.content_bytes();
-    const std::size_t items = DigestQueue::items_of(block.extents);
-    if (window_bytes_ + bytes > kLargestWindow || window_items_ + items > DigestQueue::kSlotItems) submit_window();
-    window_.push_back(index);
-    window_bytes_ += bytes;
-    window_items_ += items;
+    const DigestJob job{blocks_[index].base, &blocks_[index].block->extents};
+    if (!window_.add(job, kLargestWindow)) {
+      submit_window();
+      (void)window_.add(job, kLargestWindow);
+    }
+    checked_.push_back(index);
   }
 
   void submit_window() {
-    if (window_.empty()) return;
+    if (window_.jobs().empty()) return;
     if (pipeline_.digests().full()) check_oldest_window();
     pipeline_.record(pipeline_.copies)->hold(pipeline_.kernels);
-    std::vector<DigestJob> jobs;
-    for (const std::size_t i : window_) jobs.push_back({blocks_[i].base, &blocks_[i].block->extents});
-    pipeline_.digests().submit(jobs);
-    submitted_.insert(submitted_.end(), window_.begin(), window_.end());
-    window_.clear();
-    window_bytes_ = window_items_ = 0;
+    pipeline_.digests().submit(window_.jobs());
+    window_ = {};
   }
 
   void check_oldest_window() {
     const Stopwatch watch(seconds_.digest);
     for (const auto& digest : pipeline_.digests().collect()) {
-      const ContentBlock& content = blocks_[submitted_.front()];
-      submitted_.pop_front();
+      const ContentBlock& content = blocks_[checked_.front()];
+      checked_.pop_front();
       if (digest == content.block->digest) continue;
       throw damaged_backup(content, "restored content differs from the digest of what was kept");
     }
@@ -356,7 +343,7 @@ class RestoreTask {
     submit_window();
     while (verifying_ && !pipeline_.digests().empty()) check_oldest_window();
     const Stopwatch watch(seconds_.copy);
-    land(0);
+    wait_for_uploads(0);
     pipeline_.record(pipeline_.copies)->wait();
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
     if (any_zero || verifying_) pipeline_.record(pipeline_.kernels)->wait();
@@ -372,19 +359,17 @@ class RestoreTask {
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
   std::set<std::size_t> acquired_;  // chunks
-  std::set<std::size_t> restored_;  // chunks whose turn has come
+  std::set<std::size_t> restored_;  // chunks that are restored, or being restored
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
   const bool verifying_ = verify_ != VerifyChoice::off && pipeline_.can_digest();
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;  // block to look at for the next read from the file
   FileTransfers reads_;        // in the order of the blocks
-  FileTransfers landings_;     // on the way to the device, likewise
+  FileTransfers uploads_;      // on the way to the device, likewise
   std::size_t samples_ = 0;    // blocks that were candidates for a sampled check
-  std::vector<std::size_t> window_;
-  std::size_t window_bytes_ = 0;
-  std::size_t window_items_ = 0;
-  std::deque<std::size_t> submitted_;  // blocks whose digests are under way
+  DigestQueue::Batch window_;
+  std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window
   PipelineSeconds seconds_;
   Unpacking unpacking_{pipeline_, seconds_};
 };

@@ -20,7 +20,7 @@ namespace memsaver {
 
 namespace {
 
-// The blocks of a save in windows, each digested while the one before it is saved.
+// Owns the digests of a save's blocks, in windows of which each is digested while the one before it is saved.
 class DigestWindows {
  public:
   struct Window {
@@ -28,31 +28,24 @@ class DigestWindows {
     std::vector<std::optional<Digest>> digests;  // of them; none if the device cannot digest
   };
 
-  // Adds the time spent waiting for digests to `seconds`.
+  // Adds the seconds spent waiting for digests to `seconds`.
   DigestWindows(Pipeline& pipeline, const std::vector<ContentBlock>& blocks, PipelineSeconds& seconds)
       : pipeline_(pipeline), blocks_(blocks), seconds_(seconds) {}
 
   [[nodiscard]] bool empty() const { return submitted_.empty(); }
-  // Starts to digest the next window, if there is one: at least one block, and no more than a batch of digests holds.
+  // Starts to digest the next window, if there is one: at least one block. Throws driver errors.
   void submit() {
     if (next_ == blocks_.size()) return;
     Window window{next_, next_, {}};
-    std::size_t bytes = 0;
-    std::size_t items = 0;
-    std::vector<DigestJob> jobs;
-    for (; window.end < blocks_.size(); ++window.end) {
-      const ContentBlock& content = blocks_[window.end];
-      bytes += sum_of(content.live);
-      items += DigestQueue::items_of(content.live);
-      if (!jobs.empty() && (bytes > bytes_ || items > DigestQueue::kSlotItems)) break;
-      jobs.push_back({content.base, &content.live});
-    }
+    DigestQueue::Batch batch;
+    const auto fits = [&](const ContentBlock& each) { return batch.add({each.base, &each.live}, bytes_); };
+    while (window.end < blocks_.size() && fits(blocks_[window.end])) ++window.end;
     bytes_ = std::min(2 * bytes_, kLargestWindow);
     next_ = window.end;
-    if (digesting_) pipeline_.digests().submit(jobs);
+    if (digesting_) pipeline_.digests().submit(batch.jobs());
     submitted_.push_back(std::move(window));
   }
-  // The oldest window that was submitted, digested.
+  // Waits for the oldest window that was submitted, and returns it. Throws driver errors.
   [[nodiscard]] Window collect() {
     Window window = std::move(submitted_.front());
     submitted_.pop_front();
@@ -78,16 +71,16 @@ class DigestWindows {
   std::deque<Window> submitted_;
 };
 
-// Copies from a device to the backup file, each by way of bounce memory and with a thread that writes. Bounds how many
-// are under way.
+// Owns the copies from a device to the backup file, each with bounce memory and a thread that writes, and limits how
+// many are under way.
 class FileWrites {
  public:
-  // Adds the time spent waiting to `seconds`.
+  // Adds the seconds spent waiting to `seconds`.
   FileWrites(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
 
-  // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. What is
-  // under way when this throws is among transfers(). The copy of the content has ended when `copies` of the pipeline
-  // has passed it, the write when the result is ready.
+  // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. The
+  // device is read until the copies that are queued now are done, the file written until the result is ready. Throws
+  // out_of_host_memory, driver errors or what an earlier write threw: what is under way is among transfers().
   [[nodiscard]] std::shared_future<void> start(const FileRange& range, Address base,
                                                const std::vector<Extent>& extents) {
     limit(kFileTransfers - 1);
@@ -105,24 +98,19 @@ class FileWrites {
   [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
 
  private:
-  // Bounce memory for the last of transfers_. If there is too little for several at once, waits for the older ones; a
-  // single transfer is always served.
+  // Returns bounce memory for the last of transfers_. If there is too little for several at once, waits for the older
+  // ones; a single transfer is always served.
   std::unique_ptr<HostPool::Bounce> take_bounce(std::size_t bytes) {
     const Stopwatch watch(seconds_.host_memory);
     for (;;) {
       const std::size_t count = transfers_.size();
-      try {
-        const auto use = count > 1 ? HostPool::Use::passing : HostPool::Use::must_pass;
-        return std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, use);
-      } catch (const Error& error) {
-        if (count == 1 || error.kind != ErrorKind::out_of_host_memory) throw;
-      }
+      if (auto bounce = pipeline_.bounce(bytes, count == 1)) return bounce;
       limit(count - 1);
       if (transfers_.size() == count) transfers_.front().done.get();  // a failed one keeps its memory: throw its error
     }
   }
 
-  // Waits for the oldest transfers until at most `count` are left besides failed ones. A failed one keeps its memory,
+  // Waits for the oldest transfers until at most `count` that did not fail are left. A failed one keeps its memory,
   // since copies into it may still run; its error comes with its result.
   void limit(std::size_t count) {
     auto oldest = transfers_.begin();
@@ -142,20 +130,22 @@ class FileWrites {
   FileTransfers transfers_;
 };
 
-// What one save keeps in the shared store. Processes that save equal content at the same time each write a part of it:
-// a process claims no more than it is copying, takes what others have written, and waits for what they are writing.
+// Owns what one save has claimed in the shared store and not published. Processes that save equal content at the same
+// time each write a part of it: a process claims no more than it is copying, takes what others have written, and waits
+// for what they are writing. Functions throw driver errors; no block is left without an owner of its memory.
 class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
 
-  // Looks for the content of a block without host memory. Kept: the block has it now. Claimed: its copy is to be
-  // queued, see take() and copied(). Awaited: another process is writing it. No room: the store cannot take it.
+  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, claimed if
+  // its copy is to be queued (see take() and copied()), awaited if another process is writing it, and no_room if the
+  // store cannot take it.
   [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest, std::size_t bytes) {
     using Found = SharedStore::Found;
     publish_done();
     while (claims_.size() >= kClaims) wait_for_a_copy();
-    store_.settle();
-    const SharedStore::Answer answer = store_.want(digest, bytes, alone_);
+    store_.apply_pending();
+    const SharedStore::Answer answer = store_.find_or_claim(digest, bytes, alone_);
     if (answer.found == Found::kept || answer.found == Found::claimed) {
       block.shared = answer.entry;
       waiting_since_.reset();
@@ -168,8 +158,8 @@ class SharedSave {
     return answer.found;
   }
 
-  // Memory for a claimed block; `expected` bytes are still to be saved. False, with the claim given up, if the store
-  // does not answer. Throws ErrorKind::out_of_host_memory.
+  // Takes memory for a claimed block; `expected` bytes are still to be saved. Returns false, with the claim given up,
+  // if the store does not answer. Throws out_of_host_memory.
   [[nodiscard]] bool take(Block& block, std::size_t bytes, std::size_t expected) {
     block.host = store_.take(*block.shared, bytes, expected, pipeline_.pool.numa_node());
     if (!block.host.empty()) return true;
@@ -178,31 +168,31 @@ class SharedSave {
     return false;
   }
 
-  // The copy of a claimed block is on the stream of copies.
+  // Notes that the copy of a claimed block is on the stream of copies.
   void copied(const Block& block, std::size_t packed_bytes) {
     for (auto& claim : claims_) {
       if (claim.block == &block) claim = {claim.block, pipeline_.record(pipeline_.copies), packed_bytes};
     }
   }
 
-  // Lets others find what is copied by now.
+  // Lets other processes find what is copied by now.
   void publish_done() {
     for (auto claim = claims_.begin(); claim != claims_.end();) {
       claim = claim->copied && claim->copied->done() ? publish(claim) : std::next(claim);
     }
   }
 
-  // Waits until another process has done something since `changes()` was `seen`. All that this one copies is published
-  // before. After a second without any progress, the rest of the save waits for nobody.
+  // Publishes all that this process copies, then waits until another one has changed something since `changes()` was
+  // `seen`. After a second without any progress, the rest of the save waits for no process.
   void wait_for_others(std::uint32_t seen) {
     while (!claims_.empty()) wait_for_a_copy();
     const auto now = std::chrono::steady_clock::now();
     if (!waiting_since_) waiting_since_ = now;
-    alone_ = now - *waiting_since_ > kPatience;
+    alone_ = now - *waiting_since_ > kOthersTimeout;
     if (!alone_) store_.wait_for_change(seen);
   }
 
-  // Gives up what was claimed and not published. No copy may be under way.
+  // Gives up what was claimed and not published. Only while no copy is under way.
   void abandon() noexcept {
     for (const auto& claim : std::exchange(claims_, {})) {
       store_.give(*std::exchange(claim.block->shared, std::nullopt));
@@ -211,10 +201,10 @@ class SharedSave {
   }
 
  private:
-  // Enough copies of 0.4 ms to keep the link at work while this thread plans the next window and unmaps what is saved;
-  // what is claimed beyond is work that no other process can take over.
+  // Enough copies of 0.4 ms to keep the link busy while this thread plans the next window and unmaps what is saved. No
+  // other process could take over what is claimed beyond that.
   static constexpr std::size_t kClaims = 8;
-  static constexpr std::chrono::seconds kPatience{1};
+  static constexpr std::chrono::seconds kOthersTimeout{1};
 
   struct Claim {
     Block* block;
@@ -242,9 +232,9 @@ class SharedSave {
   std::optional<std::chrono::steady_clock::time_point> waiting_since_;
 };
 
-// Which blocks may be packed, of one save; asked for each of them, in its order. The first ones of each tag stay as
-// they are: a release takes memory for packing where they were, and a resume unpacks by way of theirs. A tag for which
-// that would be more than an eighth makes do with two buffers.
+// Decides which blocks of one save may be packed; called for each of them, in their order. The first ones of each tag
+// stay raw: a release packs in the memory where they were, and a resume unpacks by way of theirs. A tag for which that
+// would be more than an eighth keeps no more raw than two buffers need.
 class RawFirst {
  public:
   explicit RawFirst(const std::vector<ContentBlock>& blocks) {
@@ -267,7 +257,7 @@ class RawFirst {
 
   struct Tag {
     std::size_t bytes = 0;       // of all its blocks
-    std::size_t seen_bytes = 0;  // of those that were asked for
+    std::size_t seen_bytes = 0;  // of those decided so far
   };
   using Key = std::pair<std::string, bool>;  // the tag, and the kind of backup
   [[nodiscard]] static Key key(const ContentBlock& content) { return {content.tag, content.to_file}; }
@@ -319,7 +309,7 @@ class SaveTask {
       packing_.close();
       if (shared_) pipeline_.store->tidy();
     } catch (...) {
-      pipeline_.settle(writes_.transfers());
+      pipeline_.quiesce(writes_.transfers());
       if (shared_) shared_->abandon();
       throw;
     }
@@ -344,8 +334,8 @@ class SaveTask {
     if (!batch.copied.empty()) batch.event = pipeline_.record(pipeline_.copies);
   }
 
-  // Whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not kept
-  // until finish_oldest().
+  // Returns whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not
+  // kept until finish_oldest().
   bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);
@@ -393,7 +383,7 @@ class SaveTask {
   }
 
   // Takes memory for packing once as much was dropped, less if there is too little and more later. May finish all
-  // batches but the newest one for that. Nothing is being packed.
+  // batches but the newest one for that. Only while nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
     if (packing_.buffers() == 0) drop_saved(Packing::kBytes);
@@ -410,7 +400,7 @@ class SaveTask {
     const ContentBlock& content = *changed.content;
     try {
       if (is_shared(changed, batch)) return;
-      // What was awaited may come when there are no buffers any more.
+      // A block that was awaited may be saved here when there are no buffers any more.
       if (changed.plan.worth_it() && packing_.buffers() > 0) {
         pack(changed, batch);
       } else {
@@ -421,7 +411,7 @@ class SaveTask {
     }
   }
 
-  // Whether another process has written this content to the shared store, or is writing it.
+  // Returns whether another process has written this content to the shared store, or is writing it.
   bool is_shared(ChangedBlock changed, SaveBatch& batch) {
     const ContentBlock& content = *changed.content;
     if (!shared_ || content.to_file || !changed.digest) return false;
@@ -437,13 +427,13 @@ class SaveTask {
     return found == SharedStore::Found::awaited || found == SharedStore::Found::kept;
   }
 
-  // Looks again for what was awaited. What nobody writes any more, this process copies.
-  void look_again(SaveBatch& batch) {
+  // Looks again for what was awaited, and copies what no process writes any more.
+  void retry_awaited(SaveBatch& batch) {
     save_blocks(std::exchange(batch.awaited, {}), batch);
     batch.event = pipeline_.record(pipeline_.copies);
   }
 
-  // Two blocks are packed ahead of the copies; the other buffers are those that are being copied.
+  // Starts to pack a block. Two are packed ahead of the copies; what is in the other buffers is being copied.
   void pack(const ChangedBlock& changed, SaveBatch& batch) {
     const std::size_t ahead = packing_.buffers() > 2 ? 2 : 1;
     while (packs_.size() >= ahead) finish_pack(batch);
@@ -455,7 +445,7 @@ class SaveTask {
     packs_.emplace_back(changed, &buffer);
   }
 
-  // Copies the oldest block that is being packed. If it did not become small enough, as it is.
+  // Starts the copy of the oldest block that is being packed: raw, if it did not become small enough.
   void finish_pack(SaveBatch& batch) {
     auto [changed, buffer] = packs_.front();
     packs_.pop_front();
@@ -479,7 +469,7 @@ class SaveTask {
     batch.copied.push_back(changed);
   }
 
-  // Packed content that changed may be a little larger or smaller: rounding lets it keep its memory.
+  // Packed content that changes may become a little larger or smaller: rounding lets it keep its memory.
   void copy_to_memory(Block& block, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes) {
     std::size_t bytes = sum_of(extents);
     if (packed_bytes != 0) bytes = round_up(bytes, kBlockBytes / 128);
@@ -511,7 +501,7 @@ class SaveTask {
   bool is_ready(SaveBatch& batch) {
     if (batch.event && !batch.event->done()) return false;
     if (!batch.awaited.empty()) {
-      look_again(batch);
+      retry_awaited(batch);
       return false;
     }
     return std::all_of(batch.writes.begin(), batch.writes.end(), [](const auto& write) {
@@ -525,7 +515,7 @@ class SaveTask {
       const Stopwatch watch(seconds_.copy);
       while (!batch.awaited.empty()) {
         const std::uint32_t seen = pipeline_.store->changes();
-        look_again(batch);
+        retry_awaited(batch);
         if (!batch.awaited.empty()) shared_->wait_for_others(seen);
       }
       if (batch.event) batch.event->wait();
@@ -608,7 +598,7 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
       sampled[i]->expected_bytes = round_up(expected[i].bytes, kBlockBytes / 128);
     }
   } catch (...) {
-    settle();
+    quiesce();
     throw;
   }
 }

@@ -10,7 +10,6 @@
 #include <ctime>
 #include <iterator>
 #include <set>
-#include <utility>
 
 #include "support/packing.hpp"
 
@@ -33,7 +32,7 @@ std::int64_t now_ms() {
   return duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The ith place at which content of this digest may lie.
+// Returns the ith entry in which content of this digest may lie.
 SharedLayout::Entry& probe(SharedLayout& layout, const Digest& digest, std::size_t i) {
   return layout.entries[(digest.lane0 + i) % kEntries];
 }
@@ -42,6 +41,12 @@ SharedLayout::Entry& probe(SharedLayout& layout, const Digest& digest, std::size
 
 void SharedIndex::step(const char* point) {
   if (const auto hook = shared_step.load(std::memory_order_relaxed)) hook(point);
+}
+
+template <typename Value, typename New>
+void SharedIndex::set(std::atomic<Value>& value, New to, const char* point) {
+  value = to;
+  step(point);
 }
 
 void SharedIndex::found(SharedLayout& layout, const DigestKey& key, std::size_t limit_bytes) {
@@ -59,17 +64,16 @@ bool SharedIndex::is_valid(const SharedLayout& layout) {
 }
 
 bool SharedIndex::join() {
-  bury();
+  drop_dead_members();
   for (std::uint32_t i = 0; i < kMembers; ++i) {
     auto& member = layout_.members[i];
     if (member.joined != 0) continue;
-    const robust::Taken taken = robust::try_lock(member.alive);
-    if (taken == robust::Taken::no) continue;
-    if (taken == robust::Taken::from_the_dead) pthread_mutex_consistent(&member.alive);
+    const robust::Result result = robust::try_lock(member.alive);
+    if (result == robust::Result::busy) continue;
+    if (result == robust::Result::owner_died) pthread_mutex_consistent(&member.alive);
     step("join: alive");
     member_ = i;
-    member.joined = 1;
-    step("join: joined");
+    set(member.joined, 1u, "join: joined");
     return true;
   }
   return false;
@@ -80,33 +84,31 @@ void SharedIndex::leave() {
   pthread_mutex_unlock(&layout_.members[member_].alive);
 }
 
-bool SharedIndex::bury() {
+void SharedIndex::drop_dead_members() {
   bool any = false;
   free_lost();
   for (std::uint32_t i = 0; i < kMembers; ++i) {
     auto& member = layout_.members[i];
     if (member.joined == 0) continue;
-    const robust::Taken taken = robust::try_lock(member.alive);
-    if (taken == robust::Taken::no) continue;
+    const robust::Result result = robust::try_lock(member.alive);
+    if (result == robust::Result::busy) continue;
     // If this process dies here, the next one finds the same.
-    forget(i);
-    step("bury: forgotten");
+    drop_all_of(i);
+    step("dead: dropped");
     member.joined = 0;
-    if (taken == robust::Taken::from_the_dead) pthread_mutex_consistent(&member.alive);
+    if (result == robust::Result::owner_died) pthread_mutex_consistent(&member.alive);
     pthread_mutex_unlock(&member.alive);
     any = true;
   }
   if (any) wake();
-  return any;
 }
 
-// Every hold, claim and mapping of a member ends; slabs that it was making or letting go are to be let go.
-void SharedIndex::forget(std::uint32_t member) {
+// Ends every hold, claim and mapping of a member; slabs that it was making or freeing become unused ones.
+void SharedIndex::drop_all_of(std::uint32_t member) {
   const std::uint64_t bit = std::uint64_t{1} << member;
   for (auto& entry : layout_.entries) {
     if (entry.state == Entry::free || (entry.holders & bit) == 0) continue;
-    entry.holders &= ~bit;
-    step("forget: hold");
+    set(entry.holders, entry.holders & ~bit, "drop all: hold");
     if (entry.state == Entry::writing) {
       lose_entry(entry);
     } else if (entry.holders == 0) {
@@ -116,13 +118,15 @@ void SharedIndex::forget(std::uint32_t member) {
   for (std::uint32_t i = 0; i < layout_.slabs_end; ++i) {
     Slab& slab = layout_.slabs[i];
     slab.mapped &= ~bit;
-    // Its pages are given back by unused_slabs(), whatever its state was.
-    if ((slab.state == Slab::making || slab.state == Slab::going) && slab.member == member) slab.state = Slab::present;
-    step("forget: slab");
+    // Its pages are freed as those of any unused slab, whatever its state was.
+    if ((slab.state == Slab::making || slab.state == Slab::freeing) && slab.member == member) {
+      slab.state = Slab::present;
+    }
+    step("drop all: slab");
   }
 }
 
-SharedIndex::Answer SharedIndex::want(const Digest& digest, std::size_t content_bytes, bool alone) {
+SharedIndex::Answer SharedIndex::find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone) {
   Entry* room = nullptr;
   bool being_written = false;
   for (std::size_t i = 0; i < kProbes; ++i) {
@@ -136,11 +140,10 @@ SharedIndex::Answer SharedIndex::want(const Digest& digest, std::size_t content_
     const auto index = static_cast<std::uint32_t>(&entry - layout_.entries);
     if (entry.state == Entry::kept) {
       std::vector<Piece> pieces = pieces_of(index);
-      if (!is_sound(entry, pieces)) continue;  // nothing that a process of this version wrote
+      if (!is_sound(entry, pieces)) continue;  // no process of this version wrote it
       for (const Piece& piece : pieces) layout_.slabs[piece.slab].mapped |= me();
-      step("want: mapped");
-      entry.holders |= me();
-      step("want: held");
+      step("find: mapped");
+      set(entry.holders, entry.holders | me(), "find: held");
       return {Found::kept, index, std::move(pieces), entry.bytes, entry.packed_bytes};
     }
     being_written = true;
@@ -152,10 +155,8 @@ SharedIndex::Answer SharedIndex::want(const Digest& digest, std::size_t content_
   room->content_bytes = content_bytes;
   room->bytes = 0;
   room->pieces = 0;
-  room->holders = me();
-  step("want: filled");
-  room->state = Entry::writing;
-  step("want: claimed");
+  set(room->holders, me(), "find: filled");
+  set(room->state, Entry::writing, "find: claimed");
   return {Found::claimed, static_cast<std::uint32_t>(room - layout_.entries), {}, {}, {}};
 }
 
@@ -163,31 +164,27 @@ void SharedIndex::publish(std::uint32_t index, std::size_t packed_bytes) {
   Entry& entry = layout_.entries[index];
   entry.packed_bytes = packed_bytes;
   step("publish: before");
-  entry.state = Entry::kept;
-  step("publish: kept");
+  set(entry.state, Entry::kept, "publish: kept");
   wake();
 }
 
 void SharedIndex::drop(std::uint32_t index) {
   Entry& entry = layout_.entries[index];
   const bool awaited = entry.state == Entry::writing;
-  entry.holders &= ~me();
-  step("drop: let go");
+  set(entry.holders, entry.holders & ~me(), "drop: dropped");
   if (entry.holders == 0) free_entry(entry);
   if (awaited) wake();
 }
 
 void SharedIndex::free_entry(Entry& entry) {
   const std::uint32_t count = entry.pieces;
-  entry.state = Entry::free;
-  step("free: entry");
+  set(entry.state, Entry::free, "free: entry");
   mark(entry, count, false);
 }
 
 void SharedIndex::lose_entry(Entry& entry) {
   entry.lost_at = now_ms();
-  entry.state = Entry::lost;
-  step("lose: entry");
+  set(entry.state, Entry::lost, "lose: entry");
   ++layout_.lost;
 }
 
@@ -200,7 +197,7 @@ void SharedIndex::free_lost() {
   }
 }
 
-// What is computed from the rest, anew: an owner of the mutex died.
+// Computes anew what follows from the rest: an owner of the mutex died.
 void SharedIndex::repair() {
   const std::uint32_t end = layout_.slabs_end = std::min<std::uint32_t>(layout_.slabs_end, kSlabs);
   layout_.used_bytes = 0;
@@ -280,7 +277,7 @@ std::vector<SharedIndex::Piece> SharedIndex::pieces_of(std::uint32_t index) cons
   return pieces;
 }
 
-// Whether the sizes of a kept entry can be those of what a process of this version wrote.
+// Returns whether the sizes of a kept entry can be those of what a process of this version wrote.
 bool SharedIndex::is_sound(const Entry& entry, const std::vector<Piece>& pieces) {
   std::size_t grains = 0;
   for (const auto& piece : pieces) grains += piece.grains;
@@ -288,7 +285,7 @@ bool SharedIndex::is_sound(const Entry& entry, const std::vector<Piece>& pieces)
   return (entry.packed_bytes != 0 ? entry.packed_bytes : entry.content_bytes) <= entry.bytes;
 }
 
-// The longest free run of a slab, or the first one of `enough` grains.
+// Returns the longest free run of a slab, or the first one of `enough` grains.
 SharedIndex::Piece SharedIndex::longest_run(std::uint32_t index, std::size_t enough) const {
   const Slab& slab = layout_.slabs[index];
   const auto grains = static_cast<std::uint32_t>(bytes_of(index) / kGrain);
@@ -303,7 +300,7 @@ SharedIndex::Piece SharedIndex::longest_run(std::uint32_t index, std::size_t eno
   return best;
 }
 
-// In one piece if a slab has room for it, one that this member has mapped before others; else in several.
+// In one piece if a slab has room for it, preferably one that this member has mapped; else in several.
 bool SharedIndex::take(std::uint32_t index, std::size_t bytes) {
   Entry& entry = layout_.entries[index];
   std::size_t missing = (bytes + kGrain - 1) / kGrain;
@@ -357,8 +354,7 @@ std::optional<std::uint32_t> SharedIndex::begin_slab(std::size_t at_least, std::
 }
 
 void SharedIndex::end_slab(std::uint32_t slab) {
-  layout_.slabs[slab].state = Slab::present;
-  step("slab: made");
+  set(layout_.slabs[slab].state, Slab::present, "slab: made");
   wake();
 }
 
@@ -382,21 +378,18 @@ std::vector<std::uint32_t> SharedIndex::unmap_unneeded(const std::vector<std::ui
   return unneeded;
 }
 
-std::vector<std::uint32_t> SharedIndex::unused_slabs() {
+std::vector<std::uint32_t> SharedIndex::begin_freeing() {
   const std::vector<std::uint32_t> unused = present_slabs(
       [](std::uint32_t, const Slab& slab) { return slab.mapped == 0 && slab.free_grains == slab.grains; });
   for (const std::uint32_t index : unused) {
     layout_.slabs[index].member = member_;
-    layout_.slabs[index].state = Slab::going;
-    step("slab: going");
+    set(layout_.slabs[index].state, Slab::freeing, "slab: freeing");
   }
   return unused;
 }
 
-void SharedIndex::gone(std::uint32_t index) {
-  Slab& slab = layout_.slabs[index];
-  slab.state = Slab::absent;
-  step("slab: gone");
+void SharedIndex::end_freeing(std::uint32_t index) {
+  set(layout_.slabs[index].state, Slab::absent, "slab: freed");
   layout_.slab_bytes -= bytes_of(index);
 }
 

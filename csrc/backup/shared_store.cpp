@@ -1,6 +1,5 @@
 #include "backup/shared_store.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -10,10 +9,10 @@
 #include <set>
 #include <utility>
 
+#include "support/cleanup.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
 #include "support/log.hpp"
-#include "support/scope_exit.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {
@@ -22,29 +21,23 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kGatePatience{5000};    // for those that look for the store before this one
-constexpr milliseconds kAnswerPatience{5000};  // for one of those that have it
-constexpr milliseconds kIndexPatience{1000};
-constexpr milliseconds kUpkeep{1000};  // how soon memory of a dead process is given back by itself
+constexpr milliseconds kLockTimeout{5000};    // for the processes that look for the store before this one
+constexpr milliseconds kAnswerTimeout{5000};  // for one of those that have it
+constexpr milliseconds kIndexTimeout{1000};
+constexpr milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
 constexpr milliseconds kPoll{10};
-constexpr milliseconds kOthersPatience{5000};  // for a slab that another process makes
-constexpr std::size_t kTouchers = 8;           // 8 GiB in 1.6 s, of pages of 4 KiB
+constexpr milliseconds kSlabTimeout{5000};  // for a slab that another process makes
+constexpr std::size_t kTouchers = 8;        // 8 GiB in 1.6 s, of pages of 4 KiB
+// In errors, after the name of the limit.
+constexpr char kWhose[] = " of all processes of the store, which its first one sets";
 
 Error no_store(const std::string& name, const std::string& why) {
   return Error(ErrorKind::configuration, "the shared backup store '" + name + "' cannot be used: " + why)
       .with_advice("set MEMSAVER_SHARED_BACKUPS to another name, or unset it");
 }
 
-Error no_memory(const std::string& why, std::size_t needed, std::size_t free) {
-  return Error(ErrorKind::out_of_host_memory, why)
-      .with_memory(needed, free)
-      .with_advice(
-          "raise MEMSAVER_HOST_BACKUP_LIMIT of all processes of the store, which its first one sets, free host "
-          "memory, or choose another restore policy for the tag");
-}
-
-// Makes the pages of new memory, with several threads, on a NUMA node (-1: any). Throws ErrorKind::out_of_host_memory,
-// with some of them made.
+// Allocates the pages of new memory, with several threads, on a NUMA node (-1: any). Throws out_of_host_memory: some of
+// them are allocated.
 void touch(const HostRange& all, int numa_node) {
   prefer_node(reinterpret_cast<void*>(all.address), all.bytes, numa_node);
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
@@ -58,14 +51,14 @@ void touch(const HostRange& all, int numa_node) {
     if (code != 0) failure = code;
   });
   if (failure == 0) return;
-  throw Error::from_driver(ErrorKind::out_of_host_memory, "madvise", strerrorname_np(failure), std::strerror(failure))
+  throw Error::from_errno(ErrorKind::out_of_host_memory, "madvise", failure)
       .with_bytes(all.bytes)
       .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
 }
 
 }  // namespace
 
-// The stores of this process. A forked child takes no part, and must not keep their memory.
+// The stores of this process. A forked child is no member of them, and must not keep their memory.
 struct SharedStoreForks {
   Mutex mutex;
   std::set<SharedStore*> stores GUARDED_BY(mutex);
@@ -97,53 +90,46 @@ struct SharedStoreForks {
 SharedStore::SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
   SharedStoreForks::instance().add(this);  // before anything is open that a child would keep
   std::promise<void> joined;
-  auto keeper = sys::start_thread([this, limit_bytes, &joined] {
+  auto thread = sys::start_thread([this, limit_bytes, &joined] {
     try {
       join(limit_bytes);
     } catch (...) {
       return joined.set_exception(std::current_exception());
     }
     joined.set_value();
-    keep();
+    run_member();
   });
-  if (!keeper) throw no_store(name, "no thread can be started for it");
-  keeper_ = std::move(*keeper);
+  if (!thread) throw no_store(name, "no thread can be started for it");
+  member_thread_ = std::move(*thread);
   joined.get_future().get();
 }
 
 SharedStore::~SharedStore() {
   if (getpid() != process_) {
-    keeper_.detach();
-    if (worker_.joinable()) worker_.detach();
+    member_thread_.detach();
+    background_.abandon();
     return;
   }
   SharedStoreForks::instance().remove(this);
   ending_ = true;
-  if (worker_.joinable()) worker_.join();
-  for (const auto& [index, slab] : slabs_) still_pinned_.push_back(slab);
-  for (const auto& slab : still_pinned_) {
-    try {
-      if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
-    } catch (const std::exception&) {
-      // At process exit the context may be gone; the kernel unpins the memory.
-    }
-    munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
-  }
-  door_.stop();
-  if (keeper_.joinable()) keeper_.join();
+  background_.join();
+  still_pinned_.clear();
+  slabs_.clear();
+  sockets_.stop();
+  if (member_thread_.joinable()) member_thread_.join();
   if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
   if (file_ >= 0) close(file_);
 }
 
 void SharedStore::abandon() {
-  door_.abandon();
+  sockets_.close_all();
   if (file_ >= 0) close(std::exchange(file_, -1));
 }
 
-// Any process of the store has the file; if there is none, this one makes it. Nobody else looks meanwhile, so that two
-// do not make one each. A second store of one name would double what its limit allows.
+// Any process of the store has the file; if there is none, this one makes it. No other process looks for it meanwhile,
+// so that two do not make one each: a second store of one name would double what its limit allows.
 void SharedStore::open_file(std::size_t limit_bytes) {
-  const std::optional<int> found = door_.ask(kAnswerPatience);
+  const std::optional<int> found = sockets_.request(kAnswerTimeout);
   if (!found) {
     throw no_store(name_,
                    "processes of this user have it, and none of them answers; continue or end those that are "
@@ -163,16 +149,15 @@ void SharedStore::open_file(std::size_t limit_bytes) {
 }
 
 void SharedStore::join(std::size_t limit_bytes) {
-  if (!door_.enter_gate(kGatePatience))
-    throw no_store(name_, "its name is in use, by another user or a stopped process");
-  const ScopeExit at_end([this] { door_.leave_gate(); });
+  if (!sockets_.lock(kLockTimeout)) throw no_store(name_, "its name is in use, by another user or a stopped process");
+  const Cleanup at_end([this] { sockets_.unlock(); });
   open_file(limit_bytes);
   index_ = std::make_unique<SharedIndex>(*layout_);
   if (!lock_index()) throw no_store(name_, "a process that uses it does not go on");
   const bool joined = index_->join();
   index_->mutex.unlock();
   if (!joined) throw no_store(name_, "it has " + std::to_string(kMembers) + " processes already");
-  if (door_.listen()) return;
+  if (sockets_.listen()) return;
   if (lock_index()) {
     index_->leave();
     index_->mutex.unlock();
@@ -180,34 +165,32 @@ void SharedStore::join(std::size_t limit_bytes) {
   throw no_store(name_, std::string("it cannot be offered to others: ") + std::strerror(errno));
 }
 
-// The life of the thread that takes part for the process.
-void SharedStore::keep() {
+void SharedStore::run_member() {
   while (!ending_) {
-    door_.serve(file_, kUpkeep);
+    sockets_.serve(file_, kUpkeep);
     if (ending_) break;
-    settle();
-    give_back_unused([this] { door_.serve(file_, milliseconds(0)); });
+    apply_pending();
+    free_unused([this] { sockets_.serve(file_, milliseconds(0)); });
   }
-  // If a stopped process is in the way, the others see to it as after a death.
+  // If a stopped process has the index, the others do this, as after a death.
   if (!lock_index()) return;
   index_->drop_all();
   index_->mutex.unlock();
-  give_back_unused([] {});
+  free_unused([] {});
   if (!lock_index()) return;
   index_->leave();
   index_->mutex.unlock();
 }
 
-// Once in vain, then without waiting, until it is free again.
 bool SharedStore::lock_index() {
-  const bool locked = index_->mutex.lock_within(stuck_ ? milliseconds(0) : kIndexPatience);
-  stuck_ = !locked;
+  const bool locked = index_->mutex.lock_within(index_busy_ ? milliseconds(0) : kIndexTimeout);
+  index_busy_ = !locked;
   return locked;
 }
 
-SharedStore::Answer SharedStore::want(const Digest& digest, std::size_t content_bytes, bool alone) {
+SharedStore::Answer SharedStore::find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone) {
   if (!lock_index()) return {Found::no_room, {}, {}, {}, {}};
-  Answer answer = index_->want(digest, content_bytes, alone);
+  Answer answer = index_->find_or_claim(digest, content_bytes, alone);
   if (answer.found == Found::kept || answer.found == Found::claimed) {
     const Lock lock(mutex_);
     ++uses_[answer.entry];
@@ -216,39 +199,35 @@ SharedStore::Answer SharedStore::want(const Digest& digest, std::size_t content_
   return answer;
 }
 
-std::vector<HostRange> SharedStore::memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
-
 void SharedStore::publish(std::uint32_t entry, std::size_t packed_bytes) {
-  owe({Owed::publish, entry, packed_bytes});
-  settle();
+  add_pending({PendingChange::publish, entry, packed_bytes});
+  apply_pending();
 }
 
-void SharedStore::give(std::uint32_t entry) { owe({Owed::drop, entry}); }
-
-void SharedStore::owe(Owed change) {
+void SharedStore::add_pending(PendingChange change) {
   const Lock lock(mutex_);
-  owed_.push_back(change);
+  pending_.push_back(change);
 }
 
-void SharedStore::settle() {
+void SharedStore::apply_pending() {
   {
     const Lock lock(mutex_);
-    if (owed_.empty()) return;
+    if (pending_.empty()) return;
   }
   if (!lock_index()) return;
-  std::vector<Owed> changes;
+  std::vector<PendingChange> changes;
   {
     const Lock lock(mutex_);
-    changes.swap(owed_);
+    changes.swap(pending_);
   }
   for (const auto& change : changes) apply(change);
   index_->mutex.unlock();
 }
 
-void SharedStore::apply(const Owed& change) {
-  if (change.what == Owed::publish) return index_->publish(change.which, change.packed_bytes);
-  if (change.what == Owed::made) return index_->end_slab(change.which);
-  if (change.what == Owed::gone) return index_->gone(change.which);
+void SharedStore::apply(const PendingChange& change) {
+  if (change.what == PendingChange::publish) return index_->publish(change.which, change.packed_bytes);
+  if (change.what == PendingChange::end_slab) return index_->end_slab(change.which);
+  if (change.what == PendingChange::end_freeing) return index_->end_freeing(change.which);
   {
     const Lock lock(mutex_);
     const auto use = uses_.find(change.which);
@@ -261,7 +240,7 @@ void SharedStore::apply(const Owed& change) {
 void SharedStore::wait_for_change(std::uint32_t seen) {
   index_->wait_for_change(seen, kPoll);
   if (changes() != seen || !lock_index()) return;
-  index_->bury();
+  index_->drop_dead_members();
   index_->mutex.unlock();
 }
 
@@ -273,7 +252,7 @@ SharedStoreStatus SharedStore::status() const {
   status.total_bytes = index_->slab_bytes();
   status.limit_bytes = index_->limit_bytes();
   const Lock lock(mutex_);
-  for (const auto& [index, slab] : slabs_) status.pinned_bytes += slab.pinned ? slab.bytes : 0;
+  for (const auto& [index, slab] : slabs_) status.pinned_bytes += slab.pinned() ? slab.bytes() : 0;
   for (const auto& [entry, uses] : uses_) {
     const std::size_t bytes = index_->stored_bytes(entry);
     status.held_bytes += bytes;
@@ -284,15 +263,15 @@ SharedStoreStatus SharedStore::status() const {
 
 HostRange SharedStore::map(std::uint32_t slab) {
   const Lock lock(mutex_);
-  const auto found = slabs_.find(slab);
-  if (found != slabs_.end()) return {found->second.address, found->second.bytes};
-  const std::size_t bytes = index_->bytes_of(slab);
-  void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
-  madvise(memory, bytes, MADV_DONTFORK);
-  madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
-  const auto address = reinterpret_cast<std::uintptr_t>(memory);
-  slabs_.emplace(slab, Mapped{address, bytes});
-  return {address, bytes};
+  auto found = slabs_.find(slab);
+  if (found == slabs_.end()) {
+    const std::size_t bytes = index_->bytes_of(slab);
+    void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
+    madvise(memory, bytes, MADV_DONTFORK);
+    madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
+    found = slabs_.emplace(slab, HostMapping(memory, bytes)).first;
+  }
+  return {found->second.address(), found->second.bytes()};
 }
 
 std::vector<HostRange> SharedStore::map(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes) {
@@ -306,54 +285,52 @@ std::vector<HostRange> SharedStore::map(const std::vector<SharedIndex::Piece>& p
 }
 
 void SharedStore::pin(const std::vector<HostRange>& ranges) {
-  pin_if([&](std::uint32_t, const Mapped& slab) {
+  pin_if([&](std::uint32_t, const HostMapping& slab) {
     return std::any_of(ranges.begin(), ranges.end(),
-                       [&](const auto& range) { return range.address - slab.address < slab.bytes; });
+                       [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
   });
 }
 
-void SharedStore::pin_if(const std::function<bool(std::uint32_t, const Mapped&)>& wanted) {
+void SharedStore::pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) {
   for (;;) {
     const Lock one_at_a_time(pin_mutex_);
-    std::pair<std::uint32_t, Mapped> slab;
+    HostMapping* slab = nullptr;
     {
       const Lock lock(mutex_);
       const auto found = std::find_if(slabs_.begin(), slabs_.end(), [&](const auto& each) {
-        return !each.second.pinned && wanted(each.first, each.second);
+        return !each.second.pinned() && wanted(each.first, each.second);
       });
       if (found == slabs_.end()) return;
-      slab = *found;
+      slab = &found->second;
     }
-    driver_.register_host(reinterpret_cast<void*>(slab.second.address), slab.second.bytes);
-    const Lock lock(mutex_);
-    slabs_.at(slab.first).pinned = true;
+    slab->pin(driver_);
   }
 }
 
-std::vector<SharedStore::Mapped> SharedStore::forget(const std::vector<std::uint32_t>& slabs) {
-  std::vector<Mapped> forgotten;
+SharedStore::Slabs SharedStore::take_out(const std::vector<std::uint32_t>& slabs) {
+  Slabs taken;
   const Lock lock(mutex_);
   for (const std::uint32_t slab : slabs) {
-    if (const auto node = slabs_.extract(slab)) forgotten.push_back(node.mapped());
+    if (auto node = slabs_.extract(slab)) taken.push_back(std::move(node.mapped()));
   }
-  return forgotten;
+  return taken;
 }
 
-void SharedStore::unmap(const std::vector<Mapped>& slabs) {
-  std::vector<Mapped> going;
+void SharedStore::unmap(Slabs slabs) {
+  Slabs again;
   {
     const Lock lock(mutex_);
-    going.swap(still_pinned_);
+    again.swap(still_pinned_);
   }
-  going.insert(going.end(), slabs.begin(), slabs.end());
-  for (const auto& slab : going) {
-    try {
-      if (slab.pinned) driver_.unregister_host(reinterpret_cast<void*>(slab.address));
-      munmap(reinterpret_cast<void*>(slab.address), slab.bytes);
-    } catch (const Error& error) {
-      warn(std::string("memory of the shared store stays pinned: ") + error.what());
-      const Lock lock(mutex_);
-      still_pinned_.push_back(slab);
+  for (Slabs* const list : {&again, &slabs}) {
+    for (; !list->empty(); list->pop_front()) {
+      try {
+        list->front().unpin();
+      } catch (const Error& error) {
+        warn(std::string("memory of the shared store stays pinned: ") + error.what());
+        const Lock lock(mutex_);
+        still_pinned_.push_back(std::move(list->front()));
+      }
     }
   }
 }
@@ -365,7 +342,7 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
     const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
     const std::size_t free = index_->slab_bytes() - index_->used_bytes();
     const std::size_t missing = fragmented || bytes <= free ? bytes : bytes - free;
-    // What this process expects, others may be writing.
+    // Other processes may be writing part of what this one expects.
     const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
     const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
     index_->mutex.unlock();
@@ -378,8 +355,8 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
       return ranges;
     }
     if (!slab) {
-      throw no_memory("the host memory of the shared store is bounded", bytes,
-                      index_->limit_bytes() - std::min(index_->limit_bytes(), index_->used_bytes()));
+      throw short_of_memory("the host memory of the shared store is bounded", bytes,
+                            index_->limit_bytes() - std::min(index_->limit_bytes(), index_->used_bytes()), kWhose);
     }
     make_slab(*slab, numa_node);
   }
@@ -388,22 +365,21 @@ std::vector<HostRange> SharedStore::take(std::uint32_t entry, std::size_t bytes,
 void SharedStore::make_slab(std::uint32_t slab, int numa_node) {
   const std::size_t bytes = index_->bytes_of(slab);
   bool touched = false;
-  const ScopeExit at_end([&] {
+  const Cleanup at_end([&] {
     if (!touched) {
       {
         const Lock not_pinned(pin_mutex_);
-        unmap(forget({slab}));
+        unmap(take_out({slab}));
       }
-      punch(slab);
+      free_pages(slab);
     }
-    owe({touched ? Owed::made : Owed::gone, slab});
-    settle();
+    add_pending({touched ? PendingChange::end_slab : PendingChange::end_freeing, slab});
+    apply_pending();
   });
-  const std::size_t available = available_memory_bytes(bytes);
-  if (bytes > available) throw no_memory("this machine has too little memory for the backup", bytes, available);
+  check_available(bytes, kWhose);
   touch(map(slab), numa_node);
   touched = true;
-  pin_if([slab](std::uint32_t index, const Mapped&) { return index == slab; });
+  pin_if([slab](std::uint32_t index, const HostMapping&) { return index == slab; });
 }
 
 void SharedStore::prepare_beyond(std::size_t bytes) {
@@ -418,51 +394,22 @@ void SharedStore::tidy() {
 }
 
 void SharedStore::work_later() {
-  const Lock lock(work_mutex_);
-  again_ = true;
-  if (working_) return;
-  if (worker_.joinable()) worker_.join();
-  work_failure_ = nullptr;
-  if (auto thread = sys::start_thread([this] { work(); })) {
-    worker_ = std::move(*thread);
-    working_ = true;
-  } else {
-    again_ = false;
-    warn("no thread can be started to pin memory of the shared store; the next operation does it");
-  }
+  if (background_.request()) return;
+  warn("no thread can be started to pin memory of the shared store; the next operation does it");
 }
 
 void SharedStore::work() {
-  const Lock lock(work_mutex_);
-  while (std::exchange(again_, false) && !ending_) {
-    work_mutex_.unlock();
-    std::exception_ptr failure;
-    try {
-      prepare_now();
-      // Content that changes on several processes, one after the other, uses some memory twice.
-      const std::size_t used = index_->used_bytes();
-      if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    work_mutex_.lock();
-    work_failure_ = failure;
-  }
-  working_ = false;
-  worked_.notify_all();
+  if (ending_) return;
+  prepare_now();
+  // Content that changes on several processes, one after the other, uses some memory twice.
+  const std::size_t used = index_->used_bytes();
+  if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
 }
 
-void SharedStore::wait_until_prepared() {
-  const Lock lock(work_mutex_);
-  while (working_) worked_.wait(work_mutex_);
-  if (work_failure_) std::rethrow_exception(work_failure_);
-}
-
-// Processes that prepare at the same time make slabs side by side, together no more than the largest one wants.
 void SharedStore::prepare_now() {
-  auto patience = std::chrono::steady_clock::now() + kOthersPatience;
+  auto until = std::chrono::steady_clock::now() + kSlabTimeout;
   while (!ending_) {
-    pin_if([](std::uint32_t, const Mapped&) { return true; });
+    pin_if([](std::uint32_t, const HostMapping&) { return true; });
     if (status().pinned_bytes >= target_) return;
     const std::uint32_t seen = index_->changes();
     if (!map_another()) {
@@ -472,14 +419,14 @@ void SharedStore::prepare_now() {
       index_->mutex.unlock();
       if (slab) {
         make_slab(*slab, -1);
-      } else if (missing > 0 || std::chrono::steady_clock::now() > patience) {
+      } else if (missing > 0 || std::chrono::steady_clock::now() > until) {
         return;  // at the limit; or another process does not complete its slab
       } else {
         wait_for_change(seen);
         continue;
       }
     }
-    patience = std::chrono::steady_clock::now() + kOthersPatience;
+    until = std::chrono::steady_clock::now() + kSlabTimeout;
   }
 }
 
@@ -495,8 +442,8 @@ bool SharedStore::map_another() {
 }
 
 void SharedStore::trim() {
-  settle();
-  std::vector<Mapped> unneeded;
+  apply_pending();
+  Slabs unneeded;
   {
     const Lock no_other(map_mutex_);
     const Lock not_pinned(pin_mutex_);
@@ -506,29 +453,28 @@ void SharedStore::trim() {
       const Lock lock(mutex_);
       for (const auto& [entry, uses] : uses_) entries.push_back(entry);
     }
-    unneeded = forget(index_->unmap_unneeded(entries));
+    unneeded = take_out(index_->unmap_unneeded(entries));
     index_->mutex.unlock();
   }
-  unmap(unneeded);
-  give_back_unused([] {});
+  unmap(std::move(unneeded));
+  free_unused([] {});
 }
 
-void SharedStore::punch(std::uint32_t slab) {
-  const auto offset = static_cast<off_t>(SharedLayout::slabs_at() + slab * kSlabBytes);
-  (void)sys::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, kSlabBytes);
+void SharedStore::free_pages(std::uint32_t slab) {
+  sys::punch_hole(file_, SharedLayout::slabs_at() + slab * kSlabBytes, kSlabBytes);
 }
 
-void SharedStore::give_back_unused(const std::function<void()>& between) {
+void SharedStore::free_unused(const std::function<void()>& between) {
   if (!lock_index()) return;
-  index_->bury();
-  const std::vector<std::uint32_t> slabs = index_->unused_slabs();
+  index_->drop_dead_members();
+  const std::vector<std::uint32_t> slabs = index_->begin_freeing();
   index_->mutex.unlock();
   for (const std::uint32_t slab : slabs) {
     between();
-    punch(slab);
+    free_pages(slab);
   }
   if (slabs.empty() || !lock_index()) return;
-  for (const std::uint32_t slab : slabs) index_->gone(slab);
+  for (const std::uint32_t slab : slabs) index_->end_freeing(slab);
   index_->mutex.unlock();
 }
 

@@ -90,25 +90,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) memsaver_digest(const Key 
 struct KernelSource {
   const char* name;     // of the set
   const char* text;     // CUDA C++
-  const char* without;  // what is the case while they are missing
+  const char* without;  // the consequence if they are missing
 };
 constexpr unsigned kDigestThreads = 256;
 const KernelSource kDigestSource{"digest", kDigestKernel,
                                  "content digests are off: every release copies everything, and nothing is verified"};
 const KernelSource kPackingSource{"packing", kPackingKernels, "content is kept as it is, not packed"};
 
-// Calls the driver, and remembers the first failure that lost the context.
+// Calls the driver, and owns the message of the first failure that lost the context. Any thread may use it.
 class Calls {
  public:
   explicit Calls(const Api& driver_api) : api(driver_api) {}
 
-  // Calls a function. Throws Error if it fails.
+  // Calls a function. Throws driver errors.
   template <typename... Parameters, typename... Arguments>
   void operator()(const EntryPoint<Result(Parameters...)>& function, Arguments... arguments) const {
     check(function.symbol, function(arguments...));
   }
 
-  // Throws Error if `result`, of a call of `symbol`, is a failure.
+  // Throws driver errors if `result`, of a call of `symbol`, is a failure.
   void check(const char* symbol, Result result) const {
     if (result == kSuccess) return;
     const char* name = nullptr;
@@ -167,7 +167,7 @@ class CurrentContext {
   const Api& api_;
 };
 
-// One device: its primary context and what this process keeps in it. Any thread may call every function.
+// Owns one device's primary context, and what this process keeps in it. Any thread may call any function.
 class CudaDevice {
  public:
   CudaDevice(const Calls& calls, int index) : calls_(calls) { calls_(calls_.api.device_get, &ordinal_, index); }
@@ -178,7 +178,7 @@ class CudaDevice {
     int value = otherwise;
     return calls_.api.device_get_attribute(&value, which, ordinal_) == kSuccess ? value : otherwise;
   }
-  // The primary context, retained at the first call.
+  // Returns the primary context, retained at the first call.
   [[nodiscard]] Context context() {
     const Lock lock(mutex_);
     return retained();
@@ -188,7 +188,7 @@ class CudaDevice {
     return context_ != nullptr;
   }
 
-  // Of the memory to create. Throws ErrorKind::configuration if the device has no virtual memory management.
+  // Returns those of the memory to create. Throws configuration if the device has no virtual memory management.
   [[nodiscard]] AllocationProperties properties() {
     const Lock lock(mutex_);
     if (properties_.type == 0) {
@@ -202,7 +202,7 @@ class CudaDevice {
     return properties_;
   }
 
-  // An event that recycle() took back, or Event{}.
+  // Returns an event that recycle() took back, or Event{}.
   [[nodiscard]] Event idle_event() {
     const Lock lock(mutex_);
     if (idle_events_.empty()) return Event{};
@@ -231,7 +231,7 @@ class CudaDevice {
     }
   }
 
-  // Whether kernel() works. Loads what prepare() compiled; compiles it only if `compile_now`.
+  // Returns whether kernel() works. Loads what prepare() compiled; compiles it only if `compile_now`.
   [[nodiscard]] bool has(const KernelSource& source, bool compile_now) noexcept {
     const Lock lock(mutex_);
     Kernels& kernels = kernels_[source.name];
@@ -531,7 +531,7 @@ class CudaDriver final : public Driver {
     calls_(function, arguments...);
   }
 
-  // The address of registered host memory for kernels.
+  // Returns the address of registered host memory for kernels.
   template <typename Value>
   DevicePointer in_device(const Value* host) {
     DevicePointer address = 0;

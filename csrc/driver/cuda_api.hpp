@@ -6,8 +6,8 @@
 
 #include "driver/driver.hpp"
 
-// The part of CUDA's driver API in use, declared here so that the build needs no CUDA toolkit. Types and values are
-// those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
+// The part of CUDA's driver API that is used, declared here so that the build needs no CUDA toolkit. Types and values
+// are those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
 namespace memsaver::cuda {
 
 using Result = int;
@@ -49,7 +49,6 @@ struct AccessDescriptor {
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;
-inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNotReady = 600;
 
 inline constexpr int kAllocationPinned = 1;            // CU_MEM_ALLOCATION_TYPE_PINNED
@@ -83,10 +82,9 @@ struct EntryPoint<Result(Parameters...)> {
   Result operator()(Parameters... arguments) const { return function(arguments...); }
 };
 
-// name, symbol, CUDA version of the variant in use, arguments
+// name, symbol, CUDA version of the variant that is used, arguments
 #define MEMSAVER_CUDA_FUNCTIONS(X)                                                                                 \
   X(init, "cuInit", 2000, (unsigned))                                                                              \
-  X(driver_get_version, "cuDriverGetVersion", 2020, (int*))                                                        \
   X(get_error_name, "cuGetErrorName", 6000, (Result, const char**))                                                \
   X(get_error_string, "cuGetErrorString", 6000, (Result, const char**))                                            \
   X(device_get_count, "cuDeviceGetCount", 2000, (int*))                                                            \
@@ -130,7 +128,6 @@ struct EntryPoint<Result(Parameters...)> {
   X(event_record, "cuEventRecord", 2000, (EventHandle, StreamHandle))                                              \
   X(event_query, "cuEventQuery", 2000, (EventHandle))                                                              \
   X(event_synchronize, "cuEventSynchronize", 2000, (EventHandle))                                                  \
-  X(event_destroy, "cuEventDestroy", 4000, (EventHandle))                                                          \
   X(host_register, "cuMemHostRegister", 6050, (void*, std::size_t, unsigned))                                      \
   X(host_unregister, "cuMemHostUnregister", 4000, (void*))                                                         \
   X(host_get_device_pointer, "cuMemHostGetDevicePointer", 3020, (DevicePointer*, void*, unsigned))                 \
@@ -146,7 +143,7 @@ struct Api {
 #undef MEMSAVER_DECLARE
 };
 
-// The API, or nullptr with the reason in `why` if libcuda, a device or a required function is missing.
+// Returns the API; null, with the reason in `why`, if libcuda, a device or a required function is missing.
 [[nodiscard]] const Api* api(std::string* why) noexcept;
 
 }  // namespace memsaver::cuda

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,10 +30,11 @@ struct MemoryInfo {
   std::size_t total_bytes;
 };
 
-// The interface to devices and their virtual memory.
+// The interface to devices and their virtual memory. Any thread may call any function, but calls on one stream must not
+// overlap. `device` is torch's index in this process; one that does not exist is ErrorKind::configuration.
 //
-// A function that throws Error had no effect, unless its comment says otherwise. Any thread may call any function, but
-// calls on one stream must not overlap. `device` is torch's index in this process.
+// Each function that is not noexcept may throw driver errors, and had no effect then unless its comment says otherwise.
+// What a function returns is the caller's until the function that takes it back.
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -42,28 +42,28 @@ class Driver {
   [[nodiscard]] virtual const char* name() const noexcept = 0;
   [[nodiscard]] virtual int device_count() = 0;
   [[nodiscard]] virtual DeviceInfo device_info(int device) = 0;
-  // A snapshot: another process may take the free memory at any time.
+  // Returns a snapshot: another process may take the free memory at any time.
   [[nodiscard]] virtual MemoryInfo memory_info(int device) = 0;
 
-  // Address space without memory behind it.
+  // Returns address space without memory behind it.
   [[nodiscard]] virtual Address reserve(int device, std::size_t bytes) = 0;
   virtual void unreserve(int device, Address address, std::size_t bytes) = 0;
 
-  // Physical memory without an address. Content is undefined. Out of memory is ErrorKind::out_of_device_memory.
+  // Returns physical memory without an address; its content is undefined. Throws out_of_device_memory.
   [[nodiscard]] virtual Handle create(int device, std::size_t bytes) = 0;
-  // Returns memory to the device. It must be unmapped.
+  // Gives memory, which must be unmapped, back to the device.
   virtual void release(int device, Handle handle, std::size_t bytes) = 0;
 
-  // As create(), of memory that other processes can map, too.
+  // As create(), for memory that other processes can map as well.
   [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
-  // A descriptor of such memory, for another process to import. The caller closes it; until then it may keep the
-  // memory from the device, as every process does that imported it.
+  // Returns a descriptor of such memory for another process to import. The caller closes it; until then it may keep the
+  // memory from the device, as each process that imported it does.
   [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
-  // A handle of memory that another process exported, to be mapped for `device` and released as any other; the memory
-  // itself stays that process's. The descriptor remains the caller's.
+  // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other; the
+  // memory itself stays that process's, and the descriptor the caller's.
   [[nodiscard]] virtual Handle import_handle(int device, int file, std::size_t bytes) = 0;
 
-  // Maps a whole handle to a reserved range. Accessible only after allow_access.
+  // Maps a whole handle to a reserved range, which is accessible only after allow_access().
   virtual void map(int device, Address address, std::size_t bytes, Handle handle) = 0;
   // Gives `device`, and those of `peers` that can access its memory, read and write access to a mapped range.
   virtual void allow_access(int device, Address address, std::size_t bytes, const std::vector<int>& peers) = 0;
@@ -75,18 +75,18 @@ class Driver {
 
   // Returns cached memory of allocations in CUDA graphs that no graph uses now.
   virtual void trim_graph_memory(int device) = 0;
-  // Bytes reserved for allocations in CUDA graphs, in use or cached.
+  // Returns the bytes reserved for allocations in CUDA graphs, in use or cached.
   [[nodiscard]] virtual std::size_t graph_memory(int) { return 0; }
 
-  // Bytes of stack for each thread of a kernel. The context holds device memory for the stacks of all threads that can
-  // run at once; a kernel that needs a larger stack raises the limit when it is launched.
+  // Returns the bytes of stack for each thread of a kernel. The context holds device memory for the stacks of all
+  // threads that can run at once; a kernel that needs a larger stack raises the limit when it is launched.
   [[nodiscard]] virtual std::size_t stack_limit(int device) = 0;
   // Waits for all work on the device, and changes what the context holds before it returns.
   virtual void set_stack_limit(int device, std::size_t bytes) = 0;
 
   [[nodiscard]] virtual Stream create_stream(int device) = 0;
   virtual void destroy_stream(int device, Stream stream) = 0;
-  // Asynchronous. Copies run at the link's speed if the host range lies within one registered range.
+  // These are asynchronous. Copies run at the link's speed if the host range lies within one registered range.
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
@@ -96,48 +96,48 @@ class Driver {
                       Stream stream) = 0;
   // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
   virtual void prepare_digest(int) noexcept {}
-  // True if digest() works. The first call may compile a kernel.
+  // Returns whether digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
-  // True if a digest costs far less than a copy of the same bytes.
+  // Returns whether a digest costs far less than a copy of the same bytes.
   [[nodiscard]] virtual bool digest_is_cheap() const noexcept = 0;
 
-  // As in support/packing.hpp, asynchronously, at addresses that are multiples of 16. Items and results must lie in
-  // registered host memory and outlive the operation. Only if has_packing(device).
+  // The functions of support/packing.hpp, asynchronous. Items and results must lie in registered host memory and
+  // outlive the operation. Only if has_packing(device).
   virtual void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) = 0;
   // Packs `content` into `room`. Writes the packed bytes to *packed_bytes, 0 if there are more than the room.
   virtual void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
                     std::uint64_t* packed_bytes, Stream stream) = 0;
-  // Writes 1 to *damaged, which must be 0, if `packed` is not the packed form of so many bytes.
+  // Writes 1 to *damaged, which must be 0, if `packed` is not the packed form of content.bytes.
   virtual void unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
                       Stream stream) = 0;
-  // As prepare_digest().
+  // Compiles what has_packing() looks for, without using the device.
   virtual void prepare_packing(int) noexcept {}
-  // True if content can be packed; false while nothing is prepared. Compiles nothing.
+  // Returns whether content can be packed: never before prepare_packing(). Compiles nothing.
   [[nodiscard]] virtual bool has_packing(int device) noexcept = 0;
 
-  // An event after all current work of the stream. The caller owns it until recycle().
+  // Returns an event after all current work of the stream.
   [[nodiscard]] virtual Event record(int device, Stream stream) = 0;
   [[nodiscard]] virtual bool done(int device, Event event) = 0;
   virtual void wait(int device, Event event) = 0;
   virtual void recycle(int device, Event event) noexcept = 0;
-  // Later work of `stream` runs after `event`.
+  // Lets later work of `stream` run after `event`.
   virtual void stream_wait(int device, Stream stream, Event event) = 0;
 
-  // Pins host memory for copies and kernels of every device.
+  // Pins host memory for copies and kernels of every device. Throws out_of_host_memory or driver errors.
   virtual void register_host(void* address, std::size_t bytes) = 0;
   virtual void unregister_host(void* address) = 0;
 
-  // The process is ending. Waits until no kernel is compiled; none is from then on.
+  // Prepares for the end of the process: waits until no kernel is being compiled, and lets none be compiled later.
   virtual void end() noexcept {}
 
-  // True if the memory is this machine's own: limits of host memory hold for it, too, and to touch what is released is
-  // a segmentation fault.
+  // Returns whether the memory is host memory: its limits hold, and an access to what is released is a segmentation
+  // fault.
   [[nodiscard]] virtual bool in_host_memory() const noexcept { return false; }
 
-  // The message of the first failure that lost the context; empty if it is not lost.
+  // Returns the message of the first failure that lost the context; empty if it is not lost.
   [[nodiscard]] virtual std::string loss() const { return {}; }
 
-  // For a helper that checkpoints this process from outside, if its process id is not enough: by device, the descriptor
+  // Returns what a helper that checkpoints this process needs besides its process id: for each device, the descriptor
   // of a HostAccount, which remains the driver's, and the process's slot in it.
   [[nodiscard]] virtual std::vector<std::pair<int, int>> accounts() { return {}; }
 };

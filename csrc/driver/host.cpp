@@ -20,9 +20,7 @@ namespace {
 
 Error system_failure(const char* call, int code, std::size_t bytes) {
   const auto kind = code == ENOMEM || code == ENOSPC ? ErrorKind::out_of_device_memory : ErrorKind::driver;
-  return Error::from_driver(kind, call, strerrorname_np(code) != nullptr ? strerrorname_np(code) : "unknown",
-                            std::strerror(code))
-      .with_bytes(bytes);
+  return Error::from_errno(kind, call, code).with_bytes(bytes);
 }
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -35,9 +33,9 @@ Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t
 }
 constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
-// Physical memory is ranges of one memfd per device: one descriptor for any number of handles. A handle is an offset,
-// never reused, plus one; create() commits its pages and release() punches them out. Memory to share with other
-// processes is a memfd of its own, and its handle the marked descriptor.
+// Owns the physical memory of a device: ranges of one memfd, so that any number of handles takes one descriptor. A
+// handle is an offset, never reused, plus one; create() commits its pages and release() punches them out. Memory to
+// share with other processes is a separate memfd, and its handle the marked descriptor.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)
@@ -108,11 +106,11 @@ class HostDevice {
     return copy;
   }
 
-  // Memory that a control group or the machine lacks ends in the OOM killer, so this refuses it. A look reads several
-  // files, so there is one for every kSpareMemory bytes.
+  // Refuses memory that the control group or the machine lacks: its use would invoke the OOM killer. A check reads
+  // several files, so there is one for every kSpareMemory bytes.
   void check_room(std::size_t bytes) {
-    if (unlooked_.fetch_add(bytes) + bytes < kSpareMemory) return;
-    unlooked_ = 0;
+    if (unchecked_.fetch_add(bytes) + bytes < kSpareMemory) return;
+    unchecked_ = 0;
     std::size_t available = 0;
     try {
       available = available_memory_bytes();
@@ -137,7 +135,7 @@ class HostDevice {
 
   int file_ = -1;
   std::atomic<off_t> next_{0};
-  std::atomic<std::size_t> unlooked_{0};  // created since the last look
+  std::atomic<std::size_t> unchecked_{0};  // created since the last check
 };
 
 class HostDriver final : public Driver {

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kSlots = 256;
 
-// The Error for a failed system call on the file; reads errno.
+// Returns the Error of a failed system call on the file; reads errno.
 Error failure(const std::string& path, const char* what) {
   return {ErrorKind::configuration, "host device account " + path + ": " + what + " (" + std::strerror(errno) + ")"};
 }
@@ -101,7 +101,7 @@ struct HostAccount::Registry {
     return *registry;
   }
 
-  // A forked child has locks of its own, and so it needs accounts of its own.
+  // A forked child does not inherit record locks, so it needs separate accounts.
   static std::string key_of(const std::string& name) { return std::to_string(getpid()) + "/" + name; }
 
   static void leave_all() {
@@ -203,7 +203,7 @@ void HostAccount::join(std::size_t capacity_bytes) {
   slot_ = free_slot;
 }
 
-// What the process holds stops counting, and the file is deleted if no other process uses it. Does nothing when
+// What the process holds no longer counts, and the file is deleted if no other process uses it. Does nothing when
 // repeated.
 void HostAccount::leave() noexcept {
   if (path_.empty() || !own_ || slot_ < 0) return;
@@ -225,7 +225,7 @@ bool HostAccount::slot_lives(int slot) const {
   return (own_ && slot == slot_) || (fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK);
 }
 
-std::size_t HostAccount::sum_of_the_living() {
+std::size_t HostAccount::used_by_the_living() {
   std::size_t sum = 0;
   for (int slot = 0; slot < kSlots; ++slot) {
     auto& used = ledger_->slots[slot].used_bytes;
@@ -236,7 +236,7 @@ std::size_t HostAccount::sum_of_the_living() {
 }
 
 std::size_t HostAccount::free_bytes() {
-  const std::size_t used = sum_of_the_living();
+  const std::size_t used = used_by_the_living();
   return ledger_->capacity_bytes > used ? ledger_->capacity_bytes - used : 0;
 }
 
@@ -316,7 +316,7 @@ std::size_t HostAccount::capacity_bytes() const noexcept { return ledger_->capac
 
 std::size_t HostAccount::used_bytes() {
   const Guard guard(*this);
-  return sum_of_the_living();
+  return used_by_the_living();
 }
 
 }  // namespace memsaver

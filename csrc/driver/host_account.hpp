@@ -10,32 +10,34 @@
 
 namespace memsaver {
 
-// How much of a host device is in use, by all processes that name it.
+// Owns one process's slot in the account of how much of a host device all processes that name it use. Any thread may
+// call any function.
 //
 // A named account is a small file in shared memory with one slot per process. What a process holds counts as free as
 // soon as it is dead, however it died: the kernel drops its lock on the slot. The last process that exits normally
-// deletes the file; one left behind by a killed process holds nothing and is reused. An account without a name is
-// private to its owner.
+// deletes the file; one left by a killed process holds nothing and is reused. An account without a name is private to
+// its owner.
 //
 // A process can be checkpointed from outside, as by the CUDA driver: until it is restored, what it holds does not
 // count, and what it requests waits. The state is in the file, where any helper process finds it.
+//
+// Each function throws configuration if the file cannot be locked, and has no effect then.
 class HostAccount {
  public:
   enum class State : std::uint32_t { running, locked, checkpointed };
 
-  // The same object for the same name in one process.
-  // Throws ErrorKind::configuration: the file cannot be used, every slot is taken, or another process uses the account
-  // with another capacity.
+  // Returns the same object for the same name in one process. Throws configuration if the file cannot be used, every
+  // slot is taken, or another process uses the account with another capacity.
   static std::shared_ptr<HostAccount> open(const std::string& name, std::size_t capacity_bytes);
 
-  // The account of another process, which holds `slot`, for a helper that inherited the descriptor `file`.
-  // Throws ErrorKind::configuration: the descriptor is not of an account, or it has no such slot.
+  // Returns the account of another process, which holds `slot`, for a helper that inherited the descriptor `file`.
+  // Throws configuration if the descriptor is not of an account, or it has no such slot.
   static std::shared_ptr<HostAccount> of_another(int file, int slot);
 
   ~HostAccount();
 
-  // Waits while the process is not running. Throws ErrorKind::out_of_device_memory, with nothing taken, if `bytes` are
-  // not free.
+  // Waits while the process is not running. Throws out_of_device_memory if `bytes` are not free, driver if the process
+  // is ending: nothing is taken.
   void take(std::size_t bytes);
   // Never waits: what is returned while checkpointed is not taken again by restore().
   void give(std::size_t bytes);
@@ -46,14 +48,12 @@ class HostAccount {
   [[nodiscard]] int file() const noexcept { return file_; }
   [[nodiscard]] int slot() const noexcept { return slot_; }
 
-  // The process's state, and the steps between states. A step from another state throws ErrorKind::driver and changes
-  // nothing.
+  // The process's state, and the steps between states. From another state a step throws driver: nothing has changed.
   [[nodiscard]] State state();
   void lock();        // running -> locked
   void checkpoint();  // locked -> checkpointed
-  // checkpointed -> locked. Throws ErrorKind::out_of_device_memory, still checkpointed, if others hold the memory.
-  void restore();
-  void unlock();  // locked -> running
+  void restore();     // checkpointed -> locked; throws out_of_device_memory if others hold the memory
+  void unlock();      // locked -> running
 
  private:
   struct Ledger;
@@ -66,7 +66,7 @@ class HostAccount {
   void leave() noexcept;
   void step(const char* call, State from, State to) REQUIRES(mutex_);
   [[nodiscard]] std::size_t free_bytes() REQUIRES(mutex_);
-  [[nodiscard]] std::size_t sum_of_the_living() REQUIRES(mutex_);
+  [[nodiscard]] std::size_t used_by_the_living() REQUIRES(mutex_);
   [[nodiscard]] bool slot_lives(int slot) const;
 
   std::string path_;
@@ -75,7 +75,7 @@ class HostAccount {
   int slot_ = -1;
   bool own_ = true;  // the slot is this process's
   Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other
-  bool left_ GUARDED_BY(mutex_) = false;  // what other threads still take and give does not count any more
+  bool left_ GUARDED_BY(mutex_) = false;  // what other threads take and give after that does not count
 };
 
 [[nodiscard]] const char* name_of(HostAccount::State state);

@@ -4,16 +4,18 @@
 
 namespace memsaver::cuda {
 
-// Sets the path of the NVRTC library in torch's packages. It is tried first.
+// Any thread may call these functions.
+
+// Sets the path of the NVRTC library in torch's packages, which is tried first.
 void set_nvrtc_path(const std::string& path);
 
-// Machine code of CUDA C++ `source` for `architecture` ("sm_90"). Cached in the user's cache folder ($XDG_CACHE_HOME or
-// ~/.cache, below memsaver/), in a file that begins with `name`, keyed by source, architecture and compiler.
-// Throws ErrorKind::configuration if NVRTC is missing or rejects the source.
-// Throws also once end_compiling() was called.
+// Returns machine code of CUDA C++ `source` for `architecture` ("sm_90"). Cached in the user's cache folder
+// ($XDG_CACHE_HOME or ~/.cache, below memsaver/), in a file that begins with `name`, keyed by source, architecture and
+// compiler. Throws configuration if NVRTC is missing or rejects the source, and after end_compiling().
 [[nodiscard]] std::string compile(const std::string& name, const std::string& source, const std::string& architecture);
 
-// The process is ending: waits until nothing is compiled (up to two seconds), and nothing is from then on.
+// Prepares for the end of the process: waits until nothing is being compiled (up to two seconds), and lets nothing be
+// compiled later.
 void end_compiling() noexcept;
 
 }  // namespace memsaver::cuda

@@ -6,7 +6,7 @@ namespace memsaver::cuda {
 // coalesced access, and ballots turn the codes into words of the planes. Lane n keeps word n of each plane. Escapes get
 // their place by one atomic addition for each group, so their order differs from run to run.
 //
-// Besides what C++ has, this uses a few intrinsics only, so that a test can run it on the CPU.
+// This uses C++ and a few intrinsics only, so that a test can run it on the CPU.
 const char* const kPackingKernels = R"cuda(
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// After memsaver_pack: completes the header, and tells the packed bytes, 0 if they did not fit.
+// After memsaver_pack: completes the header, and writes the packed bytes, 0 if they did not fit.
 extern "C" __global__ void memsaver_pack_finish(const Plan plan, const u8* from, u64 bytes, u8* to, u64 capacity,
                                                 u64* packed_bytes) {
   if (threadIdx.x != 0) return;

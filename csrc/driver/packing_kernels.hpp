@@ -2,11 +2,11 @@
 
 namespace memsaver::cuda {
 
-// CUDA C++: support/packing.hpp on the device. Kernels memsaver_sample, memsaver_pack, memsaver_pack_finish and
-// memsaver_unpack, each of kPackingThreads per block.
+// CUDA C++ of support/packing.hpp on the device: kernels memsaver_sample, memsaver_pack, memsaver_pack_finish and
+// memsaver_unpack, with kPackingThreads in each block.
 extern const char* const kPackingKernels;
 
 inline constexpr unsigned kPackingThreads = 256;
-inline constexpr unsigned kPackingGroups = kPackingThreads / 32;  // of elements, for each block
+inline constexpr unsigned kPackingGroups = kPackingThreads / 32;  // of elements in each block
 
 }  // namespace memsaver::cuda

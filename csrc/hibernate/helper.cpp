@@ -48,7 +48,7 @@ class Helper {
   }
 
  private:
-  // Takes a step unless the process is past it. Returns what the answer adds to the time.
+  // Takes a step unless the process has taken it. Returns what follows the time in the answer.
   std::string take(const std::string& step, std::istringstream& words) {
     const std::string state = process_->state();
     std::string text;
@@ -86,7 +86,7 @@ class Helper {
   std::unique_ptr<Process> process_;
 };
 
-// Answers until the socket is closed or the parent is gone. Without a helper every answer is `problem`.
+// Answers until the socket is closed or the parent has died. Without a helper every answer is `problem`.
 int serve(int parent, Helper* helper, const std::string& problem) {
   std::string line;
   pollfd input{STDIN_FILENO, POLLIN, 0};

@@ -2,8 +2,8 @@
 
 #include "driver/host_account.hpp"
 #include "hibernate/process.hpp"
+#include "support/cleanup.hpp"
 #include "support/error.hpp"
-#include "support/transaction.hpp"
 
 namespace memsaver::hibernate {
 
@@ -40,7 +40,7 @@ class HostProcess final : public Process {
   using Step = void (HostAccount::*)();
 
   void all(Step step, Step undo) {
-    Transaction transaction;
+    Cleanup undo_all;
     for (std::size_t i = 0; i < accounts_.size(); ++i) {
       try {
         (*accounts_[i].*step)();
@@ -51,9 +51,9 @@ class HostProcess final : public Process {
         failed.free_bytes = error.free_bytes;
         throw failed;
       }
-      transaction.on_rollback([&account = *accounts_[i], undo] { (account.*undo)(); });
+      undo_all.add([&account = *accounts_[i], undo] { (account.*undo)(); });
     }
-    transaction.commit();
+    undo_all.dismiss();
   }
 
   std::vector<std::shared_ptr<HostAccount>> accounts_;

@@ -14,8 +14,8 @@ struct DeviceMemory {
   std::size_t process_bytes;  // of those processes that NVML lists
 };
 
-// Device memory as NVML reports it, from a process that is not checkpointed. Nothing if NVML cannot be used or does not
-// know the device.
+// Returns device memory as NVML reports it to a process that is not checkpointed; nothing if NVML cannot be used or
+// does not know the device. One thread at a time.
 [[nodiscard]] std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector<int>& processes);
 
 }  // namespace memsaver::hibernate

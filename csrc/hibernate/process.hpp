@@ -25,29 +25,32 @@ struct StepError : std::runtime_error {
   std::size_t free_bytes = 0;
 };
 
-// Another process whose device state the driver can checkpoint: running -> locked -> checkpointed and back. A step that
-// throws StepError should have had no effect, but drivers do not always ensure that: check state().
+// Another process, whose device state the driver can checkpoint: running -> locked -> checkpointed and back. Owns
+// nothing of it. One thread at a time. Each step throws StepError: it should have had no effect, but drivers do not
+// always ensure that; check state().
 class Process {
  public:
   virtual ~Process() = default;
 
-  // As the driver reports it: running, locked, checkpointed, failed (it cannot be restored), or unknown.
+  // Returns what the driver reports: running, locked, checkpointed, failed (it cannot be restored), or unknown. Throws
+  // nothing on the CUDA driver, configuration on the host driver.
   [[nodiscard]] virtual const char* state() = 0;
 
-  // Blocks device calls of the process; those in flight have `timeout_ms` to end.
+  // Blocks device calls of the process; those in flight have `timeout_ms` milliseconds to end.
   virtual void lock(unsigned timeout_ms) = 0;
-  // Releases all device memory of the process. Returns what it held of `devices`, as far as that is known.
+  // Releases all device memory of the process. Returns the bytes that it held of `devices`, as far as they are known.
   virtual ByDevice checkpoint(const ByDevice& devices) = 0;
-  // Takes it again. Throws StepError without calling the driver if less than `held`, from checkpoint(), is free.
+  // Takes the memory again. Throws StepError without calling the driver if less than `held`, from checkpoint(), is
+  // free.
   virtual void restore(const ByDevice& held) = 0;
   virtual void unlock() = 0;
 };
 
-// A process on the CUDA driver. Throws StepError if this driver cannot checkpoint.
+// Returns a process on the CUDA driver. Throws StepError if this driver cannot checkpoint.
 [[nodiscard]] std::unique_ptr<Process> open_cuda_process(int pid);
 
-// A process on the host driver. Each of `accounts` is "DESCRIPTOR:SLOT": a HostAccount inherited from the process, and
-// its slot in it. Throws memsaver::Error if one is invalid.
+// Returns a process on the host driver. Each of `accounts` is "DESCRIPTOR:SLOT": a HostAccount inherited from the
+// process, and its slot in it. Throws configuration if one is invalid.
 [[nodiscard]] std::unique_ptr<Process> open_host_process(const std::vector<std::string>& accounts);
 
 }  // namespace memsaver::hibernate

@@ -15,7 +15,7 @@ namespace memsaver {
 
 namespace {
 
-// Of cudaError_t.
+// Values of cudaError_t.
 constexpr int kSuccess = 0;
 constexpr int kMemoryAllocation = 2;
 constexpr int kUnknown = 999;

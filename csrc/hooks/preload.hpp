@@ -3,17 +3,19 @@
 #include <set>
 #include <string>
 
-#include "vmm/arena.hpp"
+#include "vmm/settings.hpp"
 
 namespace memsaver {
+
+// Any thread may call these functions.
 
 // Returns the restore policy of a region of the compatibility API. Memory without a backup is undefined after a resume,
 // except under the tags that attach_preload_library() was given.
 [[nodiscard]] Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup);
 
-// Sets the tags whose memory comes back as zeros without a backup, and has the preload library of this process send its
-// allocations to the active saver. To be called once. Returns the library's path, or an empty string if none is loaded.
-// Throws ErrorKind::configuration if the library is another version's.
+// Sets the tags whose memory comes back as zeros without a backup, and lets the preload library of this process send
+// its allocations to the active saver. To be called once. Returns the library's path, or an empty string if none is
+// loaded. Throws configuration if the library is of another version: it sends nothing.
 [[nodiscard]] std::string attach_preload_library(std::set<std::string> zeroed_tags);
 
 }  // namespace memsaver

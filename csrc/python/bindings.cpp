@@ -21,7 +21,7 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Words = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
 
-// A field by its own name.
+// A field under its name.
 #define FIELD(name) py::arg(#name) = value.name
 
 py::dict to_dict(const PipelineSeconds& seconds) {
@@ -78,7 +78,7 @@ py::dict to_dict(const DeviceInfo& value) {
 
 #undef FIELD
 
-// Calls `function` without the GIL and converts its result with it.
+// Calls `function` without the GIL, and converts its result with the GIL.
 template <typename Function>
 py::dict dict_of(const Function& function) {
   decltype(function()) result;
@@ -127,22 +127,19 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
                              const std::string& retention, const std::string& verify, bool pack,
                              const std::string& shared_backups, bool peer_access) {
-              Settings settings{
-                  host_backup_limit,
-                  file_folder,
+              const auto retention_policy =
                   parse<Retention>(retention, "retention policy",
-                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}}),
-                  parse<VerifyChoice>(verify, "verification",
-                                      {{"off", VerifyChoice::off},
-                                       {"sampled", VerifyChoice::sampled},
-                                       {"full", VerifyChoice::full},
-                                       {"auto", VerifyChoice::automatic}}),
-                  pack,
-                  shared_backups,
-                  peer_access};
+                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}});
+              const auto verification = parse<VerifyChoice>(verify, "verification",
+                                                            {{"off", VerifyChoice::off},
+                                                             {"sampled", VerifyChoice::sampled},
+                                                             {"full", VerifyChoice::full},
+                                                             {"auto", VerifyChoice::automatic}});
+              const Settings settings{
+                  {host_backup_limit, file_folder, retention_policy, verification, pack, shared_backups}, peer_access};
               auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
               if (adapt) opened = adapt(std::move(opened));
-              return std::make_shared<Saver>(std::move(opened), std::move(settings));
+              return std::make_shared<Saver>(std::move(opened), settings);
             }),
             py::kw_only(), "driver"_a, "host_devices"_a = std::vector<std::string>{}, "host_capacity"_a = 0,
             "host_backup_limit"_a = 0, "file_folder"_a = "/tmp", "retention"_a = "keep", "verify"_a = "auto",
@@ -197,16 +194,11 @@ void bind_operations(SaverClass& saver) {
 }
 
 Words digest(Saver& saver, int device, Address address, std::size_t bytes, const std::array<std::uint64_t, 4>& key) {
-  Driver& driver = saver.driver();
-  const Stream stream = driver.create_stream(device);
-  Digest digest;
-  {
-    DigestQueue queue(driver, device, {{key[0], key[1], key[2], key[3]}}, stream);
-    const std::vector<Extent> extents{{0, bytes}};
-    queue.submit({{address, &extents}});
-    digest = queue.collect().front();
-  }
-  driver.destroy_stream(device, stream);
+  const OwnStream stream(saver.driver(), device);
+  DigestQueue queue(saver.driver(), device, {{key[0], key[1], key[2], key[3]}}, stream);
+  const std::vector<Extent> extents{{0, bytes}};
+  queue.submit({{address, &extents}});
+  const Digest digest = queue.collect().front();
   return {digest.lane0, digest.lane1, digest.any};
 }
 
@@ -228,7 +220,7 @@ void bind_driver(SaverClass& saver) {
             const MemoryInfo info = self.driver().memory_info(device);
             return std::make_pair(info.free_bytes, info.total_bytes);
           },
-          "device"_a, NoGil(), "(free, total) bytes of a device, as the driver tells them now")
+          "device"_a, NoGil(), "(free, total) bytes of a device, as the driver reports them now")
       .def("digest", &digest, "device"_a, "address"_a, "bytes"_a, "key"_a, NoGil());
 }
 

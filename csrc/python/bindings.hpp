@@ -20,14 +20,14 @@ using namespace py::literals;
 
 using SaverClass = py::class_<Saver, std::shared_ptr<Saver>>;
 
-// Puts an adaptor around the driver of each saver; a test build injects faults this way.
+// Returns an adaptor around the driver of a saver; a test build injects faults this way.
 using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driver>)>;
 
 // Defines everything in memsaver_core/_native.pyi. Errors become exceptions of memsaver_core.contract.errors; every
 // call that may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
 
-// The value named `text`. Throws ErrorKind::configuration, listing the names, if there is none.
+// Returns the value named `text`. Throws configuration, with the names, if there is none.
 template <typename Enum>
 Enum parse(const std::string& text, const char* what, const std::vector<std::pair<const char*, Enum>>& values) {
   std::string names;

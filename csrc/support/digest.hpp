@@ -5,8 +5,8 @@
 
 namespace memsaver {
 
-// A 128-bit digest of memory content. A range's digest is the sum of its parts' digests in any order, so thousands of
-// thread blocks need no ordering.
+// The key of 128-bit digests of memory content. A range's digest is the sum of its parts' digests in any order, so
+// thousands of thread blocks need no ordering.
 //
 // Each 16-byte word (x, y) at index i contributes, in each of two lanes,
 //     fold((x ^ (key[2*lane] + i*weyl)) * (y ^ (key[2*lane+1] + i*weyl2)))        fold(p) = high64(p) ^ low64(p)
@@ -39,16 +39,17 @@ struct Digest {
   friend bool operator==(const Digest& a, const Digest& b) { return a.lane0 == b.lane0 && a.lane1 == b.lane1; }
 };
 
-// Contiguous content: `bytes` (a multiple of 16) at `address`; its first word has index `first_word`.
+// Contiguous content.
 struct DigestItem {
   std::uint64_t address;
-  std::uint64_t bytes;
-  std::uint64_t first_word;
+  std::uint64_t bytes;       // a multiple of 16
+  std::uint64_t first_word;  // the index of its first word
 };
 
-// Keys from getrandom(2). Throws ErrorKind::configuration if it fails.
+// Returns a key from getrandom(2). Throws configuration if that fails.
 [[nodiscard]] DigestKey random_digest_key();
 
+// Returns the digest of memory of this process.
 [[nodiscard]] Digest digest_on_host(const DigestKey& key, const DigestItem& item);
 
 }  // namespace memsaver

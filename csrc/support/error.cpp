@@ -1,6 +1,7 @@
 #include "support/error.hpp"
 
 #include <cstdio>
+#include <cstring>
 #include <utility>
 
 namespace memsaver {
@@ -15,6 +16,11 @@ Error Error::from_driver(ErrorKind kind, std::string call, std::string code, std
   error.call = std::move(call);
   error.code = std::move(code);
   return error;
+}
+
+Error Error::from_errno(ErrorKind kind, std::string call, int code, const std::string& about) {
+  const char* const name = strerrorname_np(code);
+  return from_driver(kind, std::move(call), name != nullptr ? name : "unknown", std::strerror(code) + about);
 }
 
 template <typename Fact>

@@ -7,18 +7,31 @@
 
 namespace memsaver {
 
-enum class ErrorKind { out_of_device_memory, out_of_host_memory, driver, context_lost, backup, configuration, forked };
+// Every header of csrc states its contracts in one form. Above a class: what it owns, and which threads may call it.
+// Above a function, as far as its signature does not say it: what it does with its parameters, what it returns, and
+// "Throws <kind>: <what holds then>", by the names below; "driver errors" are out_of_device_memory, driver and
+// context_lost. A function without "Throws" throws nothing but std::bad_alloc. Sizes are in bytes.
+enum class ErrorKind {
+  out_of_device_memory,
+  out_of_host_memory,  // or out of disk space
+  driver,              // a call to the device's driver failed
+  context_lost,        // likewise, and no call on the device can succeed any more
+  backup,              // content cannot be written to a backup, or read from it
+  configuration,       // what was requested cannot work here
+  forked,              // the process is a forked child of the one that made the object
+};
 
-// The one exception type of the core. Callers on the way up add what they know (tag, bytes, device); what() is always
-// complete.
+// The one exception type of the core. Callers on the way up add what they know; what() is always complete.
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, std::string message);
 
-  // A failed call: its name and the name of its error, as the driver or the system spells them.
+  // Returns the error of a failed call: its name and the name of its error, as the driver or the system spells them.
   static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail);
+  // Returns that of a failed system call: `code` is its errno; `about` follows the system's message.
+  static Error from_errno(ErrorKind kind, std::string call, int code, const std::string& about = "");
 
-  // Each adds a fact, unless it is known already.
+  // Each adds a fact, unless it is known already (with_memory: always).
   Error& with_tag(const std::string& tag);
   Error& with_bytes(std::size_t bytes);
   Error& with_memory(std::size_t needed_bytes, std::size_t free_bytes);

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
@@ -29,9 +28,8 @@ void each_line(const std::string& path, Function function) {
   if (file == nullptr) {
     const int code = errno;
     if (code != EMFILE && code != ENFILE && code != ENOMEM) return;
-    throw Error::from_driver(
-        ErrorKind::backup, "fopen", strerrorname_np(code),
-        std::string(std::strerror(code)) + ", so that the limit of host memory in " + path + " cannot be read")
+    throw Error::from_errno(ErrorKind::backup, "fopen", code,
+                            ", so that the limit of host memory in " + path + " cannot be read")
         .with_advice(code == ENOMEM ? "free host memory, and repeat"
                                     : "raise the limit of open files (ulimit -n) or close some, and repeat");
   }
@@ -43,7 +41,7 @@ void each_line(const std::string& path, Function function) {
   }
 }
 
-// The number that a text begins with; kNoLimit if it begins with none ("max").
+// Returns the number with which a text begins; kNoLimit if it begins with none ("max").
 std::size_t leading_number(const std::string& text) {
   char* end = nullptr;
   const unsigned long long value = std::strtoull(text.c_str(), &end, 10);
@@ -61,7 +59,7 @@ std::size_t number_in(const std::string& path) {
 std::size_t reclaimable_in(const std::string& path, const std::string& prefix) {
   std::size_t bytes = 0;
   each_line(path, [&](const std::string& line) {
-    for (const std::string key : {prefix + "inactive_file ", prefix + "active_file "}) {
+    for (const std::string& key : {prefix + "inactive_file ", prefix + "active_file "}) {
       if (line.compare(0, key.size(), key) == 0) bytes += leading_number(line.substr(key.size()));
     }
   });
@@ -95,7 +93,7 @@ class Memory {
           memory.bound_by(std::min(number_in(folder + "/memory.max"), number_in(folder + "/memory.high")),
                           folder + "/memory.current", folder + "/memory.stat", "");
         } else {
-          // The usage includes child groups; of the statistics only the totals do.
+          // The usage includes child groups, as do only the totals among the statistics.
           const std::string folder = "/sys/fs/cgroup/memory" + group;
           memory.bound_by(number_in(folder + "/memory.limit_in_bytes"), folder + "/memory.usage_in_bytes",
                           folder + "/memory.stat", "total_");

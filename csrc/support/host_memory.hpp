@@ -9,18 +9,18 @@ namespace memsaver {
 [[nodiscard]] std::size_t page_bytes() noexcept;
 [[nodiscard]] inline std::size_t to_pages(std::size_t bytes) { return round_up(bytes, page_bytes()); }
 
-// What is left free of host memory where it serves as device memory, for all else that the process needs.
+// Host memory that is left free, for all else that the process needs, if host memory serves as device memory.
 inline constexpr std::size_t kSpareMemory = std::size_t{16} << 20;
 
-// Asks the kernel to put the pages of new memory on a NUMA node, or on another one rather than to fail. -1: anywhere.
+// Asks the kernel to put the pages of new memory on a NUMA node (-1: any), or on another one if it is full.
 void prefer_node(void* memory, std::size_t bytes, int numa_node) noexcept;
 
-// Both throw ErrorKind::backup if a limit cannot be read for lack of descriptors or memory.
-
-// Memory of this machine, or of this process's control group if that has less.
+// Returns the memory of this machine, or of this process's control group if that has less. Throws backup if a limit
+// cannot be read for lack of descriptors or memory.
 [[nodiscard]] std::size_t machine_memory_bytes();
 
-// Memory that could be allocated now without swapping or reaching the control group's limit. Errors name `wanted`.
+// Returns the memory that could be allocated now without swapping or reaching the control group's limit. Throws as
+// above; errors name `wanted` bytes.
 [[nodiscard]] std::size_t available_memory_bytes(std::size_t wanted = 0);
 
 }  // namespace memsaver

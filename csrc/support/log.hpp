@@ -4,7 +4,7 @@
 
 namespace memsaver {
 
-// Writes one line to standard error, for failures that cannot be thrown: of an undo step, of a free.
+// Writes one line to standard error: a failure that cannot be thrown, such as that of an undo step.
 void warn(const std::string& message) noexcept;
 
 }  // namespace memsaver

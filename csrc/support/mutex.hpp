@@ -33,11 +33,11 @@ class MEMSAVER_THREAD_ANNOTATION(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
-// Holds a Mutex for a scope; unlock() and lock() let go of it in between.
+// Holds a Mutex for a scope; unlock() and lock() free and take it in between.
 class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) Lock {
  public:
   explicit Lock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
-  // Takes over a mutex that the caller has locked, for example by try_lock().
+  // Takes over a mutex that the caller has locked, for example with try_lock().
   Lock(Mutex& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;

@@ -35,7 +35,7 @@ Value load(const unsigned char* from) {
   return value;
 }
 
-// The element of a bit of a word.
+// Returns the element to which a bit of a word belongs.
 constexpr std::size_t element_of(std::size_t word, unsigned bit) { return word / 8 * 256 + bit * 8 + word % 8; }
 
 // The codes of a group. The loops over eight neighbouring words become vector instructions.
@@ -107,7 +107,7 @@ void join(unsigned char* to, std::size_t count, const std::uint8_t* exponents, c
   }
 }
 
-// The plan for elements of one size, and the bytes that it would take.
+// Makes the plan for elements of one size, and returns the bytes that it would take.
 std::size_t plan_for(const std::uint32_t (&counts)[256], std::size_t bytes, std::size_t element_bytes, PackPlan& plan) {
   std::array<int, 256> order{};
   std::iota(order.begin(), order.end(), 0);

@@ -46,43 +46,44 @@ struct PackPlan {
   [[nodiscard]] bool worth_it() const { return element_bytes != 0; }
 };
 
-// Exponents that a sample of the content found, had it 16-bit words only: of those at even and at odd positions.
+// How often each exponent occurs in a sample, read as 16-bit words: in those at even and at odd positions.
 struct ExponentSample {
   std::uint32_t even[256];
   std::uint32_t odd[256];
 };
-// The sample: strips of so many bytes, each at a multiple of 16 bytes, evenly spread.
+// A sample is evenly spread strips, each at a multiple of 16 bytes.
 inline constexpr std::size_t kSampleStrips = 64;
 inline constexpr std::size_t kSampleStripBytes = 512;
 
-// Content to sample, pack or unpack in device memory; at a multiple of 16 bytes.
+// Content to sample, pack or unpack in device memory.
 struct PackItem {
-  std::uint64_t address;
+  std::uint64_t address;  // a multiple of 16
   std::uint64_t bytes;
 };
 
-// Packed content must be this small to be kept: an eighth less than the content.
+// Returns the most that packed content may take to be kept: an eighth less than the content.
 [[nodiscard]] constexpr std::size_t packed_limit(std::size_t bytes) { return bytes - bytes / 8; }
-// Bytes of packed content without its escapes.
+// Returns what packed content takes without its escapes.
 [[nodiscard]] constexpr std::size_t packed_bytes_without_escapes(std::size_t bytes, std::size_t element_bytes) {
   const std::size_t groups = (bytes / element_bytes + kPackedGroup - 1) / kPackedGroup;
   return sizeof(PackedHeader) + groups * ((element_bytes - 1) * kPackedGroup + 3 * kPackedGroup / 8 + 4);
 }
 
-// The plan that makes content smallest, as far as a sample tells.
+// What a sample says of packing content.
 struct PackEstimate {
-  PackPlan plan;      // none if it would take more than packed_limit()
+  PackPlan plan;      // that makes it smallest; none if it would take more than packed_limit()
   std::size_t bytes;  // that it is expected to take, kept as the plan says
 };
+// Returns the best plan for `bytes` of content.
 [[nodiscard]] PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes);
 
-// What drivers do, on memory of this process. Addresses need no alignment.
+// What drivers do, on memory of this process; addresses need no alignment. Overwrites `sample`.
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample);
-// Returns the packed bytes, 0 if they are more than `capacity`. Writes at most `capacity` bytes.
+// Writes at most `capacity` bytes. Returns the packed bytes; 0 if they are more than `capacity`.
 [[nodiscard]] std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t bytes, void* packed,
                                        std::size_t capacity);
-// Returns false if `packed` is not the packed form of `bytes` of content. Then the content is undefined; nothing
-// outside of both is read or written. Threads that share the work each unpack another `part` of `parts`.
+// Unpacks one `part` of `parts`; several threads may each unpack another. Returns false if `packed` is not the packed
+// form of `bytes` of content: then the content is undefined, and nothing outside of both was read or written.
 [[nodiscard]] bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes,
                                   std::size_t part = 0, std::size_t parts = 1);
 

@@ -6,7 +6,7 @@
 
 namespace memsaver {
 
-// Progress of the operation under way; written by its threads, read by any.
+// The progress of the operation under way; written by its threads, read by any.
 struct Progress {
   enum class Operation { none, release, resume };
   std::atomic<Operation> operation{Operation::none};
@@ -30,7 +30,7 @@ struct Progress {
   }
 };
 
-// Adds the duration of a scope to a sum of seconds.
+// Adds the duration of a scope to a sum, in seconds.
 class Stopwatch {
  public:
   explicit Stopwatch(double& sum) : sum_(sum), start_(std::chrono::steady_clock::now()) {}

@@ -9,11 +9,9 @@ namespace memsaver {
 
 namespace robust {
 
-namespace {
-
-Taken taken(int code) { return code == 0 ? Taken::yes : code == EOWNERDEAD ? Taken::from_the_dead : Taken::no; }
-
-}  // namespace
+static Result result_of(int code) {
+  return code == 0 ? Result::locked : code == EOWNERDEAD ? Result::owner_died : Result::busy;
+}
 
 void initialize(pthread_mutex_t& mutex) {
   pthread_mutexattr_t attributes;
@@ -25,28 +23,26 @@ void initialize(pthread_mutex_t& mutex) {
   if (code != 0) throw Error(ErrorKind::configuration, "this system has no robust mutexes between processes");
 }
 
-Taken try_lock(pthread_mutex_t& mutex) { return taken(pthread_mutex_trylock(&mutex)); }
-
-Taken lock_within(pthread_mutex_t& mutex, std::chrono::milliseconds patience) {
-  if (const Taken at_once = try_lock(mutex); at_once != Taken::no) return at_once;
-  // pthread_mutex_clocklock, which a change of the clock does not affect, needs glibc 2.30.
-  timespec until{};
-  clock_gettime(CLOCK_REALTIME, &until);
-  const auto nanoseconds = until.tv_nsec + std::chrono::nanoseconds(patience).count();
-  until.tv_sec += static_cast<time_t>(nanoseconds / 1'000'000'000);
-  until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
-  return taken(pthread_mutex_timedlock(&mutex, &until));
-}
+Result try_lock(pthread_mutex_t& mutex) { return result_of(pthread_mutex_trylock(&mutex)); }
 
 }  // namespace robust
 
-bool RobustMutex::lock_within(std::chrono::milliseconds patience) {
-  const robust::Taken taken = robust::lock_within(mutex_, patience);
-  if (taken == robust::Taken::from_the_dead) {
+bool RobustMutex::lock_within(std::chrono::milliseconds timeout) {
+  robust::Result result = robust::try_lock(mutex_);
+  if (result == robust::Result::busy) {
+    // pthread_mutex_clocklock, which a change of the clock does not affect, needs glibc 2.30.
+    timespec until{};
+    clock_gettime(CLOCK_REALTIME, &until);
+    const auto nanoseconds = until.tv_nsec + std::chrono::nanoseconds(timeout).count();
+    until.tv_sec += static_cast<time_t>(nanoseconds / 1'000'000'000);
+    until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
+    result = robust::result_of(pthread_mutex_timedlock(&mutex_, &until));
+  }
+  if (result == robust::Result::owner_died) {
     repair_();
     pthread_mutex_consistent(&mutex_);
   }
-  return taken != robust::Taken::no;
+  return result != robust::Result::busy;
 }
 
 }  // namespace memsaver

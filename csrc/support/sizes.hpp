@@ -2,8 +2,8 @@
 
 #include <cstddef>
 
-// The unit of every size that divides content: slices, blocks, windows, chunks. Tests that run thousands of cases build
-// the core with a smaller one, so that a few pages make many pieces.
+// The unit, in bytes, of every size that divides content: slices, blocks, windows, chunks. Tests that run thousands of
+// cases build the core with a smaller one, so that a few pages make many pieces.
 #ifndef MEMSAVER_UNIT_BYTES
 #define MEMSAVER_UNIT_BYTES (1 << 20)
 #endif

@@ -6,7 +6,6 @@
 
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -37,8 +36,7 @@ void* map(std::size_t bytes, int flags, int file, off_t offset) {
     void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, offset);
     if (memory != MAP_FAILED) return memory;
   }
-  throw Error::from_driver(ErrorKind::out_of_host_memory, "mmap", strerrorname_np(errno), std::strerror(errno))
-      .with_bytes(bytes);
+  throw Error::from_errno(ErrorKind::out_of_host_memory, "mmap", errno).with_bytes(bytes);
 }
 
 }  // namespace
@@ -74,8 +72,10 @@ std::FILE* open_text(const char* path) { return refused("fopen") ? nullptr : std
 
 int fstatvfs(int file, struct statvfs* status) { return refused("fstatvfs") ? -1 : ::fstatvfs(file, status); }
 
-int fallocate(int file, int mode, off_t offset, off_t bytes) {
-  return refused("fallocate", static_cast<std::size_t>(bytes)) ? -1 : ::fallocate(file, mode, offset, bytes);
+void punch_hole(int file, std::size_t offset, std::size_t bytes) {
+  if (refused("fallocate", bytes)) return;
+  (void)!::fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                     static_cast<off_t>(bytes));
 }
 
 ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset) {

@@ -7,13 +7,8 @@
 
 namespace memsaver {
 
-bool Arena::owns(Address address) const {
-  const auto after = spans_.upper_bound(address);
-  return after != spans_.begin() && address < std::prev(after)->first + std::prev(after)->second;
-}
-
 void Arena::add_span(Address address, std::size_t bytes) {
-  spans_.emplace(address, bytes);
+  spans_.add(address, bytes);
   unmapped_.add(address, bytes);
 }
 
@@ -31,19 +26,19 @@ void Arena::begin_operation() {
 std::vector<Address> Arena::end_operation() {
   busy_ = false;
   for (auto& [address, allocation] : allocations_) allocation.in_operation = false;
-  return std::exchange(dying_, {});
+  return std::exchange(deferred_frees_, {});
 }
 
 bool Arena::alive(Address address) const {
   const auto found = allocations_.find(address);
-  return found != allocations_.end() && !found->second.dying;
+  return found != allocations_.end() && !found->second.freed;
 }
 
 bool Arena::defer_free(Address address) {
   Allocation& allocation = allocations_.at(address);
   if (!busy_ || !allocation.in_operation) return false;
-  dying_.push_back(address);
-  allocation.dying = true;
+  deferred_frees_.push_back(address);
+  allocation.freed = true;
   return true;
 }
 
@@ -66,59 +61,61 @@ const Allocation* Arena::allocation_around(Address address, std::size_t bytes) c
 
 std::vector<Chunk> Arena::remove_allocation(Address address) {
   const auto found = allocations_.find(address);
-  const Address end = address + found->second.bytes;
-  settle_debts(address, found->second.bytes);
+  const std::size_t bytes = found->second.bytes;
+  clear_released_under(address, bytes);
   allocations_.erase(found);
-  live_ -= end - address;
-
+  live_ -= bytes;
   std::vector<Chunk> unneeded;
-  Address at = address;  // accounted for up to here
-  auto chunk = chunk_at(address);
-  while (chunk != chunks_.end() && chunk->first < end) {
-    const Chunk current = chunk->second;
-    const Address first = std::max(at, current.address);
-    const Address last = std::min(end, current.address + current.bytes);
-    if (first > at) unmapped_.add(at, first - at);
-    if (needed(current)) {
-      mapped_.add(first, last - first);
-      ++chunk;
+  for_each_part(address, bytes, [&](Address begin, Address end, const Chunk* chunk) {
+    if (chunk == nullptr) {
+      unmapped_.add(begin, end - begin);
+    } else if (needed(*chunk)) {
+      mapped_.add(begin, end - begin);
     } else {
-      mapped_.remove(current.address, current.bytes);
-      unneeded.push_back(current);
-      chunk = chunks_.erase(chunk);
+      mapped_.remove(chunk->address, chunk->bytes);
+      unneeded.push_back(*chunk);
+      chunks_.erase(unneeded.back().address);
     }
-    at = last;
-  }
-  if (at < end) unmapped_.add(at, end - at);
+  });
   return unneeded;
 }
 
-std::map<Address, Chunk>::const_iterator Arena::chunk_at(Address address) const {
-  auto chunk = chunks_.upper_bound(address);
-  if (chunk == chunks_.begin()) return chunk;
-  const auto before = std::prev(chunk);
-  return before->first + before->second.bytes > address ? before : chunk;
+template <typename Visit>
+void Arena::for_each_part(Address address, std::size_t bytes, const Visit& visit) const {
+  const Address end = address + bytes;
+  auto next = chunks_.upper_bound(address);
+  if (next != chunks_.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) --next;
+  Address at = address;  // visited up to here
+  while (next != chunks_.end() && next->first < end) {
+    const Chunk& chunk = (next++)->second;
+    const Address first = std::max(at, chunk.address);
+    const Address last = std::min(end, chunk.address + chunk.bytes);
+    if (at < first) visit(at, first, nullptr);
+    visit(first, last, &chunk);
+    at = last;
+  }
+  if (at < end) visit(at, end, nullptr);
 }
 
 void Arena::add_chunk(const Chunk& chunk) {
   chunks_.emplace(chunk.address, chunk);
-  settle_debts(chunk.address, chunk.bytes);
+  clear_released_under(chunk.address, chunk.bytes);
 }
 
-void Arena::settle_debts(Address address, std::size_t bytes) {
-  for (auto& [restore, ranges] : owed_) ranges.remove(address, bytes);
+void Arena::clear_released_under(Address address, std::size_t bytes) {
+  for (auto& [restore, ranges] : released_under_) ranges.remove(address, bytes);
 }
 
-bool Arena::owes(Restore restore, Address address, std::size_t bytes) const {
-  const auto ranges = owed_.find(restore);
-  return ranges != owed_.end() && ranges->second.overlaps(address, bytes);
+bool Arena::released_under(Restore restore, Address address, std::size_t bytes) const {
+  const auto ranges = released_under_.find(restore);
+  return ranges != released_under_.end() && ranges->second.overlaps(address, bytes);
 }
 
-std::set<Restore> Arena::owed() const {
+std::set<Restore> Arena::release_policies() const {
   std::set<Restore> policies;
   const RangeSet runs = released();
   for (const auto& [begin, bytes] : runs.ranges()) {
-    for (const auto& [restore, ranges] : owed_) {
+    for (const auto& [restore, ranges] : released_under_) {
       if (ranges.overlaps(begin, bytes)) policies.insert(restore);
     }
   }
@@ -129,10 +126,10 @@ void Arena::drop_chunk(Address address, Restore restore) {
   const auto found = chunks_.find(address);
   const Chunk chunk = found->second;
   chunks_.erase(found);
-  owed_[restore].add(chunk.address, chunk.bytes);
+  released_under_[restore].add(chunk.address, chunk.bytes);
   for (const auto& hole : mapped_.remove(chunk.address, chunk.bytes)) {
     unmapped_.add(hole.begin, hole.bytes);
-    settle_debts(hole.begin, hole.bytes);
+    clear_released_under(hole.begin, hole.bytes);
   }
 }
 
@@ -144,18 +141,13 @@ void Arena::keep_chunk(const Chunk& chunk) {
 RangeSet Arena::released() const {
   RangeSet runs;
   for (const auto& [address, allocation] : allocations_) {
-    const Address end = address + allocation.bytes;
-    Address at = address;
-    for (auto chunk = chunk_at(address); chunk != chunks_.end() && chunk->first < end; ++chunk) {
-      if (at < chunk->first) runs.add(at, chunk->first - at);
-      at = chunk->first + chunk->second.bytes;
-    }
-    if (at < end) runs.add(at, end - at);
+    for_each_part(address, allocation.bytes, [&](Address begin, Address end, const Chunk* chunk) {
+      if (chunk == nullptr) runs.add(begin, end - begin);
+    });
   }
   return runs;
 }
 
-// The beginning of the block around this address, or the address itself if there is none.
 Address Arena::block_boundary(Address address) const {
   const Allocation* const allocation = allocation_around(address, 1);
   if (allocation == nullptr) return address;
@@ -184,29 +176,19 @@ std::vector<RangeSet::Range> Arena::in_chunks(RangeSet::Range range) const {
 void Arena::make_blocks() {
   for (auto& [address, allocation] : allocations_) {
     if (!allocation.blocks.empty()) continue;
-    const Address end = address + allocation.bytes;
-    std::vector<Address> boundaries;
-    for (auto chunk = chunk_at(address); chunk != chunks_.end() && chunk->first < end; ++chunk) {
-      for (const Address at : {chunk->first, chunk->first + chunk->second.bytes}) {
-        if (address < at && at < end) boundaries.push_back(at);
-      }
-    }
-    boundaries.push_back(end);
-    Address at = address;
-    for (const Address boundary : boundaries) {
-      while (at < boundary) {
-        const std::size_t whole = kBlockBytes - (at - address) % kBlockBytes;
+    const auto divide = [begin = address, &blocks = allocation.blocks](Address at, Address end, const Chunk*) {
+      while (at < end) {
+        const std::size_t whole = kBlockBytes - (at - begin) % kBlockBytes;
         Block block;
-        block.offset = at - address;
-        block.bytes = std::min(whole, boundary - at);
+        block.offset = at - begin;
+        block.bytes = std::min(whole, end - at);
         at += block.bytes;
-        allocation.blocks.push_back(std::move(block));
+        blocks.push_back(std::move(block));
       }
-    }
+    };
+    for_each_part(address, allocation.bytes, divide);
   }
 }
-
-void Arena::owe(Restore restore) { owed_ = {{restore, released()}}; }
 
 bool Arena::damaged() const {
   return std::any_of(allocations_.begin(), allocations_.end(), [](const auto& each) {
@@ -216,11 +198,9 @@ bool Arena::damaged() const {
 }
 
 bool Arena::is_mapped(Address address, std::size_t bytes) const {
-  Address at = address;
-  for (auto chunk = chunk_at(at); chunk != chunks_.end() && chunk->first <= at; ++chunk) {
-    at = chunk->first + chunk->second.bytes;
-  }
-  return at >= address + bytes;
+  bool mapped = true;
+  for_each_part(address, bytes, [&](Address, Address, const Chunk* chunk) { mapped = mapped && chunk != nullptr; });
+  return mapped;
 }
 
 std::size_t Arena::mapped_bytes() const {

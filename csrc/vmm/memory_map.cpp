@@ -40,7 +40,7 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
   const auto& key = arena.key();
   const std::string restore = name_of(key.restore);
   tag.tag = key.tag;
-  // A region whose memory is all freed does not count, unless the tag has no other.
+  // The policy of a region whose memory is all freed does not count, unless the tag has no other region.
   if (tag.bytes == 0) tag.restore = restore;
   if (arena.live_bytes() > 0 && tag.restore != restore) tag.restore = "mixed";
   const std::size_t released = arena.released().total_bytes();
@@ -74,7 +74,7 @@ void MemoryMap::describe(SaverStatus& status) const {
   status.state = "resident";
   for (auto& [name, tag] : tags) {
     if (tag.state.empty()) tag.state = "resident";
-    // A busy tag decides, then a released one.
+    // A busy tag determines the state, else a released one.
     if (tag.state != "resident" && (status.state == "resident" || tag.state != "released")) status.state = tag.state;
     status.backup_bytes += tag.kept_bytes;
     status.tags.push_back(std::move(tag));

@@ -15,7 +15,7 @@
 
 namespace memsaver {
 
-// What is where: the arenas of all devices, tags and restore policies. Calls no driver.
+// Owns the arenas of all devices, tags and restore policies. Calls no driver.
 class MemoryMap {
  public:
   using Tags = std::vector<std::string>;  // empty: all
@@ -26,20 +26,20 @@ class MemoryMap {
 
   [[nodiscard]] bool knows(int device) const EXCLUDES(mutex);
   void add_device(int device, const DeviceInfo& info) EXCLUDES(mutex);
-  // Of a device that was added; stays valid and unchanged as long as the map.
+  // Returns what was added for a device; it stays valid and unchanged as long as the map.
   [[nodiscard]] const DeviceInfo& info_of(int device) const REQUIRES(mutex) { return infos_.at(device); }
 
-  // Makes the arena if there is none. An arena lives as long as the map.
+  // Returns the arena, made if there is none. An arena lives as long as the map.
   [[nodiscard]] Arena& arena_for(const Arena::Key& key) REQUIRES(mutex);
-  // The arena whose addresses include this one, or null.
+  // Returns the arena whose addresses include this one, or null.
   [[nodiscard]] Arena* arena_of(Address address) const REQUIRES(mutex);
   [[nodiscard]] std::vector<Arena*> select(const Tags& tags) const REQUIRES(mutex);
-  // What arenas that are busy are busy with.
+  // Sets what arenas that are busy are busy with.
   void set_operation(Progress::Operation kind) REQUIRES(mutex) { operation_ = kind; }
 
   // Fills in the tags, their bytes, and the state.
   void describe(SaverStatus& status) const REQUIRES(mutex);
-  // Sum of Arena::unprepared_bytes() of what is kept in host memory, without busy arenas.
+  // Returns the sum of Arena::unprepared_bytes() of what is kept in host memory, without busy arenas.
   [[nodiscard]] std::size_t unprepared_bytes() const REQUIRES(mutex);
   [[nodiscard]] std::vector<int> devices() const EXCLUDES(mutex);
 
@@ -51,7 +51,7 @@ class MemoryMap {
   Progress::Operation operation_ GUARDED_BY(mutex) = Progress::Operation::none;
 };
 
-// The names, separated by commas, for messages.
+// Returns the names, separated by commas, for messages.
 [[nodiscard]] std::string joined(const std::vector<std::string>& names);
 
 }  // namespace memsaver

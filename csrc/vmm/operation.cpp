@@ -5,19 +5,17 @@
 #include <exception>
 #include <functional>
 #include <map>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "support/cleanup.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
-#include "support/scope_exit.hpp"
 #include "support/sizes.hpp"
 #include "support/system.hpp"
-#include "support/transaction.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {
@@ -29,7 +27,7 @@ namespace {
 constexpr std::size_t kSmallestGap = kSizeUnit / 16;
 constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
 
-// The part of a block that holds content: all but `dead`, which is in address order.
+// Returns the parts of a block that hold content: all but `dead`, which is in address order.
 std::vector<Extent> live_extents(const Allocation& allocation, const Block& block,
                                  const std::vector<RangeSet::Range>& dead) {
   std::vector<Extent> extents;
@@ -52,12 +50,12 @@ std::vector<Extent> live_extents(const Allocation& allocation, const Block& bloc
   return extents;
 }
 
-// The room that is needed beyond what is owned already.
+// Returns the room that is needed beyond what is owned already.
 std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
 
 }  // namespace
 
-// A release, a resume or what is done between them: planned under the lock of the map, run without it.
+// A release, a resume, or work of the same form: planned under the lock of the map, run without it. Owns the plan.
 class Saver::Operation {
  public:
   Operation(Saver& saver, Progress::Operation kind) : saver_(saver), kind_(kind) {}
@@ -66,21 +64,21 @@ class Saver::Operation {
   virtual ~Operation() = default;
 
   // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
-  // runs the plan. Afterwards, also when this throws, no arena is busy and deferred frees are done. An error that names
-  // no tags and bytes gets those of the plan.
+  // runs the plan. Throws as its Saver function, with the tags and bytes of the plan unless the error has others: as on
+  // success, no arena is busy and deferred frees are done.
   OperationResult perform(const Tags& tags) {
     saver_.check_process();
     const Lock one_at_a_time(saver_.backups_.operation_mutex);
     saver_.check_usable();
     OperationResult result;
     {
-      const ScopeExit at_end([this] { end(); });
+      const Cleanup at_end([this] { end(); });
       try {
         saver_.physical_.retry(true);
         saver_.backups_.clean_up();
         saver_.check_usable();
         begin(tags);
-        saver_.backups_.settle();
+        saver_.backups_.flush();
         run();
         saver_.check_usable();  // a failure that was only logged may have been the loss of the context
         result = this->result();
@@ -101,7 +99,7 @@ class Saver::Operation {
   struct PlannedChunk {
     Arena* arena;
     Chunk chunk;      // resume: without a handle until it is acquired
-    Restore restore;  // release: what its live ranges are owed afterwards; resume: what they are owed now
+    Restore restore;  // what a resume must restore in its live ranges: of a release, afterwards; of a resume, now
   };
 
   // What an operation does on one device.
@@ -114,7 +112,7 @@ class Saver::Operation {
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
     std::vector<PlannedChunk> acquired;
-    Transaction transaction;
+    Cleanup undo;
     PipelineSeconds seconds;
 
     // Sorts blocks, and the chunks under them, by address, as Pipeline expects them.
@@ -128,7 +126,7 @@ class Saver::Operation {
       all.insert(all.end(), others.begin(), others.end());
       return all;
     }
-    // Names all tags, for errors.
+    // Returns the names of all tags, for errors.
     [[nodiscard]] std::string tags() const {
       std::set<std::string> names;
       for (const auto& planned : chunks()) names.insert(planned.arena->key().tag);
@@ -141,18 +139,18 @@ class Saver::Operation {
     }
   };
 
-  // Adds the work of one arena to devices_, and what it needs to its own members.
+  // Adds the work of one arena to devices_.
   virtual void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) = 0;
   virtual void run() REQUIRES(saver_.backups_.operation_mutex) = 0;
 
-  // The work of a device, made if there is none yet.
+  // Returns the work of a device, made if there is none yet.
   [[nodiscard]] Work& on(int device) {
     Work& work = devices_[device];
     work.device = device;
     return work;
   }
 
-  // Calls `work` for each of devices_, side by side, and waits for all of them. Throws the first failure.
+  // Calls `work` for each of devices_, in parallel, and waits for all of them. Throws the first failure.
   void on_each_device(const std::function<void(Work&)>& work) {
     std::vector<Work*> devices;
     for (auto& [index, device] : devices_) devices.push_back(&device);
@@ -174,8 +172,8 @@ class Saver::Operation {
     }
   }
 
-  // Adds bringing back parts of an arena, which have no memory, to devices_.
-  void plan_return(Arena& arena, const RangeSet& wanted) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
+  // Adds the restore of parts of an arena, which have no memory, to devices_.
+  void plan_restore(Arena& arena, const RangeSet& wanted) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
     if (wanted.ranges().empty()) return;
     Work& work = on(arena.key().device);
     bool kept = false;
@@ -189,22 +187,22 @@ class Saver::Operation {
     }
     for (const auto& [begin, whole] : wanted.ranges()) {
       for (const auto& [at, bytes] : arena.in_chunks({begin, whole})) {
-        const Restore owed = arena.owes(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
-        (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, owed});
+        const Restore fill = arena.released_under(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+        (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, fill});
       }
     }
   }
 
-  // Does what plan_return() planned, all or nothing: when this throws, all of it is released with its backups. With
-  // `map_first` everything is mapped before the first content moves.
-  void bring_back(bool map_first) REQUIRES(saver_.backups_.operation_mutex) {
+  // Does what plan_restore() planned; maps everything before the first content moves if `map_first`. Throws as
+  // resume(): all of it is released with its backups.
+  void restore(bool map_first) REQUIRES(saver_.backups_.operation_mutex) {
     for (auto& [index, device] : devices_) device.sort();
     saver_.progress_.begin(kind_, content_bytes_);
     // On failure, undo while the arenas are still busy: no other call may take the ranges meanwhile.
-    const ScopeExit undo([this] {
-      for (auto& [index, device] : devices_) device.transaction.rollback();
+    const Cleanup undo_all([this] {
+      for (auto& [index, device] : devices_) device.undo.run();
     });
-    on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) { bring_back(device, map_first); });
+    on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) { restore(device, map_first); });
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {
       for (const auto& planned : device.acquired) {
@@ -212,13 +210,13 @@ class Saver::Operation {
         device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
       }
     }
-    for (auto& [index, device] : devices_) device.transaction.commit();
+    for (auto& [index, device] : devices_) device.undo.dismiss();
   }
 
   [[nodiscard]] double seconds() const {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
-  // Of the chunks of all devices.
+  // Returns the bytes of the chunks of all devices.
   [[nodiscard]] std::size_t bytes() const {
     std::size_t sum = 0;
     for (const auto& [index, device] : devices_) sum += device.bytes();
@@ -232,22 +230,21 @@ class Saver::Operation {
   std::size_t content_bytes_ = 0;  // to keep or restore
 
  private:
-  // Maps the chunks of one device and restores their content. When this throws, `device.transaction` undoes it.
-  void bring_back(Work& device, bool map_first) REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+  // Maps the chunks of one device and restores their content. Throws as resume(): `device.undo` undoes it.
+  void restore(Work& device, bool map_first) REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const auto chunks = device.chunks();
     std::vector<ChunkRange> ranges;
-    for (const auto& [arena, chunk, owed] : chunks) {
-      ranges.push_back({arena->key().tag, chunk.address, chunk.bytes, owed == Restore::zero});
+    for (const auto& [arena, chunk, fill] : chunks) {
+      ranges.push_back({arena->key().tag, chunk.address, chunk.bytes, fill == Restore::zero});
     }
     const auto acquire = [&](std::size_t i) {
-      const auto& [arena, chunk, owed] = chunks[i];
+      const auto& [arena, chunk, fill] = chunks[i];
       std::optional<Handle> reserved;
       if (kind_ == Progress::Operation::resume) {
         reserved = saver_.physical_.take_reserved(device.device, chunk.bytes);
       }
-      const Chunk acquired =
-          saver_.physical_.acquire(arena->key(), chunk.address, chunk.bytes, device.transaction, reserved);
-      device.acquired.push_back({arena, acquired, owed});
+      const Chunk acquired = saver_.physical_.acquire(arena->key(), chunk.address, chunk.bytes, device.undo, reserved);
+      device.acquired.push_back({arena, acquired, fill});
     };
     for (std::size_t i = 0; map_first && i < ranges.size(); ++i) acquire(i);
     const auto acquire_next = [&](std::size_t i) {
@@ -264,7 +261,7 @@ class Saver::Operation {
     saver_.map_.set_operation(kind_);
     for (Arena* const arena : selected) {
       arenas_.push_back(arena);
-      owed_before_.push_back(arena->owed());
+      policies_before_.push_back(arena->release_policies());
       arena->begin_operation();
       plan(*arena);
     }
@@ -276,11 +273,11 @@ class Saver::Operation {
     {
       const Lock lock(saver_.map_.mutex);
       for (Arena* const arena : arenas_) {
-        for (const Address address : arena->end_operation()) freed.emplace_back(arena, saver_.forget(*arena, address));
+        for (const Address address : arena->end_operation()) freed.emplace_back(arena, saver_.remove(*arena, address));
       }
     }
     for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
-    saver_.backups_.settle();
+    saver_.backups_.flush();
   }
 
   [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {
@@ -292,9 +289,9 @@ class Saver::Operation {
       const Arena* const arena = arenas_[i];
       TagOutcome& outcome = tags[arena->key().tag];
       outcome.tag = arena->key().tag;
-      const std::set<Restore> owed = releasing ? arena->owed() : owed_before_[i];
+      const std::set<Restore> policies = releasing ? arena->release_policies() : policies_before_[i];
       const std::string restore =
-          owed.size() > 1 ? "mixed" : name_of(owed.empty() ? arena->key().restore : *owed.begin());
+          policies.size() > 1 ? "mixed" : name_of(policies.empty() ? arena->key().restore : *policies.begin());
       if (outcome.bytes == 0) outcome.restore = restore;
       if (arena->live_bytes() > 0 && outcome.restore != restore) outcome.restore = "mixed";
       outcome.bytes += arena->live_bytes();
@@ -326,7 +323,7 @@ class Saver::Operation {
     return result;
   }
 
-  std::vector<std::set<Restore>> owed_before_;  // what each of arenas_ owed when the operation began
+  std::vector<std::set<Restore>> policies_before_;  // under which each of arenas_ was released before the operation
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
@@ -367,7 +364,7 @@ class Saver::Release final : public Operation {
     if (to_file) {
       file_bytes_ += beyond(block.expected_for(live), block.file.bytes);
     } else if (saver_.backups_.shared() != nullptr) {
-      // What it takes shows only while it is saved: other processes may have this content.
+      // Unknown before it is saved: other processes may have this content.
     } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
       host_bytes_[&saver_.backups_.pool_of(work.device)] += bytes;
     }
@@ -378,9 +375,10 @@ class Saver::Release final : public Operation {
     for (auto& [pool, bytes] : host_bytes_) pool->check(bytes);
     if (file_bytes_ > 0) saver_.backups_.files().check(file_bytes_);
     give_up_damaged();
-    std::vector<std::unique_ptr<HostPool::Urgent>> urgent;
-    for (auto& [pool, bytes] : host_bytes_) {
-      urgent.push_back(std::make_unique<HostPool::Urgent>(*pool));
+    Cleanup at_end;
+    for (const auto& [pool, bytes] : host_bytes_) {
+      pool->add_urgent(1);
+      at_end.add([pool = pool] { pool->add_urgent(-1); });
       pool->start_growth(bytes);
     }
     saver_.progress_.begin(kind_, content_bytes_);
@@ -394,7 +392,7 @@ class Saver::Release final : public Operation {
       undo();
       throw;
     }
-    saver_.stacks_.give_back();
+    saver_.stacks_.lower();
     saver_.backups_.prepare_packing_later();
     const Lock lock(saver_.map_.mutex);
     if (saver_.map_.unprepared_bytes() == 0) saver_.backups_.trim_excess();
@@ -410,14 +408,14 @@ class Saver::Release final : public Operation {
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
       device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
-    // Last, on every device: until one of these is gone, undo() undoes everything.
+    // These go last, on every device: until one of them is gone, undo() undoes everything.
     on_each_device([&](Work& device) {
       const Stopwatch watch(device.seconds.driver);
       for (const auto& planned : device.others) drop(device, planned);
     });
   }
 
-  // When this throws, the chunk is as it was, or unmapped with its handle an orphan.
+  // Throws as PhysicalMemory::drop().
   void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
     saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
     device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
@@ -425,28 +423,28 @@ class Saver::Release final : public Operation {
     device.freed_bytes += planned.chunk.bytes;
   }
 
-  // Brings back what a failed release has dropped, so that the engine can go on: all of it, unless content that is not
-  // kept is gone already. What cannot be brought back stays released with its backups.
+  // Restores what a failed release has dropped, so that the engine can go on: all of it, or nothing if content that is
+  // not kept is gone already. What cannot be restored stays released with its backups.
   void undo() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     if (!saver_.driver_->loss().empty() || lost_content()) return;
     auto planned = std::exchange(devices_, {});
-    const ScopeExit at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the release
+    const Cleanup at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the release
     content_bytes_ = 0;
     try {
       {
         const Lock lock(saver_.map_.mutex);
         for (Arena* const arena : arenas_) {
           const auto device = planned.find(arena->key().device);
-          if (device != planned.end()) plan_return(*arena, dropped(*arena, device->second.kept));
+          if (device != planned.end()) plan_restore(*arena, dropped(*arena, device->second.kept));
         }
       }
-      bring_back(false);
+      restore(false);
     } catch (const std::exception& error) {
       warn(std::string("a release failed, and what it had released stays so until it is resumed: ") + error.what());
     }
   }
 
-  // Whether some content that is not kept is gone.
+  // Returns whether some content that is not kept is gone.
   [[nodiscard]] bool lost_content() const EXCLUDES(saver_.map_.mutex) {
     const Lock lock(saver_.map_.mutex);
     bool lost = false;
@@ -456,7 +454,7 @@ class Saver::Release final : public Operation {
     return lost;
   }
 
-  // What live allocations of an arena lost with those of `chunks` that were dropped.
+  // Returns what live allocations of an arena lost with those of `chunks` that were dropped.
   [[nodiscard]] static RangeSet dropped(const Arena& arena, const std::vector<PlannedChunk>& chunks) {
     RangeSet lost;
     const RangeSet released = arena.released();
@@ -484,7 +482,7 @@ class Saver::Release final : public Operation {
           saver_.backups_.give_back(block, arena->key().device);
         }
       }
-      arena->owe(changed->second);
+      arena->set_released_under(changed->second);
     }
   }
 
@@ -501,12 +499,12 @@ class Saver::Resume : public Operation {
 
  protected:
   void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
-    plan_return(arena, arena.released());
+    plan_restore(arena, arena.released());
   }
 
-  // Throws ErrorKind::out_of_device_memory if a device has less free memory than this resume needs.
+  // Throws out_of_device_memory if a device has less free memory than this resume needs, or driver errors.
   void check_room() {
-    for (const auto& [index, device] : devices_) saver_.stacks_.take_back(index);
+    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
     auto reserved = saver_.physical_.reserved_by_device();
     for (auto& [index, device] : devices_) {
       const std::size_t needed = device.bytes() - std::min(device.bytes(), reserved[index]);
@@ -520,10 +518,10 @@ class Saver::Resume : public Operation {
   }
 
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
-    const ScopeExit unused([this] { saver_.give_back_reserved(); });
+    const Cleanup unused([this] { saver_.give_back_reserved(); });
     check_room();
     // Memory for transfers must not take what chunks need.
-    bring_back(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
+    restore(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
     if (!devices_.empty()) saver_.backups_.retain();
   }
 };
@@ -538,7 +536,7 @@ class Saver::Reserve final : public Resume {
     try {
       check_room();
       for (const auto& [index, device] : devices_) {
-        for (const auto& [arena, chunk, owed] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
+        for (const auto& [arena, chunk, fill] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
       }
     } catch (...) {
       saver_.give_back_reserved();
@@ -586,7 +584,7 @@ void Saver::reserve(const Tags& tags) { (void)Reserve(*this).perform(tags); }
 void Saver::give_back_reserved() noexcept {
   if (ended()) return;
   physical_.give_back_reserved();
-  stacks_.give_back();
+  stacks_.lower();
 }
 
 void Saver::expect_backups() {

@@ -13,7 +13,7 @@ namespace memsaver {
 
 namespace {
 
-// Makes a call whose failure is only logged, after `what`; returns whether it succeeded.
+// Makes a call whose failure is only logged, after `what`. Returns whether it succeeded.
 bool attempt(const char* what, const std::function<void()>& call) {
   try {
     call();
@@ -77,13 +77,13 @@ void PhysicalMemory::add_addresses(Arena& arena, std::size_t bytes, const Device
   arena.add_span(address, span);
 }
 
-Chunk PhysicalMemory::acquire(const Arena::Key& key, Address address, std::size_t bytes, Transaction& transaction,
+Chunk PhysicalMemory::acquire(const Arena::Key& key, Address address, std::size_t bytes, Cleanup& undo,
                               std::optional<Handle> reserved) {
   const int device = key.device;
   try {
     const Handle handle = reserved ? *reserved : driver_.create(device, bytes);
     const auto mapped_at = std::make_shared<Address>(0);
-    transaction.on_rollback([=] { give_back({device, handle, bytes, *mapped_at}); });
+    undo.add([=] { give_back({device, handle, bytes, *mapped_at}); });
     driver_.map(device, address, bytes, handle);
     *mapped_at = address;
     driver_.allow_access(device, address, bytes, peers_of(device));

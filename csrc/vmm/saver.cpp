@@ -6,35 +6,23 @@
 #include <utility>
 
 #include "backup/kept_content.hpp"
+#include "support/cleanup.hpp"
 #include "support/error.hpp"
-#include "support/host_memory.hpp"
 #include "support/sizes.hpp"
-#include "support/transaction.hpp"
 
 namespace memsaver {
-
-namespace {
-
-BackupStore::Options backup_options(const Settings& settings) {
-  std::size_t limit = settings.host_backup_limit;
-  if (limit == 0) limit = available_memory_bytes() / 5 * 4;
-  return {limit, settings.file_folder, settings.retention, settings.verify, settings.pack, settings.shared_backups};
-}
-
-}  // namespace
 
 Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
     : driver_(std::move(driver)),
       physical_(*driver_, map_, settings.peer_access),
       stacks_(*driver_, map_, physical_),
-      backups_(*driver_, backup_options(settings), progress_,
-               [this]() REQUIRES(backups_.operation_mutex) { drop_resident({}); }) {}
+      backups_(*driver_, settings, progress_, [this]() REQUIRES(backups_.operation_mutex) { drop_resident({}); }) {}
 
 Saver::~Saver() {
   if (getpid() != process_) (void)driver_.release();
 }
 
-void Saver::learn_device(int device) {
+void Saver::add_device(int device) {
   if (map_.knows(device)) return;
   const DeviceInfo info = driver_->device_info(device);
   std::set<int> nodes;
@@ -49,7 +37,7 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   check_usable();
   try {
     physical_.retry(false);
-    learn_device(key.device);
+    add_device(key.device);
     Lock lock(map_.mutex);
     Arena& arena = map_.arena_for(key);
     const DeviceInfo& info = map_.info_of(key.device);
@@ -88,11 +76,11 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
             .with_memory(bytes + margin, memory.free_bytes);
       }
     }
-    Transaction transaction;
+    Cleanup undo;
     for (const auto& range : ranges) {
-      chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, transaction));
+      chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
     }
-    transaction.commit();
+    undo.dismiss();
   } catch (...) {
     const Lock lock(map_.mutex);
     arena.reclaim(ranges.front().begin, bytes);
@@ -117,13 +105,13 @@ void Saver::free(Address address) {
     if (arena->defer_free(address)) return;
     const auto& blocks = arena->allocations().at(address).blocks;
     had_backup = std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.has_memory(); });
-    chunks = forget(*arena, address);
+    chunks = remove(*arena, address);
   }
   physical_.give_back(*arena, chunks);
-  if (had_backup) backups_.settle();
+  if (had_backup) backups_.flush();
 }
 
-std::vector<Chunk> Saver::forget(Arena& arena, Address address) {
+std::vector<Chunk> Saver::remove(Arena& arena, Address address) {
   Allocation& allocation = arena.allocations().at(address);
   const std::size_t bytes = allocation.bytes;
   for (auto& block : allocation.blocks) backups_.give_back(block, arena.key().device);
@@ -238,7 +226,7 @@ void Saver::drop_backups(const Tags& tags, bool keep_memory) {
   check_process();
   const Lock operation(backups_.operation_mutex);
   drop_resident(tags);
-  backups_.settle();
+  backups_.flush();
   if (!keep_memory) backups_.trim_later();
 }
 

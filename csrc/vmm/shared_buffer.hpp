@@ -6,15 +6,18 @@
 #include <optional>
 
 #include "driver/driver.hpp"
+#include "driver/handles.hpp"
 #include "support/mutex.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {
 
-// Addresses of a device that stay reserved while the memory behind them comes and goes.
+// Owns addresses of a device for a buffer that processes share, and the memory behind them, which comes and goes. What
+// both kinds below have in common; any thread may call any function of theirs. Every function but those that are
+// noexcept throws driver errors, forked or context_lost.
 class FixedRange {
  public:
-  // Reserves `bytes`, rounded up to what the device maps at once. Throws as reserve() of the driver.
+  // Reserves `bytes`, rounded up to what the device maps at once. The saver must outlive this.
   FixedRange(Saver& saver, int device, std::size_t bytes);
   FixedRange(const FixedRange&) = delete;
   FixedRange& operator=(const FixedRange&) = delete;
@@ -22,81 +25,64 @@ class FixedRange {
   // the process is ending.
   ~FixedRange();
 
-  [[nodiscard]] Address address() const noexcept { return address_; }
+  [[nodiscard]] Address address() const noexcept { return range_->address(); }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
 
  protected:
-  // Maps the memory that `take` returns, after giving back what a failed unmap() left. Only while not mapped. When this
-  // throws there is none.
+  // Maps the memory that `take` returns, after giving back what a failed unmap() left. Only while it is not accessible.
+  // Throws what `take` throws, too: there is none.
   void map(const std::function<Handle()>& take);
-  // Waits for the device, then unmaps and releases the memory. When this throws, the memory is as it was or unmapped,
-  // and a repeat does the rest.
+  // Waits for the device, then unmaps and releases the memory. Throws: the memory is as it was or unmapped, and a
+  // repeat does the rest.
   void unmap();
-  // Queues work and waits for it.
+  // Queues work on a stream and waits for it.
   void run(const std::function<void(Stream)>& work);
-  // Calls `function`, and adds to its errors what they concern.
+  // Calls `function`, and adds device, bytes and address to its errors.
   void named(const std::function<void()>& function) const;
 
-  Mutex mutex_;  // for all but address and bytes, which never change
+  Mutex mutex_;  // guards all but address and bytes, which never change
   Saver& saver_;
   Driver& driver_;
   const int device_;
   std::size_t bytes_;
-  Address address_ = 0;
-  std::optional<Handle> handle_;
-  bool accessible_ = false;  // there is memory that can be used
-
- private:
-  void give_back();
-
-  bool mapped_ = false;
+  std::optional<DeviceRange> range_;  // always there once constructed
 };
 
-// A buffer of this process that other processes can map, each at an address of its own. Its memory can be given back
-// meanwhile; its address and content stay. For buffers of some MiB: content is copied synchronously. Any thread may
-// call every function; an error is one of the driver, ErrorKind::forked or ErrorKind::context_lost.
+// Owns a buffer that other processes can map, each at another address. Its memory can be given back meanwhile; its
+// address and content stay. For buffers of some MiB: content is copied synchronously.
 class SharedBuffer : public FixedRange {
  public:
-  // `bytes` are rounded up to what the device maps at once. The content is zeros. The saver must outlive it.
+  // Makes a buffer of zeros.
   SharedBuffer(Saver& saver, int device, std::size_t bytes);
 
-  // A descriptor of the memory for ImportedBuffer in another process; the caller closes it. One of before a release()
-  // is of memory that is not used any more. Throws ErrorKind::configuration while released.
+  // Returns a descriptor of the memory for ImportedBuffer in another process, which the caller closes. After a
+  // release() it is of memory that is no longer used. Throws configuration, too, while released.
   [[nodiscard]] int export_fd() EXCLUDES(mutex_);
-  // Copies the content to host memory and gives the device memory back; nothing while released. The device gets it when
-  // no other process has it mapped and every exported descriptor is closed. When this throws, the buffer is as it was,
-  // or released but for a handle that a repeat gives back. Also throws ErrorKind::out_of_host_memory.
+  // Copies the content to host memory and gives the device memory back; does nothing while released. The device gets it
+  // once no other process has it mapped and every exported descriptor is closed. Throws out_of_host_memory, too: the
+  // buffer is as it was, or released except for a handle that a repeat gives back.
   void release() EXCLUDES(mutex_);
-  // New memory with the content; nothing while not released. When this throws, the buffer is released as before.
+  // Takes new memory and copies the content to it; does nothing while not released. Throws: it is released as before.
   void restore() EXCLUDES(mutex_);
 
  private:
-  struct Unmapping {
-    std::size_t bytes;
-    void operator()(void* memory) const;
-  };
-  using HostCopy = std::unique_ptr<void, Unmapping>;
-  void create();
-
-  HostCopy content_ GUARDED_BY(mutex_);  // while released, until it is back
+  std::unique_ptr<HostMapping> content_ GUARDED_BY(mutex_);  // while released, until it is back
 };
 
-// A SharedBuffer of another process, mapped in this one for a device of this one.
+// Owns the mapping of another process's SharedBuffer for a device of this process.
 class ImportedBuffer : public FixedRange {
  public:
-  // `bytes` are those of the SharedBuffer. The descriptor remains the caller's.
+  // Maps the memory of descriptor `file`, which remains the caller's. `bytes` are those of the SharedBuffer.
   ImportedBuffer(Saver& saver, int file, std::size_t bytes, int device);
 
   [[nodiscard]] bool mapped() EXCLUDES(mutex_);
 
-  // Unmaps and lets go of the memory, keeps the addresses; nothing if dropped. When this throws, it is mapped as
-  // before, or unmapped but for a handle that a repeat gives back.
+  // Unmaps and releases the memory, keeps the addresses; does nothing if dropped. Throws: it is mapped as before, or
+  // unmapped except for a handle that a repeat gives back.
   void drop() EXCLUDES(mutex_);
-  // Maps the memory of another descriptor at the same address. Throws ErrorKind::configuration if not dropped.
+  // Maps the memory of another descriptor at the same address. Throws configuration, too, if not dropped: nothing has
+  // changed.
   void map_again(int file) EXCLUDES(mutex_);
-
- private:
-  void take(int file);
 };
 
 }  // namespace memsaver

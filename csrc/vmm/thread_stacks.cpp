@@ -9,9 +9,9 @@
 
 namespace memsaver {
 
-static constexpr std::size_t kSmallestStack = 16;  // CUDA does not say that it takes 0
+static constexpr std::size_t kSmallestStack = 16;  // CUDA does not document that it accepts 0
 
-void ThreadStacks::give_back() noexcept {
+void ThreadStacks::lower() noexcept {
   try {
     const auto reserved = physical_.reserved_by_device();
     for (const int device : map_.devices()) {
@@ -34,7 +34,7 @@ void ThreadStacks::give_back() noexcept {
   }
 }
 
-void ThreadStacks::take_back(int device) {
+void ThreadStacks::raise(int device) {
   const Lock lock(mutex_);
   const auto found = limits_.find(device);
   if (found == limits_.end()) return;

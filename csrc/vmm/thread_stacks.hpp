@@ -10,9 +10,10 @@
 
 namespace memsaver {
 
-// The device memory that a context holds for the stacks of all threads that its kernels can run at once: by default
-// 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and more from the first kernel on that needed
-// more. A CUDA graph that was captured before runs after a change, too: a launch raises the limit if it has to.
+// Owns the limits to restore of the stacks of kernels. A context holds device memory for the stacks of all threads that
+// its kernels can run at once: by default 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and
+// more once a kernel needed more. A CUDA graph that was captured before runs after a change, too: a launch raises the
+// limit if necessary. Any thread may call any function.
 class ThreadStacks {
  public:
   ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)
@@ -22,10 +23,9 @@ class ThreadStacks {
 
   // Lowers the limit on every device on which no memory under a tag is resident or reserved: its engine runs no kernel.
   // What the driver refuses is logged.
-  void give_back() noexcept EXCLUDES(map_.mutex, mutex_);
-  // Raises the limit of a device to what it was. Throws ErrorKind::out_of_device_memory or a driver error, and then
-  // the limit is as before the call.
-  void take_back(int device) EXCLUDES(mutex_);
+  void lower() noexcept EXCLUDES(map_.mutex, mutex_);
+  // Raises the limit of a device to what it was. Throws driver errors: the limit is as before the call.
+  void raise(int device) EXCLUDES(mutex_);
 
  private:
   Driver& driver_;

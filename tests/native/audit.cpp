@@ -40,7 +40,7 @@ struct ArenaAudit {
     }
     if (live != arena.live_) problem("live bytes are miscounted", arena.live_, live);
     auto tile = tiles.begin();
-    for (const auto& [address, bytes] : arena.spans_) {
+    for (const auto& [address, bytes] : arena.spans_.ranges()) {
       Address at = address;
       for (; tile != tiles.end() && tile->first == at && at < address + bytes; ++tile) at += tile->second;
       if (at != address + bytes) problem("a span is not tiled by live and free ranges", at, 0);
@@ -57,8 +57,8 @@ struct ArenaAudit {
       end = address + bytes;
       if (!arena.owns(address) || !arena.owns(end - 1)) problem("a chunk is outside all spans", address, bytes);
       if (arena.unmapped_.overlaps(address, bytes)) problem("a free range has memory unlisted", address, bytes);
-      for (const auto& [restore, ranges] : arena.owed_) {
-        if (ranges.overlaps(address, bytes)) problem("content is owed where memory is", address, bytes);
+      for (const auto& [restore, ranges] : arena.released_under_) {
+        if (ranges.overlaps(address, bytes)) problem("content is to be restored where memory is", address, bytes);
       }
     }
     for (const auto& [address, bytes] : arena.mapped_.ranges()) {
@@ -66,19 +66,19 @@ struct ArenaAudit {
     }
   }
 
-  // Each live range without memory is owed what exactly one policy says.
-  void check_debts() {
+  // Each live range without memory was released under exactly one policy.
+  void check_policies() {
     const RangeSet released = arena.released();
     for (const auto& [begin, bytes] : released.ranges()) {
-      std::size_t owed = 0;
+      std::size_t sum = 0;
       for (Address at = begin; at < begin + bytes; at += kPage) {
-        for (const auto& [restore, ranges] : arena.owed_) owed += ranges.contains(at, kPage) ? kPage : 0;
+        for (const auto& [restore, ranges] : arena.released_under_) sum += ranges.contains(at, kPage) ? kPage : 0;
       }
-      if (owed != bytes) problem("a released range is not owed what one policy says", begin, bytes);
+      if (sum != bytes) problem("a range was not released under one policy", begin, bytes);
     }
   }
 
-  // Content that is owed is kept.
+  // Content that a resume must restore is kept.
   void check_kept(const Allocation& allocation) {
     const auto kept_at = [&](Address at) {
       for (const auto& block : allocation.blocks) {
@@ -88,8 +88,9 @@ struct ArenaAudit {
       return Kept::nothing;
     };
     for (Address at = allocation.address; at < allocation.address + allocation.bytes; at += kPage) {
-      const bool content = arena.owes(Restore::host, at, kPage) || arena.owes(Restore::file, at, kPage);
-      if (content && kept_at(at) == Kept::nothing) problem("content that is owed is not kept", at, kPage);
+      const bool content =
+          arena.released_under(Restore::host, at, kPage) || arena.released_under(Restore::file, at, kPage);
+      if (content && kept_at(at) == Kept::nothing) problem("content that is to be restored is not kept", at, kPage);
     }
   }
 
@@ -111,9 +112,9 @@ struct ArenaAudit {
     if (arena.busy()) problem("an operation never ended", 0, 0);
     check_spans(withheld);
     check_chunks();
-    check_debts();
+    check_policies();
     for (const auto& [address, allocation] : arena.allocations_) {
-      if (allocation.in_operation || allocation.dying) problem("an operation never ended", address, allocation.bytes);
+      if (allocation.in_operation || allocation.freed) problem("an operation never ended", address, allocation.bytes);
       check_kept(allocation);
       for (const auto& block : allocation.blocks) check_block(block, address + block.offset);
     }

@@ -21,7 +21,7 @@ static_assert(sizeof(ours::AccessDescriptor) == sizeof(CUmemAccessDesc));
 static_assert(offsetof(ours::AccessDescriptor, flags) == offsetof(CUmemAccessDesc, flags));
 
 static_assert(ours::kSuccess == CUDA_SUCCESS && ours::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
-static_assert(ours::kDeinitialized == CUDA_ERROR_DEINITIALIZED && ours::kNotReady == CUDA_ERROR_NOT_READY);
+static_assert(ours::kNotReady == CUDA_ERROR_NOT_READY);
 static_assert(ours::kAllocationPinned == CU_MEM_ALLOCATION_TYPE_PINNED);
 static_assert(ours::kHandleFileDescriptor == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 static_assert(ours::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE);

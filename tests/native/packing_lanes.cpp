@@ -212,7 +212,7 @@ void kernels_equal_the_host(std::size_t bytes, unsigned kind) {
   CHECK(size > 0);
   Exact by_host(size);
   CHECK(pack_on_host(plan, content.data, bytes, by_host.data, size) == size);
-  Exact small(size - 1);  // too small by a byte: told, and not written beyond
+  Exact small(size - 1);  // too small by a byte: reported, and not written beyond
   if (size > packed_bytes_without_escapes(bytes, plan.element_bytes)) CHECK(pack(plan, content, small) == 0);
 
   // Each unpacks what the other packed.
@@ -223,7 +223,7 @@ void kernels_equal_the_host(std::size_t bytes, unsigned kind) {
   CHECK(unpack(by_host.data, size, back));
   CHECK(std::memcmp(back.data, content.data, bytes) == 0);
 
-  // What is damaged is told by both or by neither, and unpacked alike.
+  // What is damaged is reported by both or by neither, and unpacked alike.
   for (int round = 0; round < 4; ++round) {
     Exact damaged(size);
     std::memcpy(damaged.data, by_host.data, size);

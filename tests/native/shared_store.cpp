@@ -12,7 +12,7 @@
 #include <iterator>
 #include <random>
 
-#include "backup/shared_door.hpp"
+#include "backup/store_sockets.hpp"
 #include "faults/faulty_driver.hpp"
 #include "store_processes.hpp"
 #include "support/error.hpp"
@@ -75,11 +75,11 @@ void claims_are_waited_for() {
   Part part;
   const auto data = content(7, kBlockBytes);
   const Digest digest = digest_of(part.store.key(), data);
-  const auto mine = part.store.want(digest, data.size());
+  const auto mine = part.store.find_or_claim(digest, data.size());
   CHECK(mine.found == SharedStore::Found::claimed);
   Child waiter([&](int end) {
     Part other;
-    answer(end, other.store.want(digest, kBlockBytes).found == SharedStore::Found::awaited ? 'w' : '?');
+    answer(end, other.store.find_or_claim(digest, kBlockBytes).found == SharedStore::Found::awaited ? 'w' : '?');
     bool wrote = false;
     other.keep(7, kBlockBytes, &wrote);
     answer(end, wrote ? 'c' : 'k');
@@ -91,10 +91,10 @@ void claims_are_waited_for() {
   bool wrote = true;
   part.keep(7, kBlockBytes, &wrote);
   CHECK(!wrote);
-  // One that does not wait writes a copy of its own.
-  const auto claimed = part.store.want(digest_of(part.store.key(), content(8, 8192)), 8192);
+  // One that does not wait writes another copy.
+  const auto claimed = part.store.find_or_claim(digest_of(part.store.key(), content(8, 8192)), 8192);
   CHECK(claimed.found == SharedStore::Found::claimed);
-  const auto alone = part.store.want(digest_of(part.store.key(), content(8, 8192)), 8192, true);
+  const auto alone = part.store.find_or_claim(digest_of(part.store.key(), content(8, 8192)), 8192, true);
   CHECK(alone.found == SharedStore::Found::claimed && alone.entry != claimed.entry);
 }
 
@@ -117,7 +117,7 @@ void it_is_bounded_as_a_whole() {
   CHECK_THROWS(fill(), ErrorKind::out_of_host_memory);
   CHECK(part.store.status().total_bytes <= limit);
   CHECK(part.store.status().used_bytes == limit);
-  // No limit is told that it cannot keep.
+  // A limit beyond what it can keep is reported as what it can keep.
   CHECK(Part(kName + "-huge", std::size_t{1} << 60).store.status().limit_bytes == kSlabs * kSlabBytes);
 }
 
@@ -142,7 +142,7 @@ void others_share_nothing() {
   CHECK(stranger.hear() == 'o');
 }
 
-void forked_children_take_no_part() {
+void forked_children_are_no_members() {
   auto part = std::make_unique<Part>();
   part->keep(1, kBlockBytes);
   Child child([&](int end) {
@@ -167,22 +167,22 @@ std::size_t open_files() {
 // One that is forked while another thread looks for the store keeps none of its names.
 void forked_while_it_is_looked_for() {
   const std::string name = kName + "-forked";
-  StoreDoor first(name);
-  CHECK(first.enter_gate(milliseconds(0)));
+  StoreSockets first(name);
+  CHECK(first.lock(milliseconds(0)));
   const auto driver = open_host_driver({}, std::size_t{1} << 20);
   const std::size_t before = open_files();
   std::thread looking([&] { SharedStore store(*driver, name, kLimit); });
-  wait_until([&] { return open_files() > before; });  // it waits at the gate
+  wait_until([&] { return open_files() > before; });  // it waits for the lock
   Child child([&](int end) {
-    first.abandon();
+    first.close_all();
     answer(end, 'f');
     (void)wait_for_word(end);
   });
   CHECK(child.hear() == 'f');
-  first.leave_gate();
+  first.unlock();
   looking.join();
-  CHECK(first.enter_gate(milliseconds(0)));
-  CHECK(first.ask(milliseconds(0)) == -1);
+  CHECK(first.lock(milliseconds(0)));
+  CHECK(first.request(milliseconds(0)) == -1);
 }
 
 void a_stopped_process_hinders_nobody_for_long() {
@@ -219,7 +219,7 @@ void end_at(const std::string& step, int nth, int signal) {
   shared_step = on_named_step;
 }
 
-// All that a process does, with slabs and entries of its own and of others.
+// All that a process does, with its slabs and entries and those of others.
 void live(const std::string& name = kName) {
   Part part(name);
   std::vector<std::uint32_t> entries;
@@ -277,7 +277,7 @@ void stopped_at(const std::string& step, const std::string& name) {
   });
   child.wait_until_stopped();
   const auto data = content(0, kBlockBytes);
-  const auto answer = part.store.want(digest_of(part.store.key(), data), data.size());
+  const auto answer = part.store.find_or_claim(digest_of(part.store.key(), data), data.size());
   CHECK(answer.found == SharedStore::Found::no_room);
   CHECK(part.store.status().held_bytes == kBlockBytes);
   child.go_on();
@@ -289,7 +289,7 @@ void stopped_at(const std::string& step, const std::string& name) {
 }
 
 // One dies in the middle of a change, and the first one to find that dies, too, at this step.
-void the_one_that_buries_dies(const std::string& step, const std::string& name) {
+void the_one_that_drops_dead_members_dies(const std::string& step, const std::string& name) {
   Part part(name);
   part.keep(0, kBlockBytes);
   bool died = false;
@@ -299,11 +299,11 @@ void the_one_that_buries_dies(const std::string& step, const std::string& name) 
       live(name);
     });
     CHECK(WIFSIGNALED(dying.end()));
-    Child burier([&](int) {
+    Child finder([&](int) {
       end_at(step, 1, SIGKILL);
       Part its(name);
     });
-    died = WIFSIGNALED(burier.end());
+    died = WIFSIGNALED(finder.end());
     bool wrote = true;
     part.drop(part.keep(0, kBlockBytes, &wrote));
     CHECK(!wrote);
@@ -319,21 +319,21 @@ void the_one_that_buries_dies(const std::string& step, const std::string& name) 
 
 // A second store of one name would double what its limit allows.
 void a_store_whose_processes_are_stopped_is_not_founded_again(const std::string& name) {
-  StoreDoor asking(name);
-  CHECK(asking.ask(milliseconds(0)) == -1);
+  StoreSockets asking(name);
+  CHECK(asking.request(milliseconds(0)) == -1);
   Child stopped = keeper(1, kBlockBytes, name);
   CHECK(stopped.hear() == 'k');
   stopped.stop();
-  CHECK(!asking.ask(milliseconds(10)));
+  CHECK(!asking.request(milliseconds(10)));
   CHECK_THROWS(Part(name), ErrorKind::configuration);
   stopped.go_on();
   CHECK(Part(name).store.status().processes == 2);
 }
 
-int holes_told_to = -1;
+int holes_reported_to = -1;
 int slow_holes(const char* call, std::size_t) {
   if (call != std::string("fallocate")) return 0;
-  if (holes_told_to >= 0) answer(std::exchange(holes_told_to, -1), 'h');
+  if (holes_reported_to >= 0) answer(std::exchange(holes_reported_to, -1), 'h');
   std::this_thread::sleep_for(milliseconds(200));
   return 0;
 }
@@ -341,7 +341,7 @@ int slow_holes(const char* call, std::size_t) {
 // As after one of two replicas was killed, and starts again.
 void a_process_that_gives_memory_back_answers(const std::string& name) {
   Child slow([&](int end) {
-    holes_told_to = end;
+    holes_reported_to = end;
     sys::hook = slow_holes;
     Part part(name);
     answer(end, 'r');
@@ -368,12 +368,12 @@ void a_process_without_descriptors_answers_later(const std::string& name) {
     (void)wait_for_word(end);
   });
   CHECK(full.hear() == 'f');
-  CHECK(!StoreDoor(name).ask(milliseconds(50)));
+  CHECK(!StoreSockets(name).request(milliseconds(50)));
   full.say();
   CHECK(Part(name).store.status().processes == 2);
 }
 
-// A socket of another user under a name of the store is passed over, and what connects as another user gets nothing.
+// A socket of another user under a name of the store is ignored, and what connects as another user gets nothing.
 void strangers_are_not_asked() {
   if (getuid() != 0) return;
   const std::string name = kName + "-strange";
@@ -391,14 +391,14 @@ void strangers_are_not_asked() {
     CHECK(bind(own, reinterpret_cast<const sockaddr*>(&address), bytes) == 0 && listen(own, 8) == 0);
     answer(end, 'l');
     (void)wait_for_word(end);
-    const int guest = socket_at('1');
-    CHECK(connect(guest, reinterpret_cast<const sockaddr*>(&address), bytes) == 0);
+    const int client = socket_at('1');
+    CHECK(connect(client, reinterpret_cast<const sockaddr*>(&address), bytes) == 0);
     char byte = 0;
-    answer(end, read(guest, &byte, 1) == 0 ? 'n' : '?');
+    answer(end, read(client, &byte, 1) == 0 ? 'n' : '?');
   });
   CHECK(stranger.hear() == 'l');
-  StoreDoor door(name);
-  CHECK(door.ask(milliseconds(0)) == -1);
+  StoreSockets sockets(name);
+  CHECK(sockets.request(milliseconds(0)) == -1);
   Part part(name);
   CHECK(part.store.status().processes == 1);
   stranger.say();
@@ -433,12 +433,12 @@ void while_refused(const std::string& call, const std::function<void()>& work) {
   sys::hook = nullptr;
 }
 
-// The machine has no memory for a slab: that is told, and no later write meets a page that is not there.
+// The machine has no memory for a slab: that is an error, and no later write meets a missing page.
 void slabs_that_could_not_be_made_are_not_used() {
   Part part(kName + "-short");
   for (const char* const call : {"madvise", "mmap"}) {
     const auto data = content(1, kBlockBytes);
-    const auto claim = part.store.want(digest_of(part.store.key(), data), data.size());
+    const auto claim = part.store.find_or_claim(digest_of(part.store.key(), data), data.size());
     CHECK(claim.found == SharedStore::Found::claimed);
     while_refused(call, [&] {
       CHECK_THROWS(part.store.take(claim.entry, data.size(), data.size(), -1), ErrorKind::out_of_host_memory);
@@ -459,7 +459,7 @@ void what_could_not_be_mapped_does_not_stay() {
     Part writer(name);
     writer.keep(3, kBlockBytes);
     const auto data = content(3, kBlockBytes);
-    const auto found = part.store.want(digest_of(part.store.key(), data), data.size());
+    const auto found = part.store.find_or_claim(digest_of(part.store.key(), data), data.size());
     CHECK(found.found == SharedStore::Found::kept);
     while_refused("mmap", [&] { CHECK_THROWS(part.store.memory_of(found), ErrorKind::out_of_host_memory); });
     part.drop(found.entry);
@@ -472,8 +472,8 @@ void what_could_not_be_mapped_does_not_stay() {
 void sizes_in_the_index_are_checked() {
   const std::string name = kName + "-sizes";
   Part part(name);
-  StoreDoor door(name);
-  const int file = door.ask(milliseconds(5000)).value_or(-1);
+  StoreSockets sockets(name);
+  const int file = sockets.request(milliseconds(5000)).value_or(-1);
   void* const memory = mmap(nullptr, sizeof(SharedLayout), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   CHECK(memory != MAP_FAILED);
   auto& layout = *static_cast<SharedLayout*>(memory);
@@ -518,7 +518,7 @@ void no_room_to_pack_what_was_awaited() {
   std::memcpy(reinterpret_cast<void*>(address), weights.data(), kBlocks * kBlockBytes);
   constexpr std::size_t kAwaited = 12 * kBlockBytes;  // the chunks before it leave room for more buffers
   const DigestItem item{address + kAwaited, kBlockBytes, kAwaited / kDigestWord};
-  const auto claim = other.store.want(digest_on_host(other.store.key(), item), kBlockBytes);
+  const auto claim = other.store.find_or_claim(digest_on_host(other.store.key(), item), kBlockBytes);
   CHECK(claim.found == SharedStore::Found::claimed);
   driver.fail("create", 2, ErrorKind::out_of_device_memory, 1);
   std::thread gives_up([&] {
@@ -562,20 +562,20 @@ void many_at_once() {
 }  // namespace
 
 int main() {
-  // These mostly wait for one another, each in a process and a store of its own.
-  std::vector<Child> beside;
+  // These mostly wait for one another, each in a separate process and store.
+  std::vector<Child> others;
   const auto begin = [&](const std::function<void(const std::string&)>& test) {
-    beside.push_back(Child([&](int) { test(kName + "-" + std::to_string(beside.size())); }));
+    others.push_back(Child([&](int) { test(kName + "-" + std::to_string(others.size())); }));
   };
   begin(a_store_whose_processes_are_stopped_is_not_founded_again);
   begin(a_process_that_gives_memory_back_answers);
   begin(a_process_without_descriptors_answers_later);
-  for (const char* const step : {"want: claimed", "take: marked", "publish: before", "slab: going"}) {
+  for (const char* const step : {"find: claimed", "take: marked", "publish: before", "slab: freeing"}) {
     begin([step](const auto& name) { stopped_at(step, name); });
   }
   for (const char* const step :
-       {"repair: cleared", "forget: hold", "lose: entry", "forget: slab", "bury: forgotten", "join: alive"}) {
-    begin([step](const auto& name) { the_one_that_buries_dies(step, name); });
+       {"repair: cleared", "drop all: hold", "lose: entry", "drop all: slab", "dead: dropped", "join: alive"}) {
+    begin([step](const auto& name) { the_one_that_drops_dead_members_dies(step, name); });
   }
   one_copy_for_three_processes();
   memory_is_used_again();
@@ -584,7 +584,7 @@ int main() {
   others_share_nothing();
   strangers_are_not_asked();
   other_files_are_refused();
-  forked_children_take_no_part();
+  forked_children_are_no_members();
   forked_while_it_is_looked_for();
   a_stopped_process_hinders_nobody_for_long();
   slabs_that_could_not_be_made_are_not_used();
@@ -593,7 +593,7 @@ int main() {
   no_room_to_pack_what_was_awaited();
   killed_at_each_step();
   many_at_once();
-  for (auto& child : beside) CHECK(child.end() == 0);
+  for (auto& child : others) CHECK(child.end() == 0);
   std::printf("shared store: one copy\n");
   return 0;
 }

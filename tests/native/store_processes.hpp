@@ -18,7 +18,7 @@
 #include "check.hpp"
 #include "driver/host.hpp"
 
-// Processes of a shared store, for tests: each other process is a forked child of this one, and takes part by itself.
+// Processes of a shared store, for tests: each other process is a forked child of this one, and joins by itself.
 
 namespace memsaver {
 
@@ -44,7 +44,7 @@ inline bool equal(const std::vector<HostRange>& ranges, const std::vector<unsign
   return at == data.size();
 }
 
-// A process's part in a store.
+// A process's membership in a store.
 struct Part {
   std::unique_ptr<Driver> driver = open_host_driver({}, std::size_t{1} << 20);
   SharedStore store;
@@ -53,8 +53,9 @@ struct Part {
   // Keeps content, written by this process or found. Returns the entry.
   std::uint32_t keep(unsigned seed, std::size_t bytes, bool* wrote = nullptr, bool alone = false) {
     const auto data = content(seed, bytes);
-    auto answer = store.want(digest_of(store.key(), data), bytes, alone);
-    for (; answer.found == SharedStore::Found::awaited; answer = store.want(digest_of(store.key(), data), bytes)) {
+    auto answer = store.find_or_claim(digest_of(store.key(), data), bytes, alone);
+    for (; answer.found == SharedStore::Found::awaited;
+         answer = store.find_or_claim(digest_of(store.key(), data), bytes)) {
       store.wait_for_change(store.changes());
     }
     if (wrote != nullptr) *wrote = answer.found == SharedStore::Found::claimed;
@@ -75,7 +76,7 @@ struct Part {
   }
   void drop(std::uint32_t entry) {
     store.give(entry);
-    store.settle();
+    store.apply_pending();
   }
 };
 

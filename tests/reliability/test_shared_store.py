@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
 WEIGHTS = 200 * MIB  # several blocks, and more than one slab
-PATIENCE_S = 1.0  # kPatience of csrc/backup/save.cpp: how long a process waits for another one's part
+PATIENCE_S = 1.0  # kOthersTimeout of csrc/backup/save.cpp: how long a process waits for another one's part
 
 
 def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:

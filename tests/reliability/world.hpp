@@ -18,7 +18,7 @@
 #include "driver/host.hpp"
 #include "faults/faulty_driver.hpp"
 #include "ledger_driver.hpp"
-#include "support/scope_exit.hpp"
+#include "support/cleanup.hpp"
 #include "vmm/saver.hpp"
 #include "vmm/shared_buffer.hpp"
 
@@ -179,14 +179,14 @@ class World {
       concerned_ = {memory.tag};
       std::vector<unsigned char> content(memory.pages.size() * kPage);
       const BackupView view = saver->backup_of(memory.address, content.size(), content.data());
-      if (view.tag != memory.tag) problems.push_back("a backup is told under another tag: " + view.tag);
+      if (view.tag != memory.tag) problems.push_back("a backup is reported under another tag: " + view.tag);
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
         if (here.count(memory.address + page * kPage) != 0) continue;
-        if (!view.released) report("released memory is told as resident", memory, page);
+        if (!view.released) report("released memory is reported as resident", memory, page);
         if (view.kept == Kept::host) {
           if (!is_right(memory, page, content.data() + page * kPage)) report("a backup is wrong", memory, page);
         } else if (memory.restore == Restore::host) {
-          report("content is told as not kept in host memory", memory, page);
+          report("content is reported as not kept in host memory", memory, page);
         }
       }
     }
@@ -207,7 +207,7 @@ class World {
     concerned_.clear();
     ledger->allow_unpinned_copies();
     sharing_ = true;
-    const ScopeExit at_end(
+    const Cleanup at_end(
         [this] { rests_may_stay_ = rests_may_stay_ || ((undo_may_fail || fails_for_good) && !imported); });
     if (!shared) {
       shared = std::make_unique<SharedBuffer>(*saver, 0, pages * kPage);
@@ -285,7 +285,7 @@ class World {
         const Address address = memory.address + page * kPage;
         if (here.count(address) == 0) continue;
         if (is_right(memory, page, reinterpret_cast<const unsigned char*>(address))) continue;
-        report(memory.pages[page] == Expect::zeros ? "zeros are owed" : "content is lost", memory, page);
+        report(memory.pages[page] == Expect::zeros ? "zeros are missing" : "content is lost", memory, page);
       }
     }
   }
@@ -354,7 +354,7 @@ class World {
 
   void with_export(const std::function<void(int)>& use) const {
     const int file = shared->export_fd();
-    const ScopeExit at_end([file] { close(file); });
+    const Cleanup at_end([file] { close(file); });
     use(file);
   }
   static bool selected(const Saver::Tags& tags, const std::string& tag) {
@@ -406,8 +406,9 @@ class World {
     }
     if (concerned_.empty()) concerned_ = all;
   }
-  // What each page holds after a release that began with `before` mapped: what went is owed what the release said. What
-  // was gone before stays owed what it was; but what a resume could not bring back, a release may say to give up.
+  // What each page must hold after a resume, once a release that began with `before` mapped has run: as the release
+  // said for what it released, as an earlier one said for what was gone; what no resume could restore, a release may
+  // give up.
   void note_released(const Saver::Tags& tags, const std::map<std::string, Restore>& overrides,
                      const std::set<Address>& before, bool done) {
     const auto after = mapped_pages(true);
@@ -474,7 +475,7 @@ class World {
   }
 
   Settings settings_;
-  bool sharing_ = false;         // each copy of a shared buffer has a stream of its own
+  bool sharing_ = false;         // each copy of a shared buffer has a separate stream
   bool rests_may_stay_ = false;  // of a shared buffer that was never made, if its undo failed
   std::set<std::string> concerned_;
   std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed

@@ -1,4 +1,4 @@
-#include "backup/shared_door.hpp"
+#include "backup/store_sockets.hpp"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -15,18 +15,19 @@
 #include <utility>
 #include <vector>
 
+#include "support/cleanup.hpp"
 #include "support/error.hpp"
-#include "support/scope_exit.hpp"
 
 namespace memsaver {
 
 namespace {
 
 using std::chrono::milliseconds;
-using DoorClock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;
 
-constexpr int kNames = 96;          // more than a store has members: a name may be taken by a stranger
-constexpr milliseconds kPause{20};  // before what failed is tried again
+constexpr int kNames = 96;            // more than a store has members: another user may have taken some
+constexpr milliseconds kPause{20};    // before what failed is tried again
+constexpr char kLockName[] = "gate";  // what other versions of memsaver use, too
 
 std::string prefix_of(const std::string& store) {
   constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
@@ -48,8 +49,8 @@ bool at_name(int (*call)(int, const sockaddr*, socklen_t), int file, const std::
 
 int open_socket(int flags = 0) { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); }
 
-milliseconds left_until(DoorClock::time_point until) {
-  return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(until - DoorClock::now()));
+milliseconds left_until(Clock::time_point until) {
+  return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(until - Clock::now()));
 }
 
 bool is_of_this_user(int socket) {
@@ -58,34 +59,34 @@ bool is_of_this_user(int socket) {
   return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
-// One byte with a descriptor beside it.
-struct Parcel {
+// A message of one byte and a descriptor.
+struct Message {
   char byte = 0;
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  Parcel() {
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
+  msghdr header{};
+  Message() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
   }
 };
 
 void send_descriptor(int socket, int file) {
-  Parcel parcel;
-  cmsghdr* const header = CMSG_FIRSTHDR(&parcel.message);
+  Message message;
+  cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof file);
   std::memcpy(CMSG_DATA(header), &file, sizeof file);
-  (void)!sendmsg(socket, &parcel.message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  (void)!sendmsg(socket, &message.header, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 int receive_descriptor(int socket) {
-  Parcel parcel;
-  if (recvmsg(socket, &parcel.message, MSG_CMSG_CLOEXEC) != 1) return -1;
-  const cmsghdr* const header = CMSG_FIRSTHDR(&parcel.message);
+  Message message;
+  if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) != 1) return -1;
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS || header->cmsg_len != CMSG_LEN(sizeof(int))) return -1;
   int file = -1;
   std::memcpy(&file, CMSG_DATA(header), sizeof file);
@@ -99,61 +100,59 @@ void close_and_forget(int& file) {
 
 }  // namespace
 
-StoreDoor::StoreDoor(const std::string& store) : prefix_(prefix_of(store)) {}
+StoreSockets::StoreSockets(const std::string& store) : prefix_(prefix_of(store)) {}
 
-StoreDoor::~StoreDoor() { abandon(); }
-
-void StoreDoor::abandon() {
-  close_and_forget(gate_);
+void StoreSockets::close_all() {
+  close_and_forget(lock_);
   close_and_forget(listener_);
 }
 
-bool StoreDoor::enter_gate(milliseconds patience) {
-  gate_ = open_socket();
-  const auto until = DoorClock::now() + patience;
-  while (gate_ >= 0 && !at_name(bind, gate_, prefix_ + "gate")) {
-    if (errno != EADDRINUSE || DoorClock::now() > until) {
-      close_and_forget(gate_);
+bool StoreSockets::lock(milliseconds timeout) {
+  lock_ = open_socket();
+  const auto until = Clock::now() + timeout;
+  while (lock_ >= 0 && !at_name(bind, lock_, prefix_ + kLockName)) {
+    if (errno != EADDRINUSE || Clock::now() > until) {
+      close_and_forget(lock_);
       break;
     }
     std::this_thread::sleep_for(milliseconds(1));
   }
-  return gate_ >= 0;
+  return lock_ >= 0;
 }
 
-void StoreDoor::leave_gate() { close_and_forget(gate_); }
+void StoreSockets::unlock() { close_and_forget(lock_); }
 
-// A process that is busy answers later, one that is ending closes its end, and then its name is free: only if no name
-// is taken is there no store.
-std::optional<int> StoreDoor::ask(milliseconds patience) {
-  const auto until = DoorClock::now() + patience;
+// A process that is busy answers later; one that is ending closes its end, and then its name is free. So there is no
+// store only if no name is taken.
+std::optional<int> StoreSockets::request(milliseconds timeout) {
+  const auto until = Clock::now() + timeout;
   for (;;) {
-    const Asked asked = ask_all(left_until(until));
-    if (asked.file >= 0) return asked.file;
-    if (!asked.any) return -1;
-    if (DoorClock::now() >= until) return std::nullopt;
+    const Received received = request_from_all(left_until(until));
+    if (received.file >= 0) return received.file;
+    if (!received.any) return -1;
+    if (Clock::now() >= until) return std::nullopt;
     std::this_thread::sleep_for(kPause);
   }
 }
 
-// Asks all processes at once, so that those that are stopped cost no time. Returns when one has answered, or all that
-// were asked have closed their ends.
-StoreDoor::Asked StoreDoor::ask_all(milliseconds patience) const {
-  const auto until = DoorClock::now() + patience;
-  Asked asked;
+// Connects to all processes at once, so that those that are stopped cost no time. Returns when one has answered, or all
+// have closed their ends.
+StoreSockets::Received StoreSockets::request_from_all(milliseconds timeout) const {
+  const auto until = Clock::now() + timeout;
+  Received received;
   std::vector<pollfd> sockets;
-  const ScopeExit at_end([&] {
+  const Cleanup at_end([&] {
     for (const auto& each : sockets) close(each.fd);
   });
   int socket = -1;
   for (int i = 0; i < kNames; ++i) {
     if (socket < 0) socket = open_socket(SOCK_NONBLOCK);
     if (!at_name(connect, socket, prefix_ + std::to_string(i))) {
-      asked.any = asked.any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
+      received.any = received.any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
       continue;
     }
     if (is_of_this_user(socket)) {
-      asked.any = true;
+      received.any = true;
       sockets.push_back({std::exchange(socket, -1), POLLIN, 0});
     } else {
       close_and_forget(socket);
@@ -164,19 +163,19 @@ StoreDoor::Asked StoreDoor::ask_all(milliseconds patience) const {
     const auto left = left_until(until);
     const int ready = poll(sockets.data(), sockets.size(), static_cast<int>(left.count()));
     if (ready < 0 && errno == EINTR) continue;
-    if (ready <= 0) return asked;
+    if (ready <= 0) return received;
     for (std::size_t i = sockets.size(); i-- > 0;) {
       if (sockets[i].revents == 0) continue;
-      asked.file = receive_descriptor(sockets[i].fd);
-      if (asked.file >= 0) return asked;
+      received.file = receive_descriptor(sockets[i].fd);
+      if (received.file >= 0) return received;
       close(sockets[i].fd);
       sockets.erase(sockets.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
-  return asked;
+  return received;
 }
 
-bool StoreDoor::listen() {
+bool StoreSockets::listen() {
   listener_ = open_socket();
   if (listener_ < 0) return false;
   for (int i = 0; i < kNames; ++i) {
@@ -185,27 +184,27 @@ bool StoreDoor::listen() {
   return false;
 }
 
-void StoreDoor::serve(int file, milliseconds at_most) {
-  const auto until = DoorClock::now() + at_most;
+void StoreSockets::serve(int file, milliseconds at_most) {
+  const auto until = Clock::now() + at_most;
   for (;;) {
-    pollfd guests{listener_, POLLIN, 0};
-    const int ready = poll(&guests, 1, static_cast<int>(left_until(until).count()));
+    pollfd waiting{listener_, POLLIN, 0};
+    const int ready = poll(&waiting, 1, static_cast<int>(left_until(until).count()));
     if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) return;
-    const int guest = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (guest >= 0) {
-      if (is_of_this_user(guest)) send_descriptor(guest, file);
-      close(guest);
+    const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (client >= 0) {
+      if (is_of_this_user(client)) send_descriptor(client, file);
+      close(client);
     } else if (errno == EINVAL) {
       return;  // stopped
     } else if (errno != EINTR && errno != ECONNABORTED) {
-      std::this_thread::sleep_for(kPause);  // without descriptors: the guest waits
-      if (DoorClock::now() >= until) return;
+      std::this_thread::sleep_for(kPause);  // without descriptors: the client waits
+      if (Clock::now() >= until) return;
     }
   }
 }
 
-void StoreDoor::stop() { shutdown(listener_, SHUT_RDWR); }
+void StoreSockets::stop() { shutdown(listener_, SHUT_RDWR); }
 
 int make_store_file(std::size_t bytes) {
   const int file = memfd_create("memsaver-backups", MFD_CLOEXEC | MFD_ALLOW_SEALING);

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <thread>
+#include <utility>
+
+#include "support/mutex.hpp"
+#include "support/system.hpp"
+
+namespace memsaver {
+
+// Owns the thread in which some work runs, one run at a time, whenever it is requested. Any thread may call any
+// function.
+class Background {
+ public:
+  explicit Background(std::function<void()> work) : work_(std::move(work)) {}
+  Background(const Background&) = delete;
+  Background& operator=(const Background&) = delete;
+  ~Background() { join(); }
+
+  // Lets the work run once more, from its beginning, after this call. Returns false if no thread can be started for it.
+  [[nodiscard]] bool request() EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    requested_ = true;
+    if (running_) return true;
+    if (thread_.joinable()) thread_.join();
+    failure_ = nullptr;
+    auto thread = sys::start_thread([this] { run(); });
+    running_ = requested_ = thread.has_value();
+    if (thread) thread_ = std::move(*thread);
+    return running_;
+  }
+  // Waits until nothing runs or is requested. Throws what the last run threw.
+  void wait() EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    while (running_) idle_.wait(mutex_);
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  // Waits until the thread has ended. Only when there are no more requests.
+  void join() NO_THREAD_SAFETY_ANALYSIS {
+    if (thread_.joinable()) thread_.join();
+  }
+  // Forgets the thread: a forked child has none.
+  void abandon() NO_THREAD_SAFETY_ANALYSIS {
+    if (thread_.joinable()) thread_.detach();
+  }
+
+ private:
+  void run() EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    while (std::exchange(requested_, false)) {
+      mutex_.unlock();
+      std::exception_ptr failure;
+      try {
+        work_();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      mutex_.lock();
+      failure_ = failure;
+    }
+    running_ = false;
+    idle_.notify_all();
+  }
+
+  const std::function<void()> work_;
+  Mutex mutex_;
+  std::condition_variable_any idle_;
+  std::thread thread_ GUARDED_BY(mutex_);
+  bool running_ GUARDED_BY(mutex_) = false;
+  bool requested_ GUARDED_BY(mutex_) = false;
+  std::exception_ptr failure_ GUARDED_BY(mutex_);  // of the last run
+};
+
+}  // namespace memsaver
