@@ -31,7 +31,7 @@ class PeerSockets:
         """Connect to the other ranks, which run on this host under the same user.
 
         Raises:
-            MemsaverError: a rank did not come within ``TIMEOUT_S``.
+            MemsaverError: a rank did not connect within ``TIMEOUT_S``.
         """
         self.rank = rank
         folder = Path(tempfile.mkdtemp(prefix="memsaver-"))  # of mode 0700
@@ -71,7 +71,7 @@ class PeerSockets:
             for each in received.values():
                 os.close(each)
             for peer in self._peers.values():
-                peer.close()  # a descriptor that comes late must not be taken for that of the next exchange
+                peer.close()  # else the next exchange could receive a descriptor of this one
             raise MemsaverError(
                 f"rank {self.rank} of a group did not get the memory of rank {asked}: {error}; restart the engine"
             ) from error

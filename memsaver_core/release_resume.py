@@ -70,7 +70,7 @@ def release(
         tags: which; None or empty for all.
         restore: another policy for this release alone, by tag.
         trim: also give back what libraries keep for speed: cuBLAS workspaces (unless a CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own.
+            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a separate phase.
             By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
         hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
             resume.
@@ -134,7 +134,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies owe.
+    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies promise.
 
     All or nothing. A hibernated process wakes first, whatever the tags.
 

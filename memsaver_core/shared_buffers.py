@@ -2,7 +2,7 @@
 
 CUDA IPC handles are of memory that cannot be released, and a process that has used one cannot be checkpointed. These
 buffers are virtual memory instead: a process makes one and hands a file descriptor of it to the others, for example by
-``socket.send_fds``; each maps it at an address of its own, which stays its address for good.
+``socket.send_fds``; each maps it at its own address, which never changes.
 
 Before a hibernation every process drops what it imported, then each owner releases its buffers. Afterwards each owner
 restores and exports anew, then the others map again.
@@ -110,7 +110,7 @@ class ImportedBuffer:
         return self._native.mapped()
 
     def drop(self) -> None:
-        """Unmap the memory and let go of it; does nothing while dropped."""
+        """Unmap the memory and drop it; does nothing while dropped."""
         self._native.drop()
 
     def map_again(self, fd: int) -> None:

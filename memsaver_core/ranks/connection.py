@@ -1,4 +1,4 @@
-"""Connections between the ranks of an engine that has no channel of its own: Unix sockets, a line of JSON a message.
+"""Connections between the ranks of an engine that has no channel for messages: Unix sockets, a line of JSON each.
 
 Rank 0 is the service's process. The other ranks connect to it and answer until it closes the connection.
 """
@@ -31,7 +31,7 @@ class Listener:
     """Takes the connections of ranks ``1`` to ``ranks - 1``, at a socket that only this user can reach.
 
     Attributes:
-        path: of the socket; tell it to the ranks.
+        path: of the socket, to be given to the ranks.
     """
 
     def __init__(self, ranks: int, first: int = 1) -> None:
@@ -91,7 +91,7 @@ class SocketChannel:
     def start(self, message: Plain) -> Future[list[Plain]]:
         return started(lambda: self._ask(message))
 
-    def tell(self, message: Plain) -> None:
+    def send(self, message: Plain) -> None:
         """Send a message that is not answered to the other ranks, after all that was sent before.
 
         Raises:
@@ -140,7 +140,7 @@ def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None
 
 
 def started(call: Callable[[], _T]) -> Future[_T]:
-    """Run ``call`` in a thread of its own; one that hangs does not keep the process from ending."""
+    """Run ``call`` in a new thread; one that hangs does not keep the process from ending."""
     future: Future[_T] = Future()
 
     def run() -> None:

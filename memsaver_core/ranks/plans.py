@@ -25,7 +25,7 @@ def reserve(request: Tagged) -> None:
 
 
 def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
-    """Return what a release would do; ``exact`` as of ``PrepareRelease``.
+    """Return what a release would do; for ``exact`` see ``Prepare``.
 
     Raises:
         ContextLostError: as ``memsaver_core.release``.
@@ -127,7 +127,7 @@ def _check_disk(needed: int) -> None:
     if needed == 0:
         return
     free = free_file_bytes()
-    if free is None:  # which the release itself tells
+    if free is None:  # the release itself reports why
         return
     needed = _to_fit(needed, free)
     if needed > free:

@@ -1,4 +1,4 @@
-"""Serves an engine from a thread of its own process."""
+"""Serves an engine from a thread of the engine's process."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _check_certificate(certfile: _Path | None, keyfile: _Path | None) -> None:
     if not certfile:
         raise ConfigurationError("a private key alone is not enough for HTTPS: give its certificate, too")
     try:
-        # With an empty password, lest OpenSSL asks for one on the terminal.
+        # With an empty password, so that OpenSSL does not ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
     except OSError as error:  # an SSLError is one
         raise ConfigurationError(

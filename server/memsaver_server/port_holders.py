@@ -14,7 +14,7 @@ _LISTENING = "0A"  # TCP_LISTEN in the kernel's include/net/tcp_states.h
 def port_holders(port: int) -> list[str]:
     """Return the processes that listen on ``port``, for example a forked child of a server that has ended.
 
-    Each is told as its process number and command. Those of other users are left out unless this is root.
+    Each is shown as its process number and command. Those of other users are left out unless this is root.
     """
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not sockets:

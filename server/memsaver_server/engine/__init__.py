@@ -147,8 +147,8 @@ class Engine(Protocol):
             mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
                 admission opens.
             given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
-                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter is
-                not told; the release is then cancelled after its drain.
+                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter
+                cannot ask; the release is then cancelled after its drain.
 
         Raises:
             DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.

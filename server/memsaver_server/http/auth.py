@@ -125,8 +125,8 @@ def _only_reads(request: Request) -> bool:
 
 
 def _is_local(scope: Mapping[str, Any]) -> bool:
-    """Whether the connection ends at a loopback address or a Unix socket. Unknown, as of a server that does not tell
-    the connection's address, is no."""
+    """Whether the connection ends at a loopback address or a Unix socket; false if the server does not report the
+    connection's address."""
     address, port = _server(scope)
     if port is None:
         return bool(address) and not _is_address(address)
@@ -136,7 +136,7 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
 def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the local address of the connection and its port; or a Unix socket's path, and None.
 
-    IPv4 through a socket of both families is told as IPv4.
+    IPv4-mapped addresses are returned as IPv4.
     """
     host, port = scope.get("server") or ("", None)
     return host.removeprefix("::ffff:"), port

@@ -49,7 +49,7 @@ class Connections:
         self._busy: set[LimitedProtocol] = set()
 
     def note(self, connection: LimitedProtocol, *, waits: bool) -> None:
-        """Take note of a connection that is new, or begins or ceases to wait for its caller."""
+        """Record a connection that is new, or begins or ceases to wait for its caller."""
         if waits != (connection in self._waiting):
             self.forget(connection)
             if waits:

@@ -157,7 +157,7 @@ class RankGroup:
         self.check()
         if method:
             with suppress(OSError):  # the watch sees that a process has ended
-                self._channel.tell({"engine": method, **fields})  # waits while an update is read
+                self._channel.send({"engine": method, **fields})  # waits while an update is read
         try:
             with self._bounded(what):
                 yield
