@@ -1,6 +1,6 @@
 """NCCL communicators: found, counted, suspended and resumed through the libnccl that the process has loaded.
 
-Suspending is collective: every rank of a communicator enters it. A service asks all ranks first, then calls it on all. A
+Suspending is collective: every rank of a communicator enters it. A service asks all ranks first whether they can. A
 trainer whose ranks run the same program calls this on all of them, between two steps::
 
     from memsaver_core import communicators

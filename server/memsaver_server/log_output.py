@@ -165,7 +165,7 @@ def relay() -> None:
 
 
 def hold_standard_files() -> None:
-    """Open the null device for each closed standard file: else a socket could get its number and receive stray output."""
+    """Open the null device for each closed standard file, so that no socket gets its number and receives output."""
     for number in (0, 1, 2):
         with suppress(OSError):
             os.fstat(number)
