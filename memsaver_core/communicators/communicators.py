@@ -20,6 +20,7 @@ from memsaver_core.contract.errors import ConfigurationError, MemsaverError, Uns
 from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 from memsaver_core.contract.status import CommunicatorStatus, TagStatus
 from memsaver_core.peer_buffers import PeerBuffers
+from memsaver_core.rendezvous import started
 
 #: Deadline of a suspend or a resume, seconds. One of 480 MiB takes half a second.
 TIMEOUT_S = 30.0
@@ -238,18 +239,7 @@ class Communicators:
 
     def _call(self, what: str, each: Communicator, function: Callable[[], None], deadline: float) -> None:
         """Run a call that waits for the other ranks, in a thread that is left behind if they do not call it."""
-        outcome: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
-
-        self._late = _Call(what, each.name, outcome)
-        threading.Thread(target=run, name=f"memsaver-{what}", daemon=True).start()
+        self._late = _Call(what, each.name, started(function, f"memsaver-{what}"))
         self._await_late(deadline)
 
     def _await_late(self, deadline: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
@@ -21,6 +22,7 @@ from memsaver_core.contract.reports import (
 from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
+    DEFAULT_URL,
     FIRST_DELAY_S,
     AnswerT,
     Call,
@@ -34,9 +36,29 @@ from memsaver_server.client.requests import (
 class Calls:
     """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
 
-    def __init__(self, target: Target, attempts: int) -> None:
-        self._target = target
+    #: httpx's classes of a client and of its transport.
+    _client: type[Any]
+    _transport: type[Any]
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        operation_timeout_s: float | None = 600.0,
+        attempts: int = 3,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | httpx.BaseTransport | None = None,
+    ) -> None:
+        self._target = target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
         self._attempts = attempts
+        self._http = self._client(
+            base_url=target.base_url,
+            headers=target.headers,
+            transport=transport or self._transport(uds=target.uds, verify=target.verifies(verify)),
+        )
 
     @property
     def address(self) -> str:
