@@ -110,9 +110,9 @@ def test_the_backup_folder_is_tried(tmp_path: Path) -> None:
     found = findings(MEMSAVER_FILE_DIR=str(tmp_path))["backup folder"]
     assert found["level"] in ("ok", "note")
     assert str(tmp_path) in found["found"]
-    missing = findings(MEMSAVER_FILE_DIR=str(tmp_path / "missing"))["backup folder"]
+    missing = findings(MEMSAVER_FILE_DIR=str(tmp_path / "missing"))["settings of the core"]
     assert missing["level"] == "blocked"
-    assert "MEMSAVER_FILE_DIR" in missing["remedy"]
+    assert "MEMSAVER_FILE_DIR" in missing["found"]
     assert settled()["backup folder"]["level"] == "note"
 
 
