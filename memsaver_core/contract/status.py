@@ -179,9 +179,10 @@ class AdmissionStatus(Model):
 
 
 class PreparedState(Model):
-    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+    """The operation that waits for its commit, for ``lease_s`` more seconds; ``client`` prepared it."""
 
     operation_id: str
+    client: str
     operation: Literal["release", "resume"]
     lease_s: float
 
@@ -206,6 +207,35 @@ class OccupationAnswer(Model):
     devices: tuple[OccupiedDevice, ...]
     host_backup: HostBackup
     ranks: tuple[RankStatus, ...] = ()
+
+
+class MemberRow(Model):
+    """One engine of a fleet now."""
+
+    name: str
+    url: str
+    model: str
+    labels: dict[str, str]
+    host: str
+    gpus: tuple[str, ...]
+    alive: bool
+
+
+class EngineRow(MemberRow):
+    """One engine now."""
+
+    state: str
+    wanted: str
+    error: str
+    resident_bytes: int
+    released_bytes: int
+    requests: int = Field(description="In flight through this coordinator.")
+
+
+class FleetOccupation(OccupationAnswer):
+    """What the engines hold together, and each of them."""
+
+    engines: tuple[EngineRow, ...]
 
 
 class HealthAnswer(Model):

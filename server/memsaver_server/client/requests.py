@@ -87,6 +87,7 @@ def operation_call(
     *,
     prepare: bool = False,
     run_async: bool = False,
+    dry_run: bool = False,
 ) -> Call:
     """Return the call of an operation on ``tags`` (None: all), without options that are None.
 
@@ -101,7 +102,7 @@ def operation_call(
         for key, value in keywords.items()
         if value is not None
     }
-    body |= {key: True for key, given in (("prepare", prepare), ("async", run_async)) if given}
+    body |= {key: True for key, given in (("prepare", prepare), ("async", run_async), ("dry_run", dry_run)) if given}
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
     return Call("POST", f"/{verb}_memory_occupation", body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)

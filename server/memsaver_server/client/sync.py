@@ -70,10 +70,15 @@ class Client:
         """The service's address, for messages."""
         return self._calls.address
 
+    def key_of(self, operation_id: str) -> str | None:
+        """See ``AsyncClient.key_of``."""
+        return self._calls.key_of(operation_id)
+
     release = _blocking(Calls.release)
     start_release = _blocking(Calls.start_release)
     resume = _blocking(Calls.resume)
     start_resume = _blocking(Calls.start_resume)
+    plan = _blocking(Calls.plan)
     commit = _blocking(Calls.commit)
     abort = _blocking(Calls.abort)
     occupation = _blocking(Calls.occupation)

@@ -454,7 +454,10 @@ def _health(now: Snapshot, reason: str) -> HealthAnswer:
 
 def _prepared_state(operation: Operation) -> PreparedState:
     return PreparedState(
-        operation_id=operation.id, operation=operation.request.operation, lease_s=operation.lease_left_s()
+        operation_id=operation.id,
+        client=operation.client,
+        operation=operation.request.operation,
+        lease_s=operation.lease_left_s(),
     )
 
 
