@@ -21,7 +21,7 @@ class FileStore {
   FileStore& operator=(const FileStore&) = delete;
   ~FileStore();
 
-  // Throws ErrorKind::out_of_host_memory if the file system has less than `bytes` available,
+  // Throws ErrorKind::disk_full if the file system has less than `bytes` available,
   // ErrorKind::configuration if no file can be created in the folder.
   void check(std::size_t bytes);
 
@@ -34,7 +34,7 @@ class FileStore {
   void punch_holes();
 
   // Transfer a range that is handed out. Any thread; they block. `memory` must be page-aligned and as large as the
-  // range. Throw ErrorKind::out_of_host_memory (disk full) or ErrorKind::backup (any other failure, a truncated file
+  // range. Throw ErrorKind::disk_full or ErrorKind::backup (any other failure, a truncated file
   // included).
   void write(const FileRange& range, const std::vector<HostRange>& memory);
   void read(const FileRange& range, const std::vector<HostRange>& memory);

@@ -7,7 +7,16 @@
 
 namespace memsaver {
 
-enum class ErrorKind { out_of_device_memory, out_of_host_memory, driver, context_lost, backup, configuration, forked };
+enum class ErrorKind {
+  out_of_device_memory,
+  out_of_host_memory,
+  disk_full,
+  driver,
+  context_lost,
+  backup,
+  configuration,
+  forked
+};
 
 // The one exception type of the core. Callers on the way up add what they know (tag, bytes, device); what() is always
 // complete.

@@ -5,12 +5,11 @@ A check here refuses only what the operation itself would refuse. It finds it be
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 
 import memsaver_core as ms
-from memsaver_core import _native, communicators, hibernation, process
+from memsaver_core import _native, communicators, disk, hibernation, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from memsaver_core.contract.policies import COMMUNICATORS, keeps_any
 from memsaver_core.contract.reports import DeviceRoom, PlannedTag, Room
@@ -25,12 +24,21 @@ def reserve(request: Tagged) -> None:
     ms.reserve_with(request)
 
 
+def check_release(request: MemoryRequest) -> None:
+    """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
+    plan_release(request)
+    tags, status = _look(request.tags)
+    _, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
+    disk.hold(_to_fit(file.needed_bytes, 0))
+
+
 def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
     """Return what a release would do; for ``exact`` see ``Prepare``.
 
     Raises:
         ContextLostError: as ``memsaver_core.release``.
-        OutOfHostMemoryError: the backups would not fit, in host memory or on disk.
+        OutOfHostMemoryError: the backups would not fit in host memory.
+        DiskFullError: they would not fit on disk.
     """
     tags, status = _look(request.tags)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
@@ -43,12 +51,7 @@ def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
             host.free_bytes,
         )
     if (on_disk := _to_fit(file.needed_bytes, file.free_bytes)) > file.free_bytes:
-        raise OutOfHostMemoryError(
-            f"the backups need {on_disk} bytes on the file system of {ms.core_settings().file_dir}, and "
-            f"{file.free_bytes} are free; free disk space, or set MEMSAVER_FILE_DIR to a larger file system",
-            on_disk,
-            file.free_bytes,
-        )
+        raise disk.full(on_disk, file.free_bytes)
     away = status.hibernated
     return Plan(
         host_bytes_needed=needed,
@@ -88,7 +91,7 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
     """Return what the release does to a tag."""
     override = request.restore.get(tag.tag)
     restore = tag.restore if override is None else override.value
-    backup = max(0, tag.resident_bytes - tag.backed_up_bytes) if restore == "file" else tag.expected_bytes
+    backup = tag.expected_file_bytes if restore == "file" else tag.expected_bytes
     return PlannedTag(
         tag=tag.tag,
         restore=restore if tag.resident_bytes else tag.restore,
@@ -106,7 +109,7 @@ def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes
     free = status.host_backup.room_bytes(_native.available_memory_bytes())
-    on_disk = _free_file_bytes() if needed["file"] else 0
+    on_disk = disk.free_bytes() if needed["file"] else 0
     return Room(needed_bytes=needed["host"], free_bytes=free), Room(needed_bytes=needed["file"], free_bytes=on_disk)
 
 
@@ -123,15 +126,6 @@ def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[De
         DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))
         for index, size in sorted(needed.items())
     ]
-
-
-def _free_file_bytes() -> int:
-    """Return what is free for backups in files; 0 if their folder cannot be used."""
-    try:
-        disk = os.statvfs(ms.core_settings().file_dir)
-    except OSError:
-        return 0
-    return disk.f_bavail * disk.f_frsize
 
 
 def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:

@@ -37,7 +37,7 @@ _Path: TypeAlias = "str | os.PathLike[str]"
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 2048
 #: Connections that are accepted in one iteration of the event loop.
-ACCEPTED_AT_ONCE = 16
+ACCEPTED_AT_ONCE = 8
 #: Time for responses in progress when the server is closed, seconds.
 GRACE_S = 5
 

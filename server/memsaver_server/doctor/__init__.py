@@ -330,6 +330,7 @@ def check_host_memory(machine: Machine) -> Finding:
 
 
 def check_backup_folder(machine: Machine) -> Finding:
+    from memsaver_core.disk import is_in_memory
     from memsaver_core.settings import CoreSettings
 
     folder = CoreSettings().file_dir
@@ -341,19 +342,9 @@ def check_backup_folder(machine: Machine) -> Finding:
         found = f"{folder} cannot be used: {error.strerror}; a release to files would fail"
         return Finding(subject, Level.BLOCKED if "MEMSAVER_FILE_DIR" in os.environ else Level.WARNING, found, remedy)
     found = f"{folder}, {free / 2**30:.1f} GiB free, for tags whose restore policy is file"
-    if _file_system(folder) in ("tmpfs", "ramfs"):
+    if is_in_memory(folder):
         return Finding(subject, Level.NOTE, f"{found}; it is in memory, so that files there save none", remedy)
     return Finding(subject, Level.OK, found)
-
-
-def _file_system(folder: str) -> str:
-    """Return the type of the file system that holds ``folder``."""
-    found = ("", "")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split()
-        if f"{os.path.realpath(folder)}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
-            found = (place, kind)
-    return found[1]
 
 
 def check_key(machine: Machine) -> Finding:

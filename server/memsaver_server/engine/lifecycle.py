@@ -141,6 +141,8 @@ class Lifecycle:
                     self._note_released(request, asked, before)
         except BaseException:
             operation.undo()
+            if request.prepare:
+                self.memory.give_back_reserved()
             raise
         finally:
             self._admission.reopen()
