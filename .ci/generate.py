@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from memsaver_core.contract.requests import (
+    DEFAULT_LEASE_S,
     DrainMode,
     Fields,
     FleetMode,
@@ -64,7 +65,7 @@ FACES: dict[str, dict[str, str]] = {
     "wait": {"help": "Wait for a conflicting operation to end."},
     "run_async": {"name": "--async", "help": "Return as soon as the operation has started."},
     "prepare": {"help": "Do all but moving memory, and wait for memsaver commit or the lease's end."},
-    "lease_s": {"help": "With --prepare: after how long it is undone without a commit [30]."},
+    "lease_s": {"help": f"With --prepare: after how long it is undone without a commit [{DEFAULT_LEASE_S:g}]."},
 }
 
 

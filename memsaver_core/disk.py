@@ -59,7 +59,10 @@ def hold(size: int) -> None:
     if size == 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    file = tempfile.TemporaryFile(dir=process.settings().file_dir)  # noqa: SIM115  # open until drop()
+    try:
+        file = tempfile.TemporaryFile(dir=process.settings().file_dir)  # noqa: SIM115  # open until drop()
+    except OSError:  # the release reports why
+        return
     if libc.fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
         _held = file
         return
