@@ -29,6 +29,9 @@ DrainMode = Literal["wait", "abort", "keep"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
 
+#: The field with which a caller only asks what an operation would do.
+ASKS_ONLY = "dry_run"
+
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
 
@@ -129,6 +132,11 @@ class _Operation(Tagged):
         if "lease_s" in self.model_fields_set and not self.prepare:
             raise ValueError('lease_s needs "prepare": true')
         return self
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether the caller only asks what would happen."""
+        return self.dry_run
 
     def identity(self) -> tuple[Any, ...]:
         """Return what two equal requests have in common; fields that concern one call are not in it."""

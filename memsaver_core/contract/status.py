@@ -187,6 +187,11 @@ class PreparedState(Model):
     operation: Literal["release", "resume"]
     lease_s: float
 
+    def text(self) -> str:
+        """Return it in words."""
+        left = f"{self.lease_s:.0f} s are left for its commit"
+        return f"{self.operation} {self.operation_id} of {self.client}; {left}"
+
 
 class OccupationAnswer(Model):
     """What an engine holds on its devices now."""

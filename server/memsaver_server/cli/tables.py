@@ -204,9 +204,7 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
     if (prepared := occupation.prepared) is not None:
-        left = f"{prepared.lease_s:.0f} s are left for its commit"
-        what = f"prepared: {prepared.operation} {prepared.operation_id} of {prepared.client}; {left}"
-        parts.append(Text.assemble(plain(what), style="yellow"))
+        parts.append(Text.assemble(plain(f"prepared: {prepared.text()}"), style="yellow"))
     if admission.reason:
         parts.append(Text.assemble("closed because ", plain(admission.reason), style="dim"))
     if engines := getattr(occupation, "engines", ()):

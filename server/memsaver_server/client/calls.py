@@ -21,7 +21,7 @@ from memsaver_core.contract.reports import (
     PlanAnswer,
     PreparedAnswer,
 )
-from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.requests import ASKS_ONLY, Verb
 from memsaver_core.contract.status import FleetOccupation, OccupationAnswer
 from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
@@ -131,14 +131,14 @@ class Calls:
             DrainDeadlineError: requests were still in flight at the deadline.
             HostMemoryError: host memory for the backup is short.
         """
-        call = operation_call("release", tags, options, prepare=prepare)
+        call = operation_call("release", tags, options, *(["prepare"] if prepare else []))
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_release(
         self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseKeywords]
     ) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, run_async=True))
+        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, "async"))
 
     @overload
     async def resume(
@@ -163,20 +163,20 @@ class Calls:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        call = operation_call("resume", tags, options, prepare=prepare)
+        call = operation_call("resume", tags, options, *(["prepare"] if prepare else []))
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_resume(
         self, tags: Iterable[str] | None = None, **options: Unpack[ResumeKeywords]
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, run_async=True))
+        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, "async"))
 
     async def plan(
         self, /, operation: Verb, tags: Iterable[str] | None = None, **options: Any
     ) -> PlanAnswer | FleetPlanAnswer:
         """Return what a release or a resume with these arguments would do, at an engine or a coordinator."""
-        response = await self._send(operation_call(operation, tags, options, dry_run=True))
+        response = await self._send(operation_call(operation, tags, options, ASKS_ONLY))
         model: type[PlanAnswer | FleetPlanAnswer] = FleetPlanAnswer if _is_of_fleet(response) else PlanAnswer
         return parse(model, response)
 
