@@ -11,6 +11,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Says what it downloads, with its size, and what it builds.
+SHOWN_PIP := $(BIN)/python -m pip --disable-pip-version-check --no-color
+SHOWN := grep --line-buffered -E '^ *(Downloading|Using cached|Building|Preparing editable|Installing|ERROR)|running|^error'
 BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 # A version for which there is a tests/sglang/requirements-VERSION.txt.
 SGLANG ?= 0.5.17
@@ -146,7 +149,10 @@ $(BIN)/python:
 $(READY): constraints.txt pyproject.toml CMakeLists.txt $(NATIVE) | $(BIN)/python
 	@command -v "$${CXX:-c++}" >/dev/null || { \
 	  echo 'A C++17 compiler is needed; on Debian and Ubuntu: apt install g++' >&2; exit 1; }
-	@echo 'Setting up $(VENV) (some minutes the first time) ...'
-	@$(PIP) install -c constraints.txt $(BUILD_TOOLS)
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -c constraints.txt --no-build-isolation -e '.[test,lint,docs]'
+	@echo 'Setting up $(VENV) (some minutes the first time; torch is the largest download) ...'
+	@echo '1 of 2: the tools of the build'
+	@$(SHOWN_PIP) install -c constraints.txt $(BUILD_TOOLS) | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
+	@echo '2 of 2: memsaver, which is compiled, and what it and its tests need'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(SHOWN_PIP) install -c constraints.txt --no-build-isolation \
+	  -e '.[test,lint,docs]' | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
 	@touch $@

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from memsaver_core.contract.requests import (
+    DEFAULT_LEASE_S,
     DrainMode,
     Fields,
     FleetMode,
@@ -45,7 +46,7 @@ ALIASES: dict[type[Fields], dict[str, Any]] = {
 }
 
 #: Fields that the command line sets in another way, or not.
-NOT_OPTIONS = {"tags", "prepare", "lease_s", "dry_run"}
+NOT_OPTIONS = {"tags"}
 NOT_OPTIONS_OF_FLEET = OTHERWISE_OF_FLEET | {"model"}
 OPTIONS = {
     **dict.fromkeys((Release, Resume), NOT_OPTIONS),
@@ -63,6 +64,8 @@ FACES: dict[str, dict[str, str]] = {
     "gpus": {"metavar": "UUID"},
     "wait": {"help": "Wait for a conflicting operation to end."},
     "run_async": {"name": "--async", "help": "Return as soon as the operation has started."},
+    "prepare": {"help": "Do all but moving memory, and wait for memsaver commit or the lease's end."},
+    "lease_s": {"help": f"With --prepare: after how long it is undone without a commit [{DEFAULT_LEASE_S:g}]."},
 }
 
 
@@ -96,6 +99,8 @@ from typing import Literal, TypedDict
 def _typed_dict(model: type[Fields], otherwise: set[str]) -> str:
     types = {name: info.annotation for name, info in fields_of(model, otherwise).items()} | ALIASES.get(model, {})
     lines = [f"    {name}: {_annotation(of)} | None" for name, of in types.items()]
+    if model not in ALIASES:
+        lines.append("    selector: Mapping[str, object] | None  # at a coordinator")
     return "\n".join([f"class {model.__name__}Keywords(TypedDict, total=False):", *lines]) + "\n"
 
 

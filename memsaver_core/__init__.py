@@ -19,6 +19,7 @@ from memsaver_core.contract.errors import (
     BackupError,
     ConfigurationError,
     ContextLostError,
+    DiskFullError,
     DriverError,
     ForkedProcessError,
     MemsaverError,
@@ -64,8 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "CommunicatorStatus", "ConfigurationError",
-    "ContextLostError", "DeviceDelta", "DeviceMemory", "DriverError", "ForkedProcessError", "GraphPool",
-    "HostBackupStatus", "MemoryRequest", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError",
+    "ContextLostError", "DeviceDelta", "DeviceMemory", "DiskFullError", "DriverError", "ForkedProcessError",
+    "GraphPool", "HostBackupStatus", "MemoryRequest", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError",
     "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus", "RestorePolicy", "Status",
     "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
     "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",

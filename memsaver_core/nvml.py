@@ -43,13 +43,13 @@ def in_multi_node_fabric(uuid: str) -> bool:
         return False
     import pynvml
 
-    told = pynvml.c_nvmlGpuFabricInfoV_t()
-    told.version = pynvml.nvmlGpuFabricInfo_v2
+    fabric = pynvml.c_nvmlGpuFabricInfoV_t()
+    fabric.version = pynvml.nvmlGpuFabricInfo_v2
     try:
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(told))
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
     except pynvml.NVMLError:
         return False
-    return told.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(told.clusterUuid)
+    return fabric.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(fabric.clusterUuid)
 
 
 def _handle(uuid: str) -> Any:

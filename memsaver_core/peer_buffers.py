@@ -7,14 +7,12 @@ addresses, and a process that has dropped them can be checkpointed.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.rendezvous import Listener, connect
 from memsaver_core.shared_buffers import ImportedBuffer, SharedBuffer
 
 #: How long a rank waits for another one, seconds.
@@ -31,24 +29,23 @@ class PeerSockets:
         """Connect to the other ranks, which run on this host under the same user.
 
         Raises:
-            MemsaverError: a rank did not come within ``TIMEOUT_S``.
+            MemsaverError: a rank did not connect within ``TIMEOUT_S``.
         """
         self.rank = rank
-        folder = Path(tempfile.mkdtemp(prefix="memsaver-"))  # of mode 0700
+        listener = Listener(first=rank + 1)
         try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.settimeout(TIMEOUT_S)
-                listener.bind(str(folder / "rank"))
-                listener.listen()
-                paths = gather(str(folder / "rank"))
-                self._peers = dict(_connect(rank, number, path) for number, path in enumerate(paths[:rank]))
-                while len(self._peers) < len(paths) - 1:
-                    number, connection = _accept(listener)
-                    self._peers[number] = connection
+            paths = gather(listener.path)
+            listener.ranks = len(paths)
+            lower = [connect(path, rank) for path in paths[:rank]]
+            higher = listener.accept(TIMEOUT_S)
         except OSError as error:
             raise MemsaverError(f"rank {rank} cannot reach the other ranks of its group: {error}") from error
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            listener.close()
+        others = (number for number in range(len(paths)) if number != rank)
+        self._peers = dict(zip(others, [*lower, *higher], strict=True))
+        for peer in self._peers.values():
+            peer.settimeout(TIMEOUT_S)
 
     @property
     def ranks(self) -> int:
@@ -71,7 +68,7 @@ class PeerSockets:
             for each in received.values():
                 os.close(each)
             for peer in self._peers.values():
-                peer.close()  # a descriptor that comes late must not be taken for that of the next exchange
+                peer.close()  # else the next exchange could receive a descriptor of this one
             raise MemsaverError(
                 f"rank {self.rank} of a group did not get the memory of rank {asked}: {error}; restart the engine"
             ) from error
@@ -146,20 +143,6 @@ class PeerBuffers:
         finally:
             for descriptor in received.values():
                 os.close(descriptor)
-
-
-def _connect(rank: int, other: int, path: str) -> tuple[int, socket.socket]:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(TIMEOUT_S)
-    connection.connect(path)
-    connection.sendall(rank.to_bytes(4, "little"))
-    return other, connection
-
-
-def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
-    connection, _ = listener.accept()
-    connection.settimeout(TIMEOUT_S)
-    return int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little"), connection
 
 
 def _receive(peer: socket.socket) -> int:

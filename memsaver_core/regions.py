@@ -25,7 +25,7 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
 
     Args:
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
-        restore: what a resume owes the content; by default the policy of the tag, else ``discard``.
+        restore: what a resume must restore of the content; by default the policy of the tag, else ``discard``.
         device: index of the device; the current one by default (the first on the host driver).
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memsaver_core import _native, communicators, hibernation, library_caches, process
+from memsaver_core import _native, communicators, disk, hibernation, library_caches, process
 from memsaver_core.backends import Backend
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.contract.phases import Phase
@@ -70,7 +70,7 @@ def release(
         tags: which; None or empty for all.
         restore: another policy for this release alone, by tag.
         trim: also give back what libraries keep for speed: cuBLAS workspaces (unless a CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a phase of its own.
+            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a separate phase.
             By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
         hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
             resume.
@@ -80,7 +80,7 @@ def release(
         UnknownTagError: before anything was done.
         UnsupportedError: this process cannot be hibernated; before anything was done.
         ContextLostError: this process was hibernated and can never be woken again.
-        OutOfHostMemoryError: the backups would not fit; nothing was unmapped.
+        OutOfHostMemoryError, DiskFullError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
             undo failed as well, what was released is kept, and both a repeat and a resume work.
     """
@@ -108,6 +108,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         saver.synchronize()
     with log.phase(Phase.PAUSE) as details:
         before = log.read()
+        disk.drop()  # the release takes it
         result = saver.release(names, _dead_ranges(saver, backend, names, overrides), overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
@@ -134,7 +135,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies owe.
+    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies promise.
 
     All or nothing. A hibernated process wakes first, whatever the tags.
 
@@ -186,7 +187,11 @@ def reserve_with(request: Tagged) -> None:
 
 
 def give_back_reserved() -> None:
-    """Give back the memory that ``reserve_with`` holds, if any. What the driver refuses is tried again later."""
+    """Give back the memory that ``reserve_with`` holds, if any, and disk space that is held for a release.
+
+    What the driver refuses is tried again later.
+    """
+    disk.drop()
     saver = process.existing_saver()
     if saver is not None:
         saver.give_back_reserved()

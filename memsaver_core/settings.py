@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from memsaver_core.contract.errors import ConfigurationError
@@ -108,3 +109,11 @@ class CoreSettings(EnvironmentSettings):
         "auto", description="whether NCCL communicators are suspended with a release of all ranks; auto: if NCCL can"
     )
     peer_access: bool = Field(False, description="let every visible device reach the memory")
+
+    @field_validator("file_dir")
+    @classmethod
+    def _check_folder(cls, folder: str) -> str:
+        """A default folder is not checked: no tag may be kept in files."""
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            raise PydanticCustomError("folder", "must be a folder in which files can be made")
+        return folder

@@ -2,7 +2,7 @@
 
 CUDA IPC handles are of memory that cannot be released, and a process that has used one cannot be checkpointed. These
 buffers are virtual memory instead: a process makes one and hands a file descriptor of it to the others, for example by
-``socket.send_fds``; each maps it at an address of its own, which stays its address for good.
+``socket.send_fds``; each maps it at its own address, which never changes.
 
 Before a hibernation every process drops what it imported, then each owner releases its buffers. Afterwards each owner
 restores and exports anew, then the others map again.
@@ -17,11 +17,21 @@ from memsaver_core import _native, process
 _imported: weakref.WeakSet[ImportedBuffer] = weakref.WeakSet()
 
 
-class SharedBuffer:
+class SharedBuffer(_native.SharedBuffer):
     """A buffer of this process, for other processes to map.
 
-    Every method may raise DriverError, ContextLostError or ForkedProcessError; the buffer is then as it was, and the
-    call can be repeated.
+    ``address`` is its device address in this process, which never changes. Every method may raise DriverError,
+    ContextLostError or ForkedProcessError; the buffer is then as it was, and the call can be repeated:
+
+    ``export_fd()`` returns a new descriptor of the memory, for :class:`ImportedBuffer` in another process; the caller
+    closes it. Raises ConfigurationError while the buffer is released.
+
+    ``release()`` copies the content to host memory and gives the device memory back; does nothing while released. The
+    device gets it once no other process maps it and no exported descriptor is open. Raises OutOfHostMemoryError if
+    there is no host memory for the content.
+
+    ``restore()`` brings memory and content back; does nothing while resident. The memory is new and has to be exported
+    again. Raises OutOfDeviceMemoryError if the device has too little free memory; the buffer stays released.
     """
 
     def __init__(self, device_index: int, nbytes: int) -> None:
@@ -35,49 +45,24 @@ class SharedBuffer:
             ConfigurationError: there is no such device.
             OutOfDeviceMemoryError: the device has too little free memory.
         """
-        self._native = _native.SharedBuffer(process.saver(), device_index, nbytes)
-
-    @property
-    def address(self) -> int:
-        """The device address in this process; it never changes."""
-        return self._native.address
+        super().__init__(process.saver(), device_index, nbytes)
 
     @property
     def nbytes(self) -> int:
         """The size in bytes that importers name."""
-        return self._native.bytes
-
-    def export_fd(self) -> int:
-        """Return a new descriptor of the memory, for :class:`ImportedBuffer` in another process; the caller closes it.
-
-        Raises:
-            ConfigurationError: the buffer is released.
-        """
-        return self._native.export_fd()
-
-    def release(self) -> None:
-        """Copy the content to host memory and give the device memory back; does nothing while released.
-
-        The device gets it once no other process maps it and no exported descriptor is open.
-
-        Raises:
-            OutOfHostMemoryError: there is no host memory for the content.
-        """
-        self._native.release()
-
-    def restore(self) -> None:
-        """Bring memory and content back; does nothing while resident. The memory is new and has to be exported again.
-
-        Raises:
-            OutOfDeviceMemoryError: the device has too little free memory; the buffer stays released.
-        """
-        self._native.restore()
+        return self.bytes
 
 
-class ImportedBuffer:
+class ImportedBuffer(_native.ImportedBuffer):
     """A :class:`SharedBuffer` of another process, at an address of this process.
 
-    Every method may raise DriverError, ContextLostError or ForkedProcessError; the call can be repeated.
+    ``address`` is its device address in this process, which never changes. Every method may raise DriverError,
+    ContextLostError or ForkedProcessError; the call can be repeated:
+
+    ``drop()`` unmaps the memory and drops it; does nothing while dropped.
+
+    ``map_again(fd)`` maps the memory of a descriptor, which remains the caller's, at the same address as before. Raises
+    ConfigurationError if the buffer is mapped, or the descriptor is of another size.
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
@@ -91,35 +76,18 @@ class ImportedBuffer:
         Raises:
             ConfigurationError: there is no such device, or the descriptor is of another size.
         """
-        self._native = _native.ImportedBuffer(process.saver(), fd, nbytes, device_index)
+        super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
-
-    @property
-    def address(self) -> int:
-        """The device address in this process; it never changes."""
-        return self._native.address
 
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
-        return self._native.bytes
+        return self.bytes
 
     @property
-    def mapped(self) -> bool:
+    def mapped(self) -> bool:  # type: ignore[override]
         """Whether the memory is mapped now; if not, nothing may use the address."""
-        return self._native.mapped()
-
-    def drop(self) -> None:
-        """Unmap the memory and let go of it; does nothing while dropped."""
-        self._native.drop()
-
-    def map_again(self, fd: int) -> None:
-        """Map the memory of a descriptor, which remains the caller's, at the same address as before.
-
-        Raises:
-            ConfigurationError: the buffer is mapped, or the descriptor is of another size.
-        """
-        self._native.map_again(fd)
+        return super().mapped()
 
 
 def is_imported(address: int) -> bool:

@@ -34,7 +34,7 @@ def _guarded(saver: _native.Saver, share: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(share)
     def guarded(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        # A forked child has no saver of its own; what it shares is copied.
+        # A forked child has no saver; what it shares is copied.
         if os.getpid() == pid and saver.owns(storage.data_ptr()):
             tag = saver.backup_of(storage.data_ptr(), 1, 0)["tag"]
             raise UnsupportedError(

@@ -42,8 +42,7 @@ void remove_left_behind(const std::string& folder) {
 Error file_failure(const char* call, int code, const std::string& folder, std::size_t bytes) {
   const bool full = code == ENOSPC || code == EDQUOT;
   const bool descriptors = code == EMFILE || code == ENFILE;
-  return Error::from_errno(full ? ErrorKind::out_of_host_memory : ErrorKind::backup, call, code,
-                           ", backup file in " + folder)
+  return Error::from_errno(full ? ErrorKind::disk_full : ErrorKind::backup, call, code, ", backup file in " + folder)
       .with_bytes(bytes)
       .with_advice(full          ? "free disk space or set MEMSAVER_FILE_DIR to a larger file system"
                    : descriptors ? "raise the limit of open files (ulimit -n) or close some, and repeat"
@@ -108,7 +107,7 @@ void FileStore::check(std::size_t bytes) {
   std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
   if (is_in_memory(file_)) free = std::min(free, available_memory_bytes(bytes));
   if (bytes > free) {
-    throw Error(ErrorKind::out_of_host_memory, "the file system of " + folder_ + " has too little space for the backup")
+    throw Error(ErrorKind::disk_full, "the file system of " + folder_ + " has too little space for the backup")
         .with_memory(bytes, free)
         .with_advice("free disk space or set MEMSAVER_FILE_DIR to a larger file system");
   }

@@ -22,8 +22,8 @@ class FileStore {
   FileStore& operator=(const FileStore&) = delete;
   ~FileStore();
 
-  // Throws out_of_host_memory if the file system has less than `bytes` available, configuration if no file can be made
-  // in the folder, backup if the system refuses to say.
+  // Throws disk_full if the file system has less than `bytes` available, configuration if no file can be made in the
+  // folder, backup if the system refuses to say.
   void check(std::size_t bytes);
 
   // Uses another folder from now on. Returns false, and does nothing, while space in the present one is in use.
@@ -37,8 +37,7 @@ class FileStore {
   void punch_holes();
 
   // Transfer a range that is handed out, and wait for it. `memory` must be page-aligned and as large as the range.
-  // Throw out_of_host_memory (disk full) or backup (any other failure, a truncated file included): a part is
-  // transferred.
+  // Throw disk_full or backup (any other failure, a truncated file included): a part is transferred.
   void write(const FileRange& range, const std::vector<HostRange>& memory);
   void read(const FileRange& range, const std::vector<HostRange>& memory);
 

@@ -176,7 +176,9 @@ void HostAccount::map() {
 // Takes a free slot. When it throws, the account may only be destroyed.
 void HostAccount::join(std::size_t capacity_bytes) {
   const Guard guard(*this);
-  if (ftruncate(file_, sizeof(Ledger)) != 0) throw failure(path_, "cannot be sized");
+  // With its pages: to write to one for which there is no space would end the process by SIGBUS.
+  errno = posix_fallocate(file_, 0, sizeof(Ledger));
+  if (errno != 0) throw failure(path_, "cannot be sized");
   map();
   int free_slot = -1;
   bool alone = true;

@@ -43,7 +43,8 @@ py::dict to_dict(const TagOutcome& value) {
 py::dict to_dict(const TagSnapshot& value) {
   return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes), FIELD(released_bytes),
                   FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(expected_bytes),
-                  FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device), FIELD(bytes_by_device));
+                  FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
+                  FIELD(bytes_by_device));
 }
 
 template <typename Tag>
@@ -103,6 +104,8 @@ void set_python_error(const Error& error) {
       return raise("OutOfDeviceMemoryError", needed_bytes, error.free_bytes, error.device);
     case ErrorKind::out_of_host_memory:
       return raise("OutOfHostMemoryError", needed_bytes, error.free_bytes);
+    case ErrorKind::disk_full:
+      return raise("DiskFullError", needed_bytes, error.free_bytes);
     case ErrorKind::driver:
       return raise("DriverError", error.call, error.code, error.tag, error.bytes);
     case ErrorKind::context_lost:

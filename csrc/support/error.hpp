@@ -13,12 +13,13 @@ namespace memsaver {
 // context_lost. A function without "Throws" throws nothing but std::bad_alloc. Sizes are in bytes.
 enum class ErrorKind {
   out_of_device_memory,
-  out_of_host_memory,  // or out of disk space
-  driver,              // a call to the device's driver failed
-  context_lost,        // likewise, and no call on the device can succeed any more
-  backup,              // content cannot be written to a backup, or read from it
-  configuration,       // what was requested cannot work here
-  forked,              // the process is a forked child of the one that made the object
+  out_of_host_memory,
+  disk_full,
+  driver,         // a call to the device's driver failed
+  context_lost,   // likewise, and no call on the device can succeed any more
+  backup,         // content cannot be written to a backup, or read from it
+  configuration,  // what was requested cannot work here
+  forked,         // the process is a forked child of the one that made the object
 };
 
 // The one exception type of the core. Callers on the way up add what they know; what() is always complete.

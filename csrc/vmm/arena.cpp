@@ -220,14 +220,14 @@ std::size_t Arena::unprepared_bytes() const {
   return sum;
 }
 
-std::size_t Arena::expected_bytes() const {
+std::size_t Arena::expected_bytes(bool to_file) const {
   std::size_t sum = 0;
   for (const auto& [address, allocation] : allocations_) {
     if (allocation.blocks.empty() && is_mapped(address, allocation.bytes)) sum += allocation.bytes;
     for (const auto& block : allocation.blocks) {
       if (!is_mapped(address + block.offset, block.bytes)) continue;
       const std::size_t expected = block.expected_for(block.bytes);
-      sum += expected - std::min(expected, sum_of(block.host));
+      sum += expected - std::min(expected, to_file ? block.file.bytes : sum_of(block.host));
     }
   }
   return sum;

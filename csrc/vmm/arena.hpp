@@ -112,8 +112,9 @@ class Arena {
   [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
   // Returns the host memory that a backup of everything live would need beyond what its blocks own.
   [[nodiscard]] std::size_t unprepared_bytes() const;
-  // Returns the host memory that a backup of what is mapped is expected to need beyond what its blocks own.
-  [[nodiscard]] std::size_t expected_bytes() const;
+  // Returns the host memory, or the space in files, that a backup of what is mapped is expected to need beyond what its
+  // blocks own.
+  [[nodiscard]] std::size_t expected_bytes(bool to_file) const;
 
   // Marks the arena busy: until end_operation(), frees of its present allocations are deferred, and new allocations
   // take ranges without memory only.

@@ -59,7 +59,8 @@ void MemoryMap::describe(const Arena& arena, TagSnapshot& tag) const {
     return;  // the operation is writing to its blocks
   }
   if (released > 0 && tag.state.empty()) tag.state = "released";
-  tag.expected_bytes += arena.expected_bytes();
+  tag.expected_bytes += arena.expected_bytes(false);
+  tag.expected_file_bytes += arena.expected_bytes(true);
   for (const auto& [address, allocation] : arena.allocations()) {
     for (const auto& block : allocation.blocks) {
       if (block.kept != Kept::nothing) tag.backed_up_bytes += block.content_bytes();

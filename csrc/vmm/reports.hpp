@@ -21,8 +21,9 @@ struct TagSnapshot {
   std::size_t released_bytes = 0;
   std::size_t retained_bytes = 0;  // mapped, but in no live allocation
   std::size_t backed_up_bytes = 0;
-  std::size_t kept_bytes = 0;      // what these backups take: less if they are packed, nothing for zeros
-  std::size_t expected_bytes = 0;  // further host memory that a backup of all that is mapped is expected to take
+  std::size_t kept_bytes = 0;           // what these backups take: less if they are packed, nothing for zeros
+  std::size_t expected_bytes = 0;       // further host memory that a backup of all that is mapped is expected to take
+  std::size_t expected_file_bytes = 0;  // likewise, of space in files if it is kept there
   std::size_t allocations = 0;
   std::size_t chunks = 0;
   std::map<int, std::size_t> mapped_by_device;  // retained bytes included

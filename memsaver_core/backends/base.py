@@ -73,7 +73,7 @@ class Backend:
         return False
 
     def note_release(self, tags: Sequence[str]) -> None:
-        """Take note that ``tags`` were released: torch's free blocks in them must not be handed out again."""
+        """Note that ``tags`` were released: torch's free blocks in them must not be handed out again."""
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
         """Return (address, bytes) of the saver's memory that torch's allocator holds free, in address order."""

@@ -20,6 +20,7 @@ from memsaver_core.contract.errors import ConfigurationError, MemsaverError, Uns
 from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 from memsaver_core.contract.status import CommunicatorStatus, TagStatus
 from memsaver_core.peer_buffers import PeerBuffers
+from memsaver_core.rendezvous import started
 
 #: Deadline of a suspend or a resume, seconds. One of 480 MiB takes half a second.
 TIMEOUT_S = 30.0
@@ -65,7 +66,7 @@ class Communicators:
             self._registered[name] = made
 
     def register_buffers(self, name: str, buffers: PeerBuffers) -> None:
-        """Have the buffers of an engine's own all-reduce suspended; ``name`` and errors as of ``register``."""
+        """Have the buffers of an engine's own all-reduce suspended; for ``name`` and errors see ``register``."""
         self._check_free(name)
 
         def held() -> Held:
@@ -135,7 +136,7 @@ class Communicators:
     def shared(self) -> tuple[str, ...]:
         """Return what ranks share of device memory besides what can be suspended, each with what to change.
 
-        It stays after a release and prevents a hibernation. As of the last count; calls no driver.
+        It stays after a release and prevents a hibernation. Returns what was counted last; calls no driver.
         """
         return self._shared
 
@@ -154,7 +155,7 @@ class Communicators:
 
         Raises:
             UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
-            MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
+            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
         """
         return self._move("suspend", names, timeout_s)
 
@@ -167,7 +168,7 @@ class Communicators:
 
         Raises:
             UnsupportedError: one of ``names`` does not exist; nothing was done.
-            MemsaverError: NCCL failed, or another rank did not come within the deadline; names the communicator.
+            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
         """
         self._move("resume", names, timeout_s)
 
@@ -196,8 +197,8 @@ class Communicators:
         present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()
         self._counted = counted = tuple((each, self._status(each)) for each in present)
         devices = [(each.name, each.device) for each in present if each.nccl and each.device is not None]
-        told = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
-        self._shared = (*filter(None, told), *sharing.shared_memory())
+        fixed = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        self._shared = (*filter(None, fixed), *sharing.shared_memory())
         return counted
 
     def _chosen(
@@ -211,14 +212,14 @@ class Communicators:
             raise UnsupportedError(f"this process has no communicator {sorted(missing)[0]!r}; nothing was done")
         chosen = [(each, status) for each, status in pairs if each.name in names]
         if not resuming and (refused := [status for _, status in chosen if status.obstacle]):
-            told = "; ".join(f"communicator {each.name}: {each.obstacle}" for each in refused)
-            raise UnsupportedError(f"{told}; nothing was suspended")
+            reasons = "; ".join(f"communicator {each.name}: {each.obstacle}" for each in refused)
+            raise UnsupportedError(f"{reasons}; nothing was suspended")
         return chosen
 
     def _status(self, each: Communicator) -> CommunicatorStatus:
         about = {"name": each.name, "ranks": each.ranks, "rank": each.rank}
         if self._late is not None and self._late.name == each.name and not self._late.outcome.done():
-            why = f"its {self._late.what} has not returned, because another rank did not come"
+            why = f"its {self._late.what} has not returned, because another rank has not called it"
             return CommunicatorStatus(**about, obstacle=why)
         if reason := _unable(each):
             return CommunicatorStatus(**about, obstacle=reason)
@@ -237,19 +238,8 @@ class Communicators:
         )
 
     def _call(self, what: str, each: Communicator, function: Callable[[], None], deadline: float) -> None:
-        """Run a call that waits for the other ranks, in a thread that is left behind if they do not come."""
-        outcome: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                function()
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
-
-        self._late = _Call(what, each.name, outcome)
-        threading.Thread(target=run, name=f"memsaver-{what}", daemon=True).start()
+        """Run a call that waits for the other ranks, in a thread that is left behind if they do not call it."""
+        self._late = _Call(what, each.name, started(function, f"memsaver-{what}"))
         self._await_late(deadline)
 
     def _await_late(self, deadline: float) -> None:

@@ -85,8 +85,8 @@ def _by_torch(backend: Any, found: Communicator) -> Communicator:
     """Return ``found`` with torch's calls, which exclude torch's own threads."""
 
     def held() -> Held:
-        told = backend.memory_stats()
-        return Held(int(told["suspend"]), int(told["persist"]), bool(told["suspended"]))
+        stats = backend.memory_stats()
+        return Held(int(stats["suspend"]), int(stats["persist"]), bool(stats["suspended"]))
 
     return replace(found, held=held, suspend=backend.suspend, resume=backend.resume)
 

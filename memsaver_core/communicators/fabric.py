@@ -15,8 +15,8 @@ _MULTICAST_SUPPORTED = 132
 def obstacle(name: str, device: int, uuid: str) -> str:
     """Return why a process with the communicator ``name`` cannot be hibernated and what to do, or an empty string.
 
-    NCCL does not tell which memory it uses, so this goes by what makes it use multicast (NVLS) or memory of other hosts
-    (MNNVL): its settings and the device.
+    NCCL does not report which memory it uses, so this checks what makes it use multicast (NVLS) or memory of other
+    hosts (MNNVL): its settings and the device.
 
     Args:
         device, uuid: torch's index of the communicator's device, and the driver's identifier of it.

@@ -30,7 +30,7 @@ class Held:
 
 
 class Nccl:
-    """A loaded libnccl. Each call of a function that fails raises MemsaverError with NCCL's own word for it."""
+    """A loaded libnccl. Each call of a function that fails raises MemsaverError with NCCL's description of it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -64,7 +64,7 @@ class Nccl:
         return value.value
 
     def _call(self, name: str, *arguments: object) -> None:
-        # By subscript: a function object of our own, since another user of the library may have declared arguments.
+        # By subscript: a separate function object, since another user of the library may have declared arguments.
         if result := self._library[name](*arguments):
             describe = self._library["ncclGetErrorString"]
             describe.restype = ctypes.c_char_p

@@ -35,9 +35,7 @@ def shared_memory() -> list[str]:
     try:
         return [*_of_groups(), *_of_experts(), *_of_libraries()]
     except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone
-        return [
-            f"what ranks share cannot be told ({type(error).__name__}: {error}); report this with the engine's version"
-        ]
+        return [f"what ranks share is unknown ({type(error).__name__}: {error}); report this with the engine's version"]
 
 
 def _of_groups() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Every error that memsaver raises, with its kind, its HTTP status and when a retry may help.
 
 Each message says what happened, to what, and what to do. None of these errors leaves an allocation half done: each one
-is either mapped with its content or released with what its policy owes.
+is either mapped with its content or released with what its policy requires.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemsaverError(RuntimeError):
     def __init_subclass__(
         cls, kind: str | None = None, status: int | None = None, retry_after_s: int | None = None
     ) -> None:
-        """What a class does not give is as of its base."""
+        """What a class does not give, it has from its base."""
         given = {"kind": kind, "status": status, "retry_after_s": retry_after_s}
         for name, value in given.items():
             if value is not None:
@@ -79,10 +79,14 @@ class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=
 
 @dataclass(eq=False, repr=False)
 class OutOfHostMemoryError(MemsaverError, kind="out_of_host_memory", status=507):
-    """Host memory (or disk space) for a backup is short. Nothing was unmapped."""
+    """Host memory for a backup is short. Nothing was unmapped."""
 
     needed_bytes: int = 0  # that the backup needs
     free_bytes: int = 0  # that may still be used
+
+
+class DiskFullError(OutOfHostMemoryError, kind="disk_full"):
+    """The file system for backups is too small. Nothing was unmapped."""
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""Restore policies: what a resume owes a tag."""
+"""Restore policies: what a resume must restore of a tag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memsaver_core.contract.errors import ConfigurationError
 
 
 class RestorePolicy(str, Enum):
-    """What a resume owes the content of a tag."""
+    """What a resume must restore of the content of a tag."""
 
     DISCARD = "discard"  # nothing: it is undefined
     ZERO = "zero"  # zeros

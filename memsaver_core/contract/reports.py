@@ -129,6 +129,14 @@ class PlanAnswer(Model):
     ignored: Ignored = ()
 
 
+class FleetPlanAnswer(Model):
+    """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons."""
+
+    message: str
+    operation: Literal["release", "resume"]
+    blockers: tuple[str, ...]
+
+
 class PreparedAnswer(PreparedState):
     """An operation that waits for its commit: what it will do, and the estimate of how long that takes, if there was
     one like it. ``message`` says how to go on."""

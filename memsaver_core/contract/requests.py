@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from memsaver_core.contract.model import Model
@@ -29,11 +29,22 @@ DrainMode = Literal["wait", "abort", "keep"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
 
+#: The field with which a caller only asks what an operation would do.
+ASKS_ONLY = "dry_run"
+
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
 
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+_IsNumber = BeforeValidator(_number)  # else pydantic takes true for 1
 Tags = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=1024)]
-Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), _IsNumber]
 OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
 
 
@@ -103,7 +114,7 @@ class _Operation(Tagged):
     prepare: Annotated[bool, Acts("service", fleet=_PREPARED_BY_FLEET)] = Field(
         default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
     )
-    lease_s: Annotated[float, Field(gt=0, le=3600), Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
+    lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
         default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
     )
     dry_run: Annotated[bool, Acts("caller", fleet="own")] = Field(
@@ -121,6 +132,11 @@ class _Operation(Tagged):
         if "lease_s" in self.model_fields_set and not self.prepare:
             raise ValueError('lease_s needs "prepare": true')
         return self
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether the caller only asks what would happen."""
+        return self.dry_run
 
     def identity(self) -> tuple[Any, ...]:
         """Return what two equal requests have in common; fields that concern one call are not in it."""
@@ -149,7 +165,7 @@ class Release(MemoryRequest, _Operation):
         default="wait", description="Requests in flight: wait for them, abort them, or keep (freeze) them."
     )
     at_least_bytes: Annotated[
-        Annotated[int, Field(ge=1, lt=1 << 63)] | None,
+        Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None,
         Acts("service", fleet="a fleet releases whole tags; send tags instead of at_least_bytes"),
     ] = Field(default=None, description="Release only as many tags as free this much, cheapest first.")
 

@@ -28,8 +28,8 @@ class Consumer(Model):
     ``kind`` is ``tag``: a region, including free ranges inside its chunks; ``torch``: tensors outside regions;
     ``cache``: torch's cache outside regions; ``graphs``: captured CUDA graphs, beside their tensors; ``reserved``: held
     for a resume that is prepared; ``process``: the rest of this process: context, modules, libraries; ``others``: other
-    processes; ``unexplained``: the rest, if the driver does not count by process. It tells tags, which may have any
-    name, from other consumers.
+    processes; ``unexplained``: the rest, if the driver does not count by process. It separates tags, which may
+    have any name, from other consumers.
     """
 
     kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
@@ -75,6 +75,7 @@ class TagStatus(TagOccupation):
     mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
     expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
+    expected_file_bytes: int = 0  # likewise, of space in files if its policy is ``file``
 
 
 class CommunicatorStatus(Model):
@@ -179,11 +180,17 @@ class AdmissionStatus(Model):
 
 
 class PreparedState(Model):
-    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+    """The operation that waits for its commit, for ``lease_s`` more seconds; ``client`` prepared it."""
 
     operation_id: str
+    client: str
     operation: Literal["release", "resume"]
     lease_s: float
+
+    def text(self) -> str:
+        """Return it in words."""
+        left = f"{self.lease_s:.0f} s are left for its commit"
+        return f"{self.operation} {self.operation_id} of {self.client}; {left}"
 
 
 class OccupationAnswer(Model):
@@ -206,6 +213,35 @@ class OccupationAnswer(Model):
     devices: tuple[OccupiedDevice, ...]
     host_backup: HostBackup
     ranks: tuple[RankStatus, ...] = ()
+
+
+class MemberRow(Model):
+    """One engine of a fleet now."""
+
+    name: str
+    url: str
+    model: str
+    labels: dict[str, str]
+    host: str
+    gpus: tuple[str, ...]
+    alive: bool
+
+
+class EngineRow(MemberRow):
+    """One engine now."""
+
+    state: str
+    wanted: str
+    error: str
+    resident_bytes: int
+    released_bytes: int
+    requests: int = Field(description="In flight through this coordinator.")
+
+
+class FleetOccupation(OccupationAnswer):
+    """What the engines hold together, and each of them."""
+
+    engines: tuple[EngineRow, ...]
 
 
 class HealthAnswer(Model):

@@ -32,7 +32,7 @@ LOCK_TIMEOUT_MS = 10_000
 #: repeated.
 _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
-#: States of the process. UNKNOWN: the driver did not tell; each step finds out.
+#: States of the process. UNKNOWN: the driver did not say; each step finds out.
 _State = Enum("_State", "RUNNING LOCKED HIBERNATED UNKNOWN LOST")
 
 #: By the driver's words.
@@ -42,7 +42,7 @@ _CONSEQUENCES = {
     _State.RUNNING: "the process runs on as before",
     _State.LOCKED: "the process holds its memory, but its calls still wait; resume again",
     _State.HIBERNATED: "the process is still hibernated; repeat the call",
-    _State.UNKNOWN: "the driver does not tell what state the process is in; resume it",
+    _State.UNKNOWN: "the driver does not say what state the process is in; resume it",
 }
 
 
@@ -260,18 +260,18 @@ class Hibernation:
             raise
 
     def _state_after(self, step: str, error: MemsaverError | StepFailedError) -> _State:
-        told = self._driver_state()
-        if undo := _UNDO.get((step, told)):
+        now = self._driver_state()
+        if undo := _UNDO.get((step, now)):
             with suppress(MemsaverError, StepFailedError):
                 self._ask(undo)
-            told = self._driver_state()
+            now = self._driver_state()
         # After a restore that failed half way, the driver (seen on 580) cannot bring the process back, and does not say
         # so.
         stuck = False
         if isinstance(error, StepFailedError) and error.call in _RESTORE_STEPS and not error.needed_bytes:
             stuck = self._restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"
             self._restore_failed = True
-        return _State.LOST if stuck else _STATES.get(told, _State.UNKNOWN)
+        return _State.LOST if stuck else _STATES.get(now, _State.UNKNOWN)
 
     def _described(self, error: MemsaverError | StepFailedError) -> MemsaverError:
         """Return the error to raise for a failed step, with the state that the process is in."""

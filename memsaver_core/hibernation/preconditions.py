@@ -42,7 +42,7 @@ class Facts:
     managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
     imported_bytes: int = 0  # of other processes' device memory, mapped by memsaver_core.shared_buffers
     sharing: tuple[str, ...] = ()  # what else ranks share of device memory
-    others: tuple[str, ...] = ()  # what registered checks told
+    others: tuple[str, ...] = ()  # what registered checks found
 
 
 def register_check(check: Callable[[], list[str]]) -> None:
@@ -109,7 +109,7 @@ def observe() -> Facts:
         managed_bytes=managed_bytes() if backend.has_context else 0,
         imported_bytes=shared_buffers.imported_bytes(),
         sharing=communicators.shared(),
-        others=tuple(told for check in _checks for told in check()),
+        others=tuple(found for check in _checks for found in check()),
     )
 
 

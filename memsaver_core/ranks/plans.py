@@ -5,16 +5,16 @@ A check here refuses only what the operation itself would refuse. It finds it be
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import memsaver_core as ms
-from memsaver_core import _native, communicators, hibernation, process
+from memsaver_core import _native, communicators, disk, hibernation, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
-from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
+from memsaver_core.contract.policies import COMMUNICATORS, keeps_any
+from memsaver_core.contract.reports import DeviceRoom, PlannedTag, Room
 from memsaver_core.contract.requests import MemoryRequest, Tagged
-from memsaver_core.contract.status import Status, TagStatus
+from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.protocol import Plan
 
 
@@ -24,31 +24,37 @@ def reserve(request: Tagged) -> None:
     ms.reserve_with(request)
 
 
+def check_release(request: MemoryRequest) -> None:
+    """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
+    plan_release(request)
+    tags, status = _look(request.tags)
+    _, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
+    disk.hold(_to_fit(file.needed_bytes, 0))
+
+
 def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
-    """Return what a release would do; ``exact`` as of ``PrepareRelease``.
+    """Return what a release would do; for ``exact`` see ``Prepare``.
 
     Raises:
         ContextLostError: as ``memsaver_core.release``.
-        OutOfHostMemoryError: the backups would not fit, in host memory or on disk.
+        OutOfHostMemoryError: the backups would not fit in host memory.
+        DiskFullError: they would not fit on disk.
     """
     tags, status = _look(request.tags)
-    free = _free_host_bytes(status)
-    expected = sum(tag.expected_bytes for tag in tags if _policy(tag, request) in (RestorePolicy.HOST, "mixed"))
-    needed = _to_fit(expected, 0 if exact else free)
-    if needed > free:
+    host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
+    needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
+    if needed > host.free_bytes and status.host_backup.shared_store is None:
         raise OutOfHostMemoryError(
-            f"the backups need {needed} bytes of host memory, and {free} may be used; release fewer tags, discard "
-            "some, or raise MEMSAVER_HOST_BACKUP_LIMIT",
+            f"the backups need {needed} bytes of host memory, and {host.free_bytes} may be used; release fewer tags, "
+            "discard some, or raise MEMSAVER_HOST_BACKUP_LIMIT",
             needed,
-            free,
+            host.free_bytes,
         )
-    to_file = (tag for tag in tags if _policy(tag, request) == RestorePolicy.FILE)
-    _check_disk(sum(max(0, tag.resident_bytes - tag.backed_up_bytes) for tag in to_file))
+    if (on_disk := _to_fit(file.needed_bytes, file.free_bytes)) > file.free_bytes:
+        raise disk.full(on_disk, file.free_bytes)
     away = status.hibernated
     return Plan(
-        tag_bytes={tag.tag: tag.resident_bytes for tag in tags},
         host_bytes_needed=needed,
-        host_bytes_free=free,
         communicators=() if away else communicators.found(),
         obstacles=tuple(hibernation.obstacles(suspending=True)) if request.hibernate and not away else (),
     )
@@ -62,45 +68,64 @@ def plan_resume(request: Tagged) -> Plan:
         OutOfDeviceMemoryError: a device has less free memory than the tags need.
     """
     tags, status = _look(request.tags)
-    needed = missing_by_device(tags, status)
-    free = _free_device_bytes()
-    if _short(needed, free) is not None and not status.hibernated and process.backend().make_room():
-        free = _free_device_bytes()
-    device = _short(needed, free)
-    if device is not None:
+
+    def short() -> DeviceRoom | None:
+        return next((room for room in device_rooms(tags, status, ms.read_devices()) if room.is_short), None)
+
+    room = short()
+    if room is not None and not status.hibernated and process.backend().make_room():
+        room = short()
+    if room is not None:
         raise OutOfDeviceMemoryError(
-            f"device {device} has too little free memory to resume [{needed[device]} bytes needed, {free[device]} "
-            "free]; everything stays released with its backup; let other processes free memory and repeat",
-            needed[device],
-            free[device],
-            device,
+            f"device {room.index} has too little free memory to resume [{room.needed_bytes} bytes needed, "
+            f"{room.free_bytes} free]; everything stays released with its backup; let other processes free memory and "
+            "repeat",
+            room.needed_bytes,
+            room.free_bytes,
+            room.index,
         )
-    return Plan(
-        tag_bytes={tag.tag: tag.released_bytes for tag in tags},
-        device_bytes_needed=needed,
-        device_bytes_free=free,
-        communicators=communicators.statuses(),
+    return Plan(communicators=communicators.statuses())
+
+
+def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
+    """Return what the release does to a tag."""
+    override = request.restore.get(tag.tag)
+    restore = tag.restore if override is None else override.value
+    backup = tag.expected_file_bytes if restore == "file" else tag.expected_bytes
+    return PlannedTag(
+        tag=tag.tag,
+        restore=restore if tag.resident_bytes else tag.restore,
+        bytes=sum(tag.mapped_by_device.values()),
+        backup_bytes=backup if keeps_any(restore) else 0,
     )
 
 
-def missing_by_device(tags: Iterable[TagStatus], status: Status) -> Counter[int]:
-    """Return what a resume of ``tags`` needs of each device besides what is reserved."""
+def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room]:
+    """Return what the backups of a release need of host memory and of disk, and what is free there.
+
+    What others have in the shared store is not needed again, which shows only while content is saved.
+    """
+    needed: Counter[str] = Counter()
+    for tag in tags:
+        needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes
+    free = status.host_backup.room_bytes(_native.available_memory_bytes())
+    on_disk = disk.free_bytes() if needed["file"] else 0
+    return Room(needed_bytes=needed["host"], free_bytes=free), Room(needed_bytes=needed["file"], free_bytes=on_disk)
+
+
+def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[DeviceMemory]) -> list[DeviceRoom]:
+    """Return what a resume of ``tags`` needs of each device besides what is reserved, and what is free there."""
     needed = Counter({index: -size for index, size in status.reserved_by_device.items()})
     for tag in tags:
         one = len(tag.bytes_by_device) == 1
         for index, size in tag.bytes_by_device.items():
             if tag.released_bytes and size:
                 needed[index] += tag.released_bytes if one else max(0, size - tag.mapped_by_device.get(index, 0))
-    return needed
-
-
-def free_file_bytes() -> int | None:
-    """Return what is free for backups in files; None if no backup can be made there."""
-    try:
-        disk = os.statvfs(ms.core_settings().file_dir)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
+    free = {device.index: device.total_bytes - device.used_bytes for device in devices}
+    return [
+        DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))
+        for index, size in sorted(needed.items())
+    ]
 
 
 def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
@@ -110,45 +135,9 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
     return [tag for tag in tags if not names or tag.tag in names], status
 
 
-def _policy(tag: TagStatus, request: MemoryRequest) -> str:
-    return request.restore.get(tag.tag, tag.restore)
-
-
 def _to_fit(needed: int, free: int) -> int:
     """Return ``needed``, if it exceeds ``free`` without what torch holds free: that is not backed up, and asking for it
     takes time."""
     if needed <= free:
         return needed
     return max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))
-
-
-def _check_disk(needed: int) -> None:
-    """Raise OutOfHostMemoryError if backup files need more than is free."""
-    if needed == 0:
-        return
-    free = free_file_bytes()
-    if free is None:  # which the release itself tells
-        return
-    needed = _to_fit(needed, free)
-    if needed > free:
-        raise OutOfHostMemoryError(
-            f"the backups need {needed} bytes on the file system of {ms.core_settings().file_dir}, and {free} are "
-            "free; free disk space, or set MEMSAVER_FILE_DIR to a larger file system",
-            needed,
-            free,
-        )
-
-
-def _free_host_bytes(status: Status) -> int:
-    if status.host_backup.shared_store is not None:  # what it lacks shows only while content is saved
-        return 1 << 62
-    return status.host_backup.room_bytes(_native.available_memory_bytes())
-
-
-def _free_device_bytes() -> dict[int, int]:
-    return {device.index: device.total_bytes - device.used_bytes for device in ms.read_devices()}
-
-
-def _short(needed: Mapping[int, int], free: Mapping[int, int]) -> int | None:
-    """Return the first device that has too little free memory."""
-    return next((device for device, size in needed.items() if size > free.get(device, size)), None)

@@ -122,7 +122,7 @@ class GroupProgress:
 
     @property
     def phase(self) -> str:
-        """The phase of the slowest rank; an empty string if no rank tells one."""
+        """The phase of the slowest rank; an empty string if no rank reports one."""
         phases = [words[_PHASE] for words in self._begun() if words[_PHASE]]
         return _PHASES[min(phases) - 1] if phases else ""
 

@@ -150,18 +150,12 @@ class Plan:
     """What an operation would do on one rank.
 
     Attributes:
-        tag_bytes: device memory that it would release or map, bytes by tag.
-        host_bytes_needed, host_bytes_free: pinned memory for backups; what may still be used.
-        device_bytes_needed, device_bytes_free: of a resume, by the rank's index of the device.
+        host_bytes_needed: pinned memory for backups.
         communicators: what NCCL holds, and whether it can be suspended.
         obstacles: what prevents a hibernation that was asked for.
     """
 
-    tag_bytes: Mapping[str, int] = field(default_factory=dict)
     host_bytes_needed: int = 0
-    host_bytes_free: int = 0
-    device_bytes_needed: Mapping[int, int] = field(default_factory=dict)
-    device_bytes_free: Mapping[int, int] = field(default_factory=dict)
     communicators: tuple[CommunicatorStatus, ...] = ()
     obstacles: tuple[str, ...] = ()
 

@@ -35,7 +35,7 @@ _STEPS: dict[str, tuple[Verb, Phase]] = {
 
 
 class Rank:
-    """This process as a rank. An engine with more of its own to do derives a class from it.
+    """This process as a rank. An engine that has to do more derives a class from it.
 
     Messages come one at a time, from any thread.
     """

@@ -1,7 +1,7 @@
 """The memsaver service: release and resume an inference engine's device memory over HTTP.
 
 ``attach(engine)`` serves from a thread of the engine's process; ``create_app(engine)`` returns the ASGI application for
-an engine with a server of its own. ``Gate`` and ``ModuleEngine`` are engines for programs without one.
+an engine that has its own server. ``Gate`` and ``ModuleEngine`` are engines for programs without one.
 """
 
 from __future__ import annotations

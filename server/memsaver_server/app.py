@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     """Return the application that serves ``engine``; ``settings`` default to those of the environment.
 
-    Serve it as it is, or mount it in an application of the engine's own.
+    Serve it as it is, or mount it in the engine's own application.
     """
     from memsaver_server.engine.controller import EngineController  # which loads torch: a coordinator does without
 
@@ -42,7 +42,7 @@ def create_fleet_app(
     Args:
         settings: by default those of the environment; the key is that of the callers.
         turns: how models take turns.
-        engine_key: the key of the engines that have none of their own, for requests that are passed on to them.
+        engine_key: the key of engines for which none is listed, for requests that are passed on to them.
     """
     from memsaver_server.fleet.controller import FleetController
     from memsaver_server.fleet.turns.options import TurnOptions

@@ -1,4 +1,4 @@
-"""Serves an engine from a thread of its own process."""
+"""Serves an engine from a thread of the engine's process."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ _Path: TypeAlias = "str | os.PathLike[str]"
 
 #: Connections that may wait in the kernel to be accepted.
 BACKLOG = 2048
+#: Connections that are accepted in one iteration of the event loop.
+ACCEPTED_AT_ONCE = 8
 #: Time for responses in progress when the server is closed, seconds.
 GRACE_S = 5
 
@@ -145,9 +147,10 @@ def serve_app(
         lifespan="on",
         log_config=None,
         access_log=False,
-        # asyncio accepts this many connections in one step. When file descriptors run out it logs a traceback for each:
-        # for 2048 that would delay all requests. See startup() for the backlog of the socket itself.
-        backlog=1,
+        # asyncio accepts this many connections in one iteration: a probe's may be behind those of a crowd. When file
+        # descriptors run out it logs a traceback for each: for 2048 that would delay all requests. See startup() for
+        # the backlog of the socket itself.
+        backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=GRACE_S,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
@@ -214,7 +217,7 @@ def _check_certificate(certfile: _Path | None, keyfile: _Path | None) -> None:
     if not certfile:
         raise ConfigurationError("a private key alone is not enough for HTTPS: give its certificate, too")
     try:
-        # With an empty password, lest OpenSSL asks for one on the terminal.
+        # With an empty password, so that OpenSSL does not ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
     except OSError as error:  # an SSLError is one
         raise ConfigurationError(

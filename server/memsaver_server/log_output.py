@@ -1,4 +1,4 @@
-"""Log output that never blocks the threads that log: a thread of its own writes what waits in a bounded queue.
+"""Log output that never blocks the threads that log: a separate thread writes what waits in a bounded queue.
 
 A pipe that nobody reads, a disk that is full or a file system that hangs then costs lines, which are counted.
 """
@@ -165,7 +165,7 @@ def relay() -> None:
 
 
 def hold_standard_files() -> None:
-    """Open the null device for each closed standard file, lest a socket gets its number and receives stray output."""
+    """Open the null device for each closed standard file, so that no socket gets its number and receives output."""
     for number in (0, 1, 2):
         with suppress(OSError):
             os.fstat(number)

@@ -150,6 +150,21 @@ def test_one_tag_by_keyboard(page: playwright.Page, server: Server) -> None:
     state(page, "resident")
 
 
+def test_a_prepared_release_counts_down(page: playwright.Page, server: Server) -> None:
+    from memsaver_server.client import Client
+
+    page.goto(server.url)
+    state(page, "resident")
+    with Client(server.url) as client:
+        prepared = client.release(["kv_cache"], prepare=True, lease_s=600)
+        state(page, "prepared")
+        said = page.locator("#admission")
+        playwright.expect(said).to_contain_text(f"release {prepared.operation_id} of")
+        playwright.expect(said).to_contain_text("s are left for its commit")
+        client.abort(prepared.operation_id)
+        state(page, "resident")
+
+
 def test_somebody_else_s_operation_is_seen(page: playwright.Page, server: Server) -> None:
     from memsaver_server.client import Client
 

@@ -17,6 +17,7 @@ from tests import forks
 from tests.waiting import wait_until
 
 from .conftest import Site, Sites
+from .served_fleet import served
 
 
 @pytest.fixture
@@ -137,3 +138,28 @@ def test_watch(members: str, sites: Sites) -> None:
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=600)
     assert running.returncode == 0
+
+
+def test_commands_at_a_coordinator(sites: Sites) -> None:
+    """They show its engines, act on some of them, and say by their exit code that one does not answer."""
+    with served([site.member for site in sites.values()]) as http:
+
+        def at(*arguments: str) -> tuple[int, str]:
+            ran = CliRunner().invoke(app, [*arguments, "--url", str(http.base_url)])
+            return ran.exit_code, ran.output
+
+        code, output = at("release", "--name", "b", "--name", "c", "--dry-run")
+        assert (code, "dry run: release is possible" in output) == (0, True)
+        assert at("release", "--name", "b", "--name", "c")[0] == 0
+        assert [site.is_released for site in sites.values()] == [False, True, True]
+        code, output = at("status")
+        assert code == 0
+        for name, state in zip("abc", ("resident", "released", "released"), strict=True):
+            assert re.search(rf"{name} +{state}", output)
+        assert at("resume")[0] == 0
+        sites["c"].wire.cut()
+        wait_until(lambda: at("status")[0] == 3)
+        assert re.search(r"c +no answer", at("status")[1])
+        code, output = at("top")
+        assert (code, bool(re.search(r"c +no answer", output))) == (3, True)
+        assert json.loads(at("status", "--json")[1])["engines"][2]["alive"] is False

@@ -91,7 +91,7 @@ def _answers() -> Iterator[protocol.Answer]:
     delta = _of(DeviceDelta, 0, "GPU-0", 5, 4, -1)
     metered = _of(MeteredDelta, 0, "GPU-0", 5, 4, -1, "a device", 6, 3)
     store = _of(SharedStoreStatus, "store", 1, 2, 3, 4, 5, 6)
-    tag = ("weights", "host", "released", "lost", 8, 0, 8, 1, 7, 6, 2, 3, {0: 1}, {0: 8}, 5)
+    tag = ("weights", "host", "released", "lost", 8, 0, 8, 1, 7, 6, 2, 3, {0: 1}, {0: 8}, 5, 4)
     status = Status(
         enabled=True,
         driver="cuda",
@@ -107,7 +107,7 @@ def _answers() -> Iterator[protocol.Answer]:
         ranks=(_of(RankStatus, 1, 2, True, "resident", True),),
     )
     introduction = protocol.Introduction((device,), ("an obstacle",), 7, protocol.ProgressLocation(7, 8, 9))
-    plan = protocol.Plan({"weights": 8}, 1, 2, {0: 3}, {0: 4}, (communicator,), ("an obstacle",))
+    plan = protocol.Plan(1, (communicator,), ("an obstacle",))
     report = OperationReport(
         operation="release",
         enabled=False,

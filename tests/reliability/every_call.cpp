@@ -153,8 +153,7 @@ void check_error(const Error& error, const Fault& fault, World& world) {
   if (named.empty() && !world.concerned().empty()) missing("the tag");
   if (error.bytes == 0) missing("the bytes");
   if (!fault.of_system && error.kind != fault.kind) world.problems.push_back("another kind of error: " + text);
-  if (fault.of_system && (fault.code == ENOSPC || fault.code == EDQUOT) &&
-      error.kind != ErrorKind::out_of_host_memory) {
+  if (fault.of_system && (fault.code == ENOSPC || fault.code == EDQUOT) && error.kind != ErrorKind::disk_full) {
     world.problems.push_back("a full disk is another kind of error: " + text);
   }
 }

@@ -140,7 +140,7 @@ class Served:
         """Let all held requests go and resume all memory, which no request outlasts."""
         self.lifecycle.continue_generation()
         if self.lifecycle.operations.running is not None or self.lifecycle.snapshot().state != "resident":
-            self.lifecycle.resume(Resume(wait=True)).done.result()
+            self.lifecycle.start(Resume(wait=True)).done.result()
         if self.state.tasks:
             await asyncio.wait(self.state.tasks)
         assert not self.state.connections

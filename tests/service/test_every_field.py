@@ -165,3 +165,13 @@ def test_a_fleet_sends_what_its_caller_set_and_no_more(model: Any) -> None:
         assert model(**{name: given[name]}).sent() == {model.model_fields[name].alias or name: given[name]}
     assert model().sent() == {}
     assert {name for name in each if acts_of(model)[name].lasting} >= {"tags"}
+
+
+@pytest.mark.parametrize("name", ["at_least_bytes", "timeout_s", "lease_s", "wait_for_memory_s"])
+def test_a_truth_value_is_no_number(name: str) -> None:
+    spy, app = served(several=False)
+    spy.asked.clear()
+    path = "/resume_memory_occupation" if name == "wait_for_memory_s" else "/release_memory_occupation"
+    answer = post(app, path, {**WITH.get(name, {}), name: True})
+    assert (answer.status_code, spy.asked) == (400, [])
+    assert name in answer.json()["message"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -96,7 +98,7 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
                 engine.heal()
                 response = releasing.result()
             assert response.status_code == 507
-            assert response.json()["error"]["type"] == "out_of_host_memory"
+            assert response.json()["error"]["type"] == "disk_full"
             for word in ("ENOSPC", str(tmp_path), "MEMSAVER_FILE_DIR"):
                 assert word in response.json()["message"]
             assert response.json()["state"] == ("resident" if is_untouched(http) else "released")
@@ -112,6 +114,52 @@ def test_the_disk_fills_up_in_the_middle_of_a_backup(tmp_path: Path) -> None:
             assert http.post("/release_memory_occupation", json=ON_DISK).json()["state"] == "released"
             assert http.post("/resume_memory_occupation").json()["state"] == "resident"
             assert tokens(http) == before
+
+    in_child(body)
+
+
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_prepare_and_dry_run_see_the_disk(tmp_path: Path) -> None:
+    """As the release finds it: too small, taken by another engine's preparation, and for content that host memory
+    keeps now."""
+
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(tmp_path, 40 * MIB)
+        own = {**ENVIRONMENT, "MEMSAVER_FILE_DIR": str(tmp_path)}
+        path = "/release_memory_occupation"
+        with (
+            Program(by_itself=True, **own) as one,
+            client(one) as first,
+            Program(by_itself=True, **own) as other,
+            client(other) as second,
+        ):
+            for http in (first, second):  # content that was kept in host memory needs space on the disk all the same
+                http.post(path, json=KEPT).raise_for_status()
+                http.post("/resume_memory_occupation").raise_for_status()
+
+            def fits(http: httpx.Client) -> bool:
+                plan = http.post(path, json={**ON_DISK, "dry_run": True}).json()
+                assert plan["file"]["needed_bytes"] >= 24 * MIB
+                assert bool(plan["blockers"]) == (plan["file"]["needed_bytes"] > plan["file"]["free_bytes"])
+                return not plan["blockers"]
+
+            assert fits(first)
+            assert fits(second)
+            prepared = first.post(path, json={**ON_DISK, "prepare": True, "lease_s": 600})
+            assert prepared.status_code == 200
+            assert not fits(second)
+            refused = second.post(path, json={**ON_DISK, "prepare": True})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (507, "disk_full")
+            assert refused.json()["error"]["needed_bytes"] > refused.json()["error"]["free_bytes"]
+            assert is_untouched(second)
+            assert 'outcome="disk_full"' in second.get("/metrics").text
+            first.post(f"/operations/{prepared.json()['operation_id']}/abort").raise_for_status()
+            assert fits(second)
+            prepared = second.post(path, json={**ON_DISK, "prepare": True, "lease_s": 600})
+            done = second.post(f"/operations/{prepared.json()['operation_id']}/commit")
+            assert (done.status_code, done.json()["state"]) == (200, "released")
+            assert second.post("/resume_memory_occupation").json()["state"] == "resident"
 
     in_child(body)
 
@@ -177,3 +225,21 @@ def test_a_connection_that_cannot_be_accepted_costs_little(
             assert http.get("/livez").status_code == 200
             assert len([record for record in caplog.records if record.name == "asyncio"]) < 10
         assert new.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.guards("running out of memory or other resources killed the process")
+def test_a_host_device_in_a_full_shared_memory_is_an_error() -> None:
+    """Not a SIGBUS at its first use."""
+
+    def body() -> None:
+        keep_mounts_private()
+        mount_small_disk(Path("/dev/shm"), 64 << 10)
+        with open("/dev/shm/full", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 64 << 10)
+        environment = {**os.environ, **ENVIRONMENT, "MEMSAVER_HOST_DEVICE": "full"}
+        program = "import memsaver_core as ms; ms.region('weights')"
+        ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert (ran.returncode, "No space left on device" in ran.stderr) == (1, True), ran
+        assert "/dev/shm/memsaver-" in ran.stderr
+
+    in_child(body)

@@ -12,7 +12,7 @@ import pytest
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import PreparedAnswer
-from memsaver_core.ranks import plans
+from memsaver_core.contract.status import HostBackupStatus
 from memsaver_server import attach
 from memsaver_server.client import Client, ConflictError
 from tests.waiting import wait_until
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_not_prepared(http: httpx.Client, engine: TensorEngine
 
 
 def test_host_memory_that_is_short_is_found_before(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_free_host_bytes", lambda _status: 0)
+    monkeypatch.setattr(HostBackupStatus, "room_bytes", lambda *_: 0)
     short = post(http, RELEASE, prepare=True, restore={"workspace": "host"})
     assert (short.status_code, short.json()["error"]["type"]) == (507, "out_of_host_memory")
     assert http.get("/memory_occupation").json()["state"] == "resident"

@@ -384,3 +384,33 @@ def test_connections_leave_the_engine_its_descriptors(monkeypatch: pytest.Monkey
     for soft, most in ((1024, 512), (1 << 20, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _what, soft=soft: (soft, soft))
         assert connection_limits.max_connections() == most
+
+
+@pytest.mark.parametrize("key", ["k" * 32])
+def test_a_crowd_without_a_key_holds_up_neither_probes_nor_callers_with_one(
+    http: httpx.Client, connect: Connect
+) -> None:
+    """Each connection has a hundred requests waiting; a probe and a caller's request overtake most of them."""
+    crowd = 300
+    with httpx.Client(base_url=http.base_url, timeout=600) as prober:
+
+        def refused() -> int:
+            lines = prober.get("/metrics").text.splitlines()
+            return int(
+                float(next((line.split()[-1] for line in lines if 'refused_requests_total{reason="no_key"' in line), 0))
+            )
+
+        ask = b"GET /memory_occupation HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        for _ in range(crowd):
+            connect().sendall(100 * ask)
+        wait_until(lambda: refused() > crowd)
+        before = refused()
+        assert refused() - before < crowd
+        before = refused()
+        with httpx.Client(base_url=http.base_url, timeout=600) as fresh:
+            assert fresh.get("/livez").status_code == 200
+        assert refused() - before < crowd
+        before = refused()
+        assert http.get("/memory_occupation", headers={"Authorization": f"Bearer {'k' * 32}"}).status_code == 200
+        assert refused() - before < crowd
+        assert refused() < 100 * crowd, "the crowd was served before"

@@ -7,7 +7,7 @@ from collections import Counter
 
 from starlette.types import Receive, Scope, Send
 
-from memsaver_server.http.fairness import REQUESTS_PER_ITERATION, FairnessMiddleware, FairQueue
+from memsaver_server.http.fairness import REQUESTS_PER_ITERATION, FairnessMiddleware, FairQueue, Kind
 
 
 def test_a_few_go_on_in_each_pass_in_their_order() -> None:
@@ -78,3 +78,19 @@ def test_who_only_looks_goes_past() -> None:
         assert served.count("POST") == 10 * REQUESTS_PER_ITERATION
 
     asyncio.run(requests())
+
+
+def test_callers_without_a_key_take_every_other_turn_at_most() -> None:
+    async def crowd() -> None:
+        queue, order = FairQueue(), list[Kind]()
+
+        async def one(kind: Kind) -> None:
+            await queue.wait(kind)
+            order.append(kind)
+
+        await asyncio.gather(*(one("unknown") for _ in range(50)), *(one("changes") for _ in range(10)))
+        assert order[: 4 * REQUESTS_PER_ITERATION].count("changes") >= REQUESTS_PER_ITERATION
+        assert order.index("changes") <= 2 * REQUESTS_PER_ITERATION
+        assert max(number for number, kind in enumerate(order) if kind == "changes") < 25
+
+    asyncio.run(crowd())

@@ -126,7 +126,7 @@ def test_names_that_have_changed_are_an_obstacle(monkeypatch: pytest.MonkeyPatch
     state = SimpleNamespace(_groups={"tp:0": lambda: SimpleNamespace(ca_comm=object())})
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
     [told] = sharing.shared_memory()
-    assert told.startswith("what ranks share cannot be told (AttributeError: ")
+    assert told.startswith("what ranks share is unknown (AttributeError: ")
 
 
 def test_buffers_that_can_be_dropped_are_no_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

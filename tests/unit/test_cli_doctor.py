@@ -94,6 +94,27 @@ def test_a_disabled_saver_is_pointed_out() -> None:
     assert "MEMSAVER_ENABLED" in found["remedy"]
 
 
+#: Runs a command as if only the client and the command line were installed.
+CLIENT_ALONE = """
+import importlib.util, sys
+away = {"torch", "numpy", "pynvml", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "transformers"}
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in away else found(name, *rest)
+sys.modules.update(dict.fromkeys(away))
+sys.argv = ["memsaver", "doctor", "--json"]
+from memsaver_server.cli import main
+main()
+"""
+
+
+def test_nothing_is_wrong_with_the_client_alone() -> None:
+    ran = subprocess.run([sys.executable, "-c", CLIENT_ALONE], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = {each["subject"]: each for each in json.loads(ran.stdout)}
+    assert {each["level"] for each in found.values()} == {"ok", "note"}
+    assert "memsaver[server]" in found["packages"]["remedy"]
+
+
 def test_a_wrong_setting_is_told_in_words() -> None:
     found = findings(MEMSAVER_HISTORY="0")["settings of the service"]
     assert found["found"] == "MEMSAVER_HISTORY is '0', but must be at least 1"
@@ -110,9 +131,9 @@ def test_the_backup_folder_is_tried(tmp_path: Path) -> None:
     found = findings(MEMSAVER_FILE_DIR=str(tmp_path))["backup folder"]
     assert found["level"] in ("ok", "note")
     assert str(tmp_path) in found["found"]
-    missing = findings(MEMSAVER_FILE_DIR=str(tmp_path / "missing"))["backup folder"]
+    missing = findings(MEMSAVER_FILE_DIR=str(tmp_path / "missing"))["settings of the core"]
     assert missing["level"] == "blocked"
-    assert "MEMSAVER_FILE_DIR" in missing["remedy"]
+    assert "MEMSAVER_FILE_DIR" in missing["found"]
     assert settled()["backup folder"]["level"] == "note"
 
 

@@ -39,6 +39,7 @@ ANSWERS = {
     "NotResidentError": (409, "not_resident", None),
     "OperationCancelledError": (409, "cancelled", None),
     "OutOfDeviceMemoryError": (503, "out_of_device_memory", 1),
+    "DiskFullError": (507, "disk_full", None),
     "OutOfHostMemoryError": (507, "out_of_host_memory", None),
     "PauseEndedError": (409, "pause_ended", None),
     "PhaseTimeoutError": (504, "phase_timeout", None),

@@ -32,6 +32,12 @@ REFERENCE = Path(__file__).parents[2] / "docs/reference.md"
             "lots",
             "MEMSAVER_HOST_CAPACITY is 'lots', but must be a size, for example 8GiB, 500MB or a number of bytes",
         ),
+        ("MEMSAVER_FILE_DIR", "/none", "MEMSAVER_FILE_DIR is '/none', but must be a folder in which files can be made"),
+        (
+            "MEMSAVER_FILE_DIR",
+            "/dev/null",
+            "MEMSAVER_FILE_DIR is '/dev/null', but must be a folder in which files can be made",
+        ),
     ],
 )
 def test_a_wrong_variable_is_told_in_one_sentence(

@@ -31,7 +31,7 @@ def main() -> None:
             raise
         if sys.stdout is not None:  # what is left in its buffer is written when the interpreter ends: nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # A reader that has enough, such as head, is told nothing.
+        # Nothing is printed for a reader that has enough, such as head.
         sys.exit(1 if error.errno == errno.EPIPE else f"memsaver: cannot write the output: {error.strerror}")
 
 

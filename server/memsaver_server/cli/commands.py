@@ -41,7 +41,8 @@ def root(
     """Give a GPU back while the inference engine that fills it stays alive."""
 
 
-for command in (serve.serve, memory.release, memory.resume, memory.status, live.watch, live.top, doctor.doctor):
+operating = (memory.release, memory.resume, memory.commit, memory.abort, memory.status)
+for command in (serve.serve, *operating, live.watch, live.top, doctor.doctor):
     app.command()(command)
 app.add_typer(fleet.fleet, name="fleet")
 app.command(context_settings={"allow_extra_args": True})(demo.demo)

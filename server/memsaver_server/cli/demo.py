@@ -1,4 +1,4 @@
-"""``memsaver demo``: one engine in a process of its own, released and resumed over HTTP, its tokens compared."""
+"""``memsaver demo``: one engine in a child process, released and resumed over HTTP, its tokens compared."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Served(Options):
     engine_api_key: str | None = typer.Option(
         None,
         envvar="MEMSAVER_ENGINE_API_KEY",
-        help="Key of engines that have none of their own in the list; by default MEMSAVER_API_KEY.",
+        help="Key of engines that have none in the list; by default MEMSAVER_API_KEY.",
         metavar="KEY",
         show_envvar=True,
     )

@@ -19,7 +19,16 @@ from rich.text import Text
 
 from memsaver_server.cli.connection import connected
 from memsaver_server.cli.options import Connection, ExitCode, Interval, Json, grouped
-from memsaver_server.cli.tables import Cell, make_console, plain, progress_line, state_text, status_view, table_of
+from memsaver_server.cli.tables import (
+    Cell,
+    all_answer,
+    make_console,
+    plain,
+    progress_line,
+    state_text,
+    status_view,
+    table_of,
+)
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client.errors import ClientError, error_for
 
@@ -63,7 +72,7 @@ def top(connection: Connection, interval: Interval = 1.0) -> None:
     with connected(connection) as client:
         if not console.is_terminal:
             console.print(_overview(client))
-            return
+            raise typer.Exit(ExitCode.OK if all_answer(client.occupation()) else ExitCode.UNREACHABLE)
         try:
             with Live(_overview(client), console=console, screen=True, auto_refresh=False) as live:
                 while True:
@@ -105,7 +114,7 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
                 console.print(_phase_line(PhaseReport.model_validate(event.data)))
-    console.print(_outcome(client.operation(operation_id)))
+    console.print(outcome_view(client.operation(operation_id)))
 
 
 def _phase_line(phase: PhaseReport) -> Text:
@@ -115,7 +124,7 @@ def _phase_line(phase: PhaseReport) -> Text:
     return line
 
 
-def _outcome(operation: OperationStatusAnswer) -> Text:
+def outcome_view(operation: OperationStatusAnswer) -> Text:
     message = operation.answer.message if operation.answer else operation.status
     mark = "  ✓ " if operation.status == "succeeded" else "  ✗ "
     return Text.assemble((mark, state_text(operation.status).style), plain(message))

@@ -1,45 +1,93 @@
-"""``memsaver release``, ``memsaver resume`` and ``memsaver status``."""
+"""``memsaver release``, ``resume``, ``commit``, ``abort`` and ``status``."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
+
+import typer
 
 from memsaver_server.cli.connection import connected, sizes_as_asked
-from memsaver_server.cli.live import until_ended
-from memsaver_server.cli.options import Connection, Json, Tags, grouped
-from memsaver_server.cli.request_options import Release, Resume
-from memsaver_server.cli.tables import accepted_view, operation_view, show, status_view
+from memsaver_server.cli.live import outcome_view, until_ended
+from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
+from memsaver_server.cli.request_options import Release, Resume, Selector
+from memsaver_server.cli.tables import all_answer, operation_view, said_view, show, status_view
 
 
 @grouped
-def release(tags: Tags = None, *, connection: Connection, as_json: Json = False, asked: Release) -> None:
-    """Release the device memory of TAGS (default: all) to the driver. Ctrl-C cancels before memory is released."""
-    _operate(tags, connection, as_json, asked)
+def release(
+    tags: Tags = None, *, connection: Connection, as_json: Json = False, asked: Release, engines: Selector
+) -> None:
+    """Release the device memory of TAGS (default: all) to the driver. Ctrl-C cancels before memory is released.
+
+    At a coordinator, on the engines that --name, --model, --label, --host and --gpu select.
+    """
+    _operate(tags, connection, as_json, asked, engines)
 
 
 @grouped
-def resume(tags: Tags = None, *, connection: Connection, as_json: Json = False, asked: Resume) -> None:
+def resume(
+    tags: Tags = None, *, connection: Connection, as_json: Json = False, asked: Resume, engines: Selector
+) -> None:
     """Bring back the device memory of TAGS (default: all that are released), at the same addresses.
 
-    Ctrl-C cancels before memory is mapped.
+    Ctrl-C cancels before memory is mapped. At a coordinator, on the engines that are selected, as for a release.
     """
-    _operate(tags, connection, as_json, asked)
+    _operate(tags, connection, as_json, asked, engines)
 
 
-def _operate(tags: list[str] | None, connection: Connection, as_json: bool, asked: Release | Resume) -> None:
-    given = asked.given()
-    in_background = given.pop("run_async", False)
+def _operate(
+    tags: list[str] | None, connection: Connection, as_json: bool, asked: Release | Resume, engines: Selector
+) -> None:
+    given = asked.given() | ({"selector": selector} if (selector := engines.given()) else {})
+    in_background, planned, prepare = (given.pop(name, False) for name in ("run_async", "dry_run", "prepare"))
+    is_release = isinstance(asked, Release)
     with connected(connection, as_json=as_json) as client, sizes_as_asked(getattr(asked, "at_least_bytes", None)):
-        start = partial(client.start_release if isinstance(asked, Release) else client.start_resume, tags, **given)
+        if planned:
+            plan = client.plan("release" if is_release else "resume", tags, **given)
+            show(plan, partial(said_view, hint="\n".join(plan.blockers)), as_json=as_json)
+            raise typer.Exit(ExitCode.FAILED if plan.blockers else ExitCode.OK)
+        if prepare:
+            prepared = (client.release if is_release else client.resume)(tags, prepare=True, **given)
+            of = f"{prepared.operation_id} --key {client.key_of(prepared.operation_id)}"
+            hint = f"do it with: memsaver commit {of}\nundo it with: memsaver abort {of}"
+            show(prepared, partial(said_view, hint=hint), as_json=as_json)
+            return
+        start = partial(client.start_release if is_release else client.start_resume, tags, **given)
         if in_background:
-            show(start(), accepted_view, as_json=as_json)
+            accepted = start()
+            hint = f"follow it with: memsaver watch {accepted.operation_id}"
+            show(accepted, partial(said_view, hint=hint), as_json=as_json)
         else:
             show(until_ended(client, start), operation_view, as_json=as_json)
 
 
 @grouped
 def status(connection: Connection, as_json: Json = False) -> None:
-    """Show what the engine holds: each tag's state and size, each device, the host backup."""
+    """Show what the engine holds: each tag's state and size, each device, the host backup.
+
+    At a coordinator also each engine; exits with 3 if one does not answer.
+    """
     with connected(connection, as_json=as_json) as client:
         occupation = client.occupation()
     show(occupation, status_view, as_json=as_json)
+    if not all_answer(occupation):
+        raise typer.Exit(ExitCode.UNREACHABLE)
+
+
+OperationId = Annotated[str, typer.Argument(help="The id that --prepare printed.")]
+Key = Annotated[str | None, typer.Option("--key", help="The key that was printed with it.", metavar="KEY")]
+
+
+@grouped
+def commit(operation_id: OperationId, key: Key = None, *, connection: Connection, as_json: Json = False) -> None:
+    """Do what was prepared."""
+    with connected(connection, as_json=as_json) as client:
+        show(client.commit(operation_id, key=key), operation_view, as_json=as_json)
+
+
+@grouped
+def abort(operation_id: OperationId, key: Key = None, *, connection: Connection, as_json: Json = False) -> None:
+    """Undo what was prepared, or cancel an operation that does not move memory yet."""
+    with connected(connection, as_json=as_json) as client:
+        show(client.abort(operation_id, key=key), outcome_view, as_json=as_json)

@@ -16,6 +16,13 @@ class Release(Options):
     verify: bool = typer.Option(
         False, "--verify", help="The tokens of a fixed prompt must be the same before and after."
     )
+    prepare: bool = typer.Option(
+        False, "--prepare", help="Do all but moving memory, and wait for memsaver commit or the lease's end."
+    )
+    lease_s: float | None = typer.Option(
+        None, "--lease", help="With --prepare: after how long it is undone without a commit [30].", metavar="SECONDS"
+    )
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would happen and what it would take.")
     wait: bool = typer.Option(False, "--wait", help="Wait for a conflicting operation to end.")
     run_async: bool = typer.Option(False, "--async", help="Return as soon as the operation has started.")
     restore: list[str] | None = typer.Option(
@@ -49,6 +56,9 @@ class Resume(Options):
     convert: ClassVar = {"verify": lambda _: "token"}
 
     verify: bool = Release.verify
+    prepare: bool = Release.prepare
+    lease_s: float | None = Release.lease_s
+    dry_run: bool = Release.dry_run
     wait: bool = Release.wait
     run_async: bool = Release.run_async
     wait_for_memory_s: float | None = typer.Option(

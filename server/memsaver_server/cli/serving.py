@@ -69,7 +69,7 @@ def starting(extra: str) -> Iterator[None]:
 
 @contextmanager
 def until_ended() -> Iterator[None]:
-    """Serve until SIGTERM or SIGINT is received. What is inside tells that requests are answered."""
+    """Serve until SIGTERM or SIGINT is received. What is inside announces that requests are answered."""
     try:
         _notify("READY=1")
         yield
@@ -79,7 +79,7 @@ def until_ended() -> Iterator[None]:
 
 
 def _notify(state: str) -> None:
-    """Tell systemd ``state``, for example ``READY=1``, if this is a unit of ``Type=notify``: NOTIFY_SOCKET is set then.
+    """Send systemd ``state``, for example ``READY=1``, if this is a unit of ``Type=notify``: NOTIFY_SOCKET is set then.
 
     The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it.
     """
@@ -94,7 +94,7 @@ def end_at_once(*, failed: bool) -> None:
     """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do.
 
     It takes torch and CUDA down. While the process is hibernated CUDA waits for a wake-up, for which the device may
-    have no memory. NCCL may wait for ranks that have ended, or for memory of its own that is suspended.
+    have no memory. NCCL may wait for ranks that have ended, or for its own memory that is suspended.
 
     Args:
         failed: ranks of the engine have ended.

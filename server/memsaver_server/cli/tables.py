@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from memsaver_core.contract import reports, status
     from memsaver_server.fleet import EngineResult, EngineStatus, FleetResult, FleetStatus
 
+    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.PlanAnswer | reports.FleetPlanAnswer
+
 AnswerT = TypeVar("AnswerT", bound="BaseModel")
 Cell = str | int | Text
 
@@ -37,6 +39,8 @@ _STATE_STYLES = {
     "dead": "bold red",
     "stopped": "bold red",
 }
+
+_SIZES = ("resident_bytes", "released_bytes")
 
 #: Width of names, which callers choose, so that a long one leaves room for the figures.
 _NAME_WIDTH = 40
@@ -170,9 +174,9 @@ def operation_view(result: reports.OperationAnswer) -> RenderableType:
     return Group(*parts, "")
 
 
-def accepted_view(answer: reports.AcceptedAnswer) -> RenderableType:
-    """Return the answer of an operation that continues in the background."""
-    return Group(plain(answer.message), Text(f"follow it with: memsaver watch {answer.operation_id}", style="dim"))
+def said_view(answer: Said, *, hint: str = "") -> RenderableType:
+    """Return an answer's message, and what to do or why below."""
+    return Group(plain(answer.message), *([Text(hint, style="dim")] if hint else []))
 
 
 def _outcome(result: reports.OperationAnswer | FleetResult) -> Text:
@@ -199,8 +203,12 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     parts: list[RenderableType] = [head]
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
+    if (prepared := occupation.prepared) is not None:
+        parts.append(Text.assemble(plain(f"prepared: {prepared.text()}"), style="yellow"))
     if admission.reason:
         parts.append(Text.assemble("closed because ", plain(admission.reason), style="dim"))
+    if engines := getattr(occupation, "engines", ()):
+        parts += ["", table_of(_ENGINE_COLUMNS, map(_engine_cells, engines)), *_wrong(engines)[:-1]]
     if occupation.tags:
         parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
@@ -307,8 +315,7 @@ def fleet_status_view(status: FleetStatus) -> RenderableType:
     alive = sum(engine.alive for engine in status.engines)
     count = f"   {alive} of {len(status.engines)} engines answer"
     head = Text.assemble("fleet ", state_text(status.state or "empty"), (count, "dim"))
-    columns = ["engine", "state", "wanted", "model", "host", ">on device", ">released", "GPUs"]
-    return Group(head, "", table_of(columns, map(_engine_cells, status.engines)), *_wrong(status.engines))
+    return Group(head, "", table_of(_ENGINE_COLUMNS, map(_engine_cells, status.engines)), *_wrong(status.engines))
 
 
 def fleet_result_view(result: FleetResult) -> RenderableType:
@@ -317,11 +324,19 @@ def fleet_result_view(result: FleetResult) -> RenderableType:
     return Group(_outcome(result), "", table, *_wrong(result.failed))
 
 
-def _engine_cells(engine: EngineStatus) -> list[Cell]:
+def all_answer(occupation: status.OccupationAnswer) -> bool:
+    """Return whether all engines of a coordinator answer."""
+    return all(engine.alive for engine in getattr(occupation, "engines", ()))
+
+
+_ENGINE_COLUMNS = ("engine", "state", "wanted", "model", "host", ">on device", ">released", "GPUs")
+
+
+def _engine_cells(engine: EngineStatus | status.EngineRow) -> list[Cell]:
     state = state_text(engine.state) if engine.alive else Text("no answer", style="bold red")
-    tags = engine.occupation.tags if engine.occupation else ()
-    sizes = (sum(tag.resident_bytes for tag in tags), sum(tag.released_bytes for tag in tags))
-    held: tuple[Cell, ...] = sizes if engine.alive else ("", "")
+    tags = occupation.tags if (occupation := getattr(engine, "occupation", None)) else ()
+    sizes = [getattr(engine, size, sum(getattr(tag, size) for tag in tags)) for size in _SIZES]
+    held: tuple[Cell, ...] = tuple(sizes) if engine.alive else ("", "")
     return [engine.name, state, engine.wanted, engine.model, engine.host, *held, " ".join(engine.gpus)]
 
 
@@ -333,6 +348,6 @@ def _result_cells(engine: EngineResult) -> list[Cell]:
     return [engine.name, became, state_text(engine.state), took, moved, engine.operation_id]
 
 
-def _wrong(engines: Iterable[EngineStatus | EngineResult]) -> list[RenderableType]:
+def _wrong(engines: Iterable[EngineStatus | EngineResult | status.EngineRow]) -> list[RenderableType]:
     wrong = [Text.assemble((f"{each.name}: ", "bold"), plain(each.error)) for each in engines if each.error]
     return ["", *wrong, ""] if wrong else [""]

@@ -49,7 +49,7 @@ def parse_size(text: str) -> int:
 
 
 def like(text: str, count: int) -> str:
-    """Return ``count`` bytes in the unit of the size ``text``: what was asked in GB is told in GB."""
+    """Return ``count`` bytes in the unit of the size ``text``: what was asked in GB is shown in GB."""
     matched = _SIZE.fullmatch(text)
     if matched is None or not matched[2]:
         return f"{count} bytes"

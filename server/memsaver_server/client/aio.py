@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 
 import httpx
 
 from memsaver_server.client.calls import Calls
-from memsaver_server.client.requests import DEFAULT_URL, Call, Event, EventParser, Target, parse_json
+from memsaver_server.client.requests import Call, Event, EventParser, parse_json
 
 
 class AsyncClient(Calls):
@@ -30,24 +29,8 @@ class AsyncClient(Calls):
     Every method raises UnreachableError if no answer came, and an AnswerError if the answer is not a success.
     """
 
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        *,
-        uds: str | None = None,
-        api_key: str | None = None,
-        timeout_s: float = 10.0,
-        operation_timeout_s: float | None = 600.0,
-        attempts: int = 3,
-        verify: ssl.SSLContext | bool = True,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(Target(url, uds, api_key, timeout_s, operation_timeout_s), attempts)
-        self._http = httpx.AsyncClient(
-            base_url=self._target.base_url,
-            headers=self._target.headers,
-            transport=transport or httpx.AsyncHTTPTransport(uds=self._target.uds, verify=self._target.verifies(verify)),
-        )
+    _client = httpx.AsyncClient
+    _transport = httpx.AsyncHTTPTransport
 
     async def events(self, operation_id: str) -> AsyncIterator[Event]:
         """Yield the events of one operation until it has ended."""
@@ -74,7 +57,8 @@ class AsyncClient(Calls):
         await self.close()
 
     async def _request(self, call: Call) -> httpx.Response:
-        return await self._http.request(**self._target.options(call))
+        response: httpx.Response = await self._http.request(**self._target.options(call))
+        return response
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

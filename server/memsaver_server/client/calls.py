@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from os import PathLike, fspath
@@ -12,15 +13,19 @@ from typing_extensions import Unpack
 
 from memsaver_core.contract.reports import (
     AcceptedAnswer,
+    FleetPlanAnswer,
     MessageAnswer,
     OperationAnswer,
     OperationsAnswer,
     OperationStatusAnswer,
+    PlanAnswer,
     PreparedAnswer,
 )
-from memsaver_core.contract.status import OccupationAnswer
+from memsaver_core.contract.requests import ASKS_ONLY, Verb
+from memsaver_core.contract.status import FleetOccupation, OccupationAnswer
 from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
+    DEFAULT_URL,
     FIRST_DELAY_S,
     AnswerT,
     Call,
@@ -30,13 +35,37 @@ from memsaver_server.client.requests import (
     parse_json,
 )
 
+#: Operations that one client has prepared, whose keys it keeps at most.
+MAX_KEYS = 256
+
 
 class Calls:
     """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
 
-    def __init__(self, target: Target, attempts: int) -> None:
-        self._target = target
+    #: httpx's classes of a client and of its transport.
+    _client: type[Any]
+    _transport: type[Any]
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        uds: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+        operation_timeout_s: float | None = 600.0,
+        attempts: int = 3,
+        verify: ssl.SSLContext | bool = True,
+        transport: httpx.AsyncBaseTransport | httpx.BaseTransport | None = None,
+    ) -> None:
+        self._target = target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
         self._attempts = attempts
+        self._keys: dict[str, str] = {}  # of what this client has prepared, by the operation's id
+        self._http = self._client(
+            base_url=target.base_url,
+            headers=target.headers,
+            transport=transport or self._transport(uds=target.uds, verify=target.verifies(verify)),
+        )
 
     @property
     def address(self) -> str:
@@ -61,7 +90,21 @@ class Calls:
             attempt += 1
 
     async def _ask(self, model: type[AnswerT], call: Call) -> AnswerT:
-        return parse(model, await self._send(call))
+        answer = parse(model, await self._send(call))
+        if isinstance(answer, PreparedAnswer):
+            self._keys[answer.operation_id] = call.headers["Idempotency-Key"]
+            if len(self._keys) > MAX_KEYS:
+                del self._keys[next(iter(self._keys))]
+        return answer
+
+    def key_of(self, operation_id: str) -> str | None:
+        """Return the key with which this client has prepared an operation: another one needs it to commit or abort."""
+        return self._keys.get(operation_id)
+
+    def _of(self, operation_id: str, method: str, path: str, key: str | None) -> Call:
+        key = key or self.key_of(operation_id)
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return Call(method, f"/operations/{operation_id}{path}", headers=headers, long=True)
 
     @overload
     async def release(
@@ -88,14 +131,14 @@ class Calls:
             DrainDeadlineError: requests were still in flight at the deadline.
             HostMemoryError: host memory for the backup is short.
         """
-        call = operation_call("release", tags, options, prepare=prepare)
+        call = operation_call("release", tags, options, *(["prepare"] if prepare else []))
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_release(
         self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseKeywords]
     ) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, run_async=True))
+        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, "async"))
 
     @overload
     async def resume(
@@ -120,36 +163,49 @@ class Calls:
             InvalidRequestError: a tag is unknown; the message lists those that exist.
             DeviceMemoryError: the device has too little free memory. All is still released; call again later.
         """
-        call = operation_call("resume", tags, options, prepare=prepare)
+        call = operation_call("resume", tags, options, *(["prepare"] if prepare else []))
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_resume(
         self, tags: Iterable[str] | None = None, **options: Unpack[ResumeKeywords]
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, run_async=True))
+        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, "async"))
 
-    async def commit(self, operation_id: str) -> OperationAnswer:
+    async def plan(
+        self, /, operation: Verb, tags: Iterable[str] | None = None, **options: Any
+    ) -> PlanAnswer | FleetPlanAnswer:
+        """Return what a release or a resume with these arguments would do, at an engine or a coordinator."""
+        response = await self._send(operation_call(operation, tags, options, ASKS_ONLY))
+        model: type[PlanAnswer | FleetPlanAnswer] = FleetPlanAnswer if _is_of_fleet(response) else PlanAnswer
+        return parse(model, response)
+
+    async def commit(self, operation_id: str, *, key: str | None = None) -> OperationAnswer:
         """Do what was prepared; return as ``release`` and ``resume`` do. Idempotent.
 
+        Args:
+            key: that of the client that has prepared it, by default this one; see ``key_of``.
+
         Raises:
-            ConflictError: its lease has ended, or it was aborted; all is as before it was prepared.
+            ConflictError: its lease has ended, or it was aborted: all is as before it was prepared. Or it was prepared
+                under another key.
             Also as ``release`` and ``resume``.
         """
-        return await self._ask(OperationAnswer, Call("POST", f"/operations/{operation_id}/commit", long=True))
+        return await self._ask(OperationAnswer, self._of(operation_id, "POST", "/commit", key))
 
-    async def abort(self, operation_id: str) -> OperationStatusAnswer:
-        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
+    async def abort(self, operation_id: str, *, key: str | None = None) -> OperationStatusAnswer:
+        """Undo the preparation of an operation; return its status once it has ended. Idempotent. ``key`` as for
+        ``commit``.
 
         Raises:
-            ConflictError: it was committed.
+            ConflictError: it was committed, or prepared under another key.
         """
-        call = Call("POST", f"/operations/{operation_id}/abort", long=True)
-        return await self._ask(OperationStatusAnswer, call)
+        return await self._ask(OperationStatusAnswer, self._of(operation_id, "POST", "/abort", key))
 
     async def occupation(self) -> OccupationAnswer:
-        """Return what the engine holds on its devices now."""
-        return await self._ask(OccupationAnswer, Call("GET", "/memory_occupation"))
+        """Return what the engine holds on its devices now; a ``FleetOccupation`` if a coordinator answers."""
+        response = await self._send(Call("GET", "/memory_occupation"))
+        return parse(FleetOccupation if _is_of_fleet(response) else OccupationAnswer, response)
 
     async def operations(self) -> list[OperationStatusAnswer]:
         """Return the operations that the service remembers, newest first."""
@@ -163,9 +219,9 @@ class Calls:
         """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
 
         Raises:
-            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+            ConflictError: it moves memory already and will complete, has ended otherwise, or is another's preparation.
         """
-        return await self._ask(OperationStatusAnswer, Call("DELETE", f"/operations/{operation_id}", long=True))
+        return await self._ask(OperationStatusAnswer, self._of(operation_id, "DELETE", "", None))
 
     async def ready(self) -> bool:
         """Return whether the engine accepts requests now. Raises only UnreachableError."""
@@ -215,3 +271,7 @@ class Calls:
     async def continue_generation(self) -> str:
         """Generate again, at once or when all memory is resident; the message says which."""
         return (await self._ask(MessageAnswer, Call("POST", "/continue_generation"))).message
+
+
+def _is_of_fleet(response: httpx.Response) -> bool:
+    return response.is_success and "engines" in parse_json(response)

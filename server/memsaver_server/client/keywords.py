@@ -19,6 +19,7 @@ class ReleaseKeywords(TypedDict, total=False):
     timeout_s: float | None
     mode: Literal["wait", "abort", "keep"] | None
     at_least_bytes: int | None
+    selector: Mapping[str, object] | None  # at a coordinator
 
 
 class ResumeKeywords(TypedDict, total=False):
@@ -26,3 +27,4 @@ class ResumeKeywords(TypedDict, total=False):
     lease_s: float | None
     wait: bool | None
     wait_for_memory_s: float | None
+    selector: Mapping[str, object] | None  # at a coordinator

@@ -80,15 +80,9 @@ class Target:
         return UnreachableError(self.address, str(error) or type(error).__name__, attempts)
 
 
-def operation_call(
-    verb: Verb,
-    tags: Iterable[str] | None,
-    keywords: Mapping[str, object],
-    *,
-    prepare: bool = False,
-    run_async: bool = False,
-) -> Call:
-    """Return the call of an operation on ``tags`` (None: all), without options that are None.
+def operation_call(verb: Verb, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str) -> Call:
+    """Return the call of an operation on ``tags`` (None: all), without options that are None; fields in ``flags`` are
+    true.
 
     Raises:
         TypeError: a keyword argument does not exist.
@@ -101,7 +95,7 @@ def operation_call(
         for key, value in keywords.items()
         if value is not None
     }
-    body |= {key: True for key, given in (("prepare", prepare), ("async", run_async)) if given}
+    body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
     return Call("POST", f"/{verb}_memory_occupation", body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)

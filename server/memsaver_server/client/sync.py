@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
@@ -11,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import httpx
 
 from memsaver_server.client.calls import Calls
-from memsaver_server.client.requests import DEFAULT_URL, Call, Event, EventParser, Target, parse_json
+from memsaver_server.client.requests import Call, Event, EventParser, parse_json
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -20,12 +19,12 @@ _T = TypeVar("_T")
 class _BlockingCalls(Calls):
     """Calls that never wait: each coroutine returns at its first step."""
 
-    def __init__(self, target: Target, attempts: int, http: httpx.Client) -> None:
-        super().__init__(target, attempts)
-        self._http = http
+    _client = httpx.Client
+    _transport = httpx.HTTPTransport
 
     async def _request(self, call: Call) -> httpx.Response:
-        return self._http.request(**self._target.options(call))
+        response: httpx.Response = self._http.request(**self._target.options(call))
+        return response
 
     async def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -49,53 +48,37 @@ def _blocking(
     return call
 
 
+def _made(make: Callable[_P, _BlockingCalls]) -> Callable[Concatenate[Client, _P], None]:
+    """Return the constructor of ``Client`` that takes what ``make`` takes."""
+
+    @wraps(make)
+    def __init__(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> None:
+        client._calls = make(*arguments, **options)
+
+    return __init__
+
+
 class Client:
-    """Client of one service. Safe to use from several threads.
+    """As ``AsyncClient``, blocking. Safe to use from several threads."""
 
-    Args:
-        url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``. Ignored if ``uds``
-            is given.
-        uds: path of the service's Unix socket.
-        api_key: sent as ``Authorization: Bearer``.
-        timeout_s: limit of connecting, and of one attempt of a call that answers at once, in seconds.
-        operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
-        attempts: how often a call is sent in total, if repeating it is safe.
-        verify: checks the certificate of an ``https`` address; False accepts any. The default trusts the system's
-            authorities, or those of the file that SSL_CERT_FILE names.
-        transport: another httpx transport, e.g. to reach an ASGI app.
+    _calls: _BlockingCalls
 
-    Every method raises UnreachableError if no answer came, and an AnswerError if the answer is not a success.
-    """
-
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        *,
-        uds: str | None = None,
-        api_key: str | None = None,
-        timeout_s: float = 10.0,
-        operation_timeout_s: float | None = 600.0,
-        attempts: int = 3,
-        verify: ssl.SSLContext | bool = True,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self._target = target = Target(url, uds, api_key, timeout_s, operation_timeout_s)
-        self._http = httpx.Client(
-            base_url=target.base_url,
-            headers=target.headers,
-            transport=transport or httpx.HTTPTransport(uds=target.uds, verify=target.verifies(verify)),
-        )
-        self._calls = _BlockingCalls(target, attempts, self._http)
+    __init__ = _made(_BlockingCalls)
 
     @property
     def address(self) -> str:
         """The service's address, for messages."""
-        return self._target.address
+        return self._calls.address
+
+    def key_of(self, operation_id: str) -> str | None:
+        """See ``AsyncClient.key_of``."""
+        return self._calls.key_of(operation_id)
 
     release = _blocking(Calls.release)
     start_release = _blocking(Calls.start_release)
     resume = _blocking(Calls.resume)
     start_resume = _blocking(Calls.start_resume)
+    plan = _blocking(Calls.plan)
     commit = _blocking(Calls.commit)
     abort = _blocking(Calls.abort)
     occupation = _blocking(Calls.occupation)
@@ -114,9 +97,10 @@ class Client:
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended."""
         parser = EventParser()
-        timeout = httpx.Timeout(self._target.timeout_s, read=None)
+        target, http = self._calls._target, self._calls._http
+        timeout = httpx.Timeout(target.timeout_s, read=None)
         try:
-            with self._http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
+            with http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
                 if not response.is_success:
                     response.read()
                     parse_json(response)
@@ -124,10 +108,10 @@ class Client:
                     if event := parser.feed(line):
                         yield event
         except httpx.TransportError as error:
-            raise self._target.unreachable(error) from error
+            raise target.unreachable(error) from error
 
     def close(self) -> None:
-        self._http.close()
+        self._calls._http.close()
 
     def __enter__(self) -> Client:
         return self

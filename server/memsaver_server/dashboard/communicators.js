@@ -21,6 +21,6 @@ export function communicatorRows(communicators) {
 
 /** Why some cannot be suspended, what else ranks share, and what to do. */
 export function communicatorObstacles(communicators, shared) {
-  const told = communicators.filter(({ obstacle }) => obstacle).map(({ name, obstacle }) => `${name} stays: ${obstacle}`);
-  return [...new Set(told), ...shared.map((each) => `stays: ${each}`)].map((reason) => el("p", { class: "quiet" }, reason));
+  const reasons = communicators.filter(({ obstacle }) => obstacle).map(({ name, obstacle }) => `${name} stays: ${obstacle}`);
+  return [...new Set(reasons), ...shared.map((each) => `stays: ${each}`)].map((reason) => el("p", { class: "quiet" }, reason));
 }

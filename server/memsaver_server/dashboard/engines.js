@@ -1,25 +1,11 @@
 // The panel "Engines" of a fleet.
 
-import { el, size } from "./format.js";
+import { directions, el, size } from "./format.js";
 
 /** One row per engine; `busy` disables its button, `act(name, resume)` is its action. */
 export function engineRows(engines, busy, act) {
   return engines.map((engine) => {
-    const released = engine.released_bytes > 0;
-    const button = el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        "data-focus": `engine-${engine.name}`,
-        "aria-disabled": String(busy || !engine.alive),
-        "aria-label": `${released ? "Resume" : "Release"} ${engine.name}`,
-        onclick: (event) => {
-          if (event.currentTarget.getAttribute("aria-disabled") !== "true") act(engine.name, released);
-        },
-      },
-      released ? "Resume" : "Release…",
-    );
+    const buttons = directions(engine, engine.name, `engine-${engine.name}`, busy || !engine.alive, act);
     const state = engine.alive ? engine.state : "dead";
     const isOff = engine.wanted && engine.wanted !== "mixed" && engine.wanted !== engine.state;
     return el(
@@ -37,7 +23,7 @@ export function engineRows(engines, busy, act) {
       el("td", { class: "number wide" }, engine.requests),
       el("td", { class: "number" }, size(engine.resident_bytes)),
       el("td", { class: "number wide" }, size(engine.released_bytes)),
-      el("td", { class: "act" }, button),
+      el("td", { class: "act" }, el("div", { class: "acts" }, ...buttons)),
     );
   });
 }

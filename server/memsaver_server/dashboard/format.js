@@ -61,3 +61,24 @@ function fill(element, attributes, children) {
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
+
+/** The buttons for what holds memory: both directions if only a part is released. `act(name, resume)` is their action. */
+export function directions({ resident_bytes: resident, released_bytes: released }, name, focus, disabled, act) {
+  const offered = [...(released > 0 ? [true] : []), ...(resident > 0 || !released ? [false] : [])];
+  return offered.map((resume, number) =>
+    el(
+      "button",
+      {
+        type: "button",
+        class: "small",
+        "data-focus": number ? `${focus} ${number}` : focus,
+        "aria-disabled": String(disabled),
+        "aria-label": `${resume ? "Resume" : "Release"} ${name}`,
+        onclick: (event) => {
+          if (event.currentTarget.getAttribute("aria-disabled") !== "true") act(name, resume);
+        },
+      },
+      resume ? "Resume" : "Release…",
+    ),
+  );
+}

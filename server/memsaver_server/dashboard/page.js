@@ -121,8 +121,9 @@ function newestFirst() {
   return [...operations.values()].sort((a, b) => b.created_at - a.created_at);
 }
 
-/** The process's state, with `hibernated` as a state of its own. */
+/** The process's state; `hibernated` and `prepared` count as states. */
 function stateNow() {
+  if (occupation?.prepared) return "prepared";
   return occupation?.hibernated && occupation.state === "released" ? "hibernated" : occupation?.state;
 }
 
@@ -139,6 +140,10 @@ function drawState() {
       : admits
         ? "requests are accepted"
         : `requests are refused: ${reason}`;
+    if (occupation.prepared) {
+      const { operation, operation_id: id, client, lease_s: left } = occupation.prepared;
+      $("admission").textContent += `; ${operation} ${id} of ${client} is prepared, ${Math.ceil(left)} s are left for its commit`;
+    }
     $("admission").dataset.open = String(admits || !occupation.enabled);
   }
   const idle = connected && occupation?.enabled && !running();
@@ -200,12 +205,18 @@ function drawRanks() {
   redraw($("ranks"), ranks, () => rankRows(ranks));
 }
 
+/** The engines of a fleet's operation, for a title; empty for an engine's. */
+function onEngines({ engines }) {
+  const names = Object.keys(engines ?? {});
+  return names.length ? ` on ${names.join(", ")}` : "";
+}
+
 function drawProgress() {
   const operation = running();
   $("progress").hidden = !operation;
   if (!operation) return;
   const doing = operation.operation === "release" ? "Releasing" : "Resuming";
-  $("progress-title").textContent = `${doing} ${operation.tags ? tagList(operation.tags) : "all tags"}`;
+  $("progress-title").textContent = `${doing} ${operation.tags ? tagList(operation.tags) : "all tags"}${onEngines(operation)}`;
   const now = operation.progress;
   const parts = [operation.phase || "starting", duration(operation.seconds)];
   if (now?.total_bytes) {
@@ -281,9 +292,12 @@ function confirmRelease(tags, { hibernate = false, engine = null } = {}) {
   const dialog = $("confirm");
   const what = tags ? tagList(tags) : engine ? `all memory of ${engine}` : "all memory";
   $("confirm-title").textContent = hibernate ? "Release all memory and hibernate?" : `Release ${what}?`;
+  const all = (occupation.engines ?? []).map(({ name }) => name).join(", ");
+  const released = engine || all ? ` It releases ${tagList(tags ?? occupation.tags.map((tag) => tag.tag))} on ${engine ?? all}.` : "";
   $("confirm-text").textContent =
     `${engine ?? occupation.engine} accepts no requests until it is resumed. ` +
     "Content that its tags keep is backed up first; the process stays alive." +
+    released +
     (hibernate ? " Its device context is released last; calls to the device then block until it is resumed." : "");
   $("confirmed").textContent = hibernate ? "Hibernate" : "Release";
   dialog.returnValue = "cancel";

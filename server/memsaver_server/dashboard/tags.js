@@ -1,7 +1,7 @@
 // The panel "Tags".
 
 import { colourOf } from "./devices.js";
-import { el, size } from "./format.js";
+import { directions, el, size } from "./format.js";
 
 /** What the backups of a tag take, and its ratio to their content. */
 function kept({ backed_up_bytes: content, kept_bytes: bytes }) {
@@ -11,21 +11,7 @@ function kept({ backed_up_bytes: content, kept_bytes: bytes }) {
 /** One row per tag; `busy` disables its button, `act(tag, resume)` is its action. */
 export function tagRows(tags, busy, act) {
   return tags.map((tag) => {
-    const released = tag.released_bytes > 0;
-    const button = el(
-      "button",
-      {
-        type: "button",
-        class: "small",
-        "data-focus": `tag-${tag.tag}`,
-        "aria-disabled": String(busy || !tag.bytes),
-        "aria-label": `${released ? "Resume" : "Release"} ${tag.tag}`,
-        onclick: (event) => {
-          if (event.currentTarget.getAttribute("aria-disabled") !== "true") act(tag.tag, released);
-        },
-      },
-      released ? "Resume" : "Release…",
-    );
+    const buttons = directions(tag, tag.tag, `tag-${tag.tag}`, busy || !tag.bytes, act);
     const swatch = el("i", { class: `swatch ${colourOf({ kind: "tag", name: tag.tag }, tags)}`, "aria-hidden": "true" });
     return el(
       "tr",
@@ -43,7 +29,7 @@ export function tagRows(tags, busy, act) {
       el("td", { class: "number wide" }, size(tag.released_bytes)),
       el("td", { class: "number wide" }, size(tag.backed_up_bytes)),
       el("td", { class: "number wider" }, kept(tag)),
-      el("td", { class: "act" }, button),
+      el("td", { class: "act" }, el("div", { class: "acts" }, ...buttons)),
     );
   });
 }

@@ -23,10 +23,14 @@ from memsaver_server.missing_package import missing_package
 from memsaver_server.port_holders import port_holders
 
 _MIN_TORCH = (2, 6)
+#: Without all of these, the client alone is installed.
+_SERVING = ("torch", "fastapi", "uvicorn", "prometheus_client")
 #: The default of memsaver serve.
 _PORT = 30000
 #: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
 _SHORT_KEY = 16
+#: What the account of a host device takes.
+_ACCOUNT_BYTES = 16 << 10
 _CU_VMM_SUPPORTED = 102
 _CU_RDMA_WITH_VMM_SUPPORTED = 110
 _CU_MODULE_LAZY_LOADING = 2
@@ -85,7 +89,8 @@ def examine() -> tuple[Finding, ...]:
     """Run every check. Takes about as long as importing torch; raises nothing."""
     machine = look()
     findings: list[Finding] = []
-    for check in _CHECKS:
+    client_alone = not any(map(_is_installed, _SERVING))
+    for check in (check_python, check_client) if client_alone else _CHECKS:
         subject = check.__name__.removeprefix("check_").replace("_", " ")
         try:
             found = check(machine)
@@ -126,9 +131,15 @@ def check_torch(machine: Machine) -> Finding:
     return Finding("torch", Level.OK, f"{torch.__version__}, {build}")
 
 
+def check_client(machine: Machine) -> Finding:
+    found = "the client and the command line alone: they call services that run elsewhere"
+    remedy = "to serve here: pip install 'memsaver[server]', or in a checkout pip install '.[server]'"
+    return Finding("packages", Level.NOTE, found, remedy)
+
+
 def check_extras(machine: Machine) -> Iterator[Finding]:
     for extra, packages, level in (
-        ("server", ("fastapi", "uvicorn", "prometheus_client"), Level.BLOCKED),
+        ("server", _SERVING[1:], Level.BLOCKED),
         ("engine", ("transformers", "safetensors"), Level.NOTE),
     ):
         missing = [name for name in packages if not _is_installed(name)]
@@ -300,6 +311,9 @@ def check_host_driver(machine: Machine) -> Finding:
     names = [name for name in settings.host_device.split(",") if name]
     shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
     found = f"capacity {size / 2**30:.1f} GiB{'' if settings.host_capacity else ' (half of RAM)'}, {shared}"
+    if names and shutil.disk_usage("/dev/shm").free < _ACCOUNT_BYTES:
+        found += "; /dev/shm, which has the account that they share, is full"
+        return Finding("host driver", Level.BLOCKED, found, "free space there, or unset MEMSAVER_HOST_DEVICE")
     if limit is not None and size > limit:
         found += f", but this container is limited to {limit / 2**30:.1f} GiB"
         return Finding("host driver", Level.WARNING, found, "set MEMSAVER_HOST_CAPACITY below the container's limit")
@@ -316,6 +330,7 @@ def check_host_memory(machine: Machine) -> Finding:
 
 
 def check_backup_folder(machine: Machine) -> Finding:
+    from memsaver_core.disk import is_in_memory
     from memsaver_core.settings import CoreSettings
 
     folder = CoreSettings().file_dir
@@ -327,19 +342,9 @@ def check_backup_folder(machine: Machine) -> Finding:
         found = f"{folder} cannot be used: {error.strerror}; a release to files would fail"
         return Finding(subject, Level.BLOCKED if "MEMSAVER_FILE_DIR" in os.environ else Level.WARNING, found, remedy)
     found = f"{folder}, {free / 2**30:.1f} GiB free, for tags whose restore policy is file"
-    if _file_system(folder) in ("tmpfs", "ramfs"):
+    if is_in_memory(folder):
         return Finding(subject, Level.NOTE, f"{found}; it is in memory, so that files there save none", remedy)
     return Finding(subject, Level.OK, found)
-
-
-def _file_system(folder: str) -> str:
-    """Return the type of the file system that holds ``folder``."""
-    found = ("", "")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split()
-        if f"{os.path.realpath(folder)}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
-            found = (place, kind)
-    return found[1]
 
 
 def check_key(machine: Machine) -> Finding:
@@ -384,4 +389,4 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 #: In the order in which they are written.
-_CHECKS = [each for name, each in globals().items() if name.startswith("check_")]
+_CHECKS = [each for name, each in globals().items() if name.startswith("check_") and each is not check_client]

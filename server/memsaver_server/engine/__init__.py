@@ -13,7 +13,7 @@ from memsaver_core.contract.requests import DrainMode as DrainMode
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.phases import PhaseLog
-from memsaver_core.ranks.plans import plan_release, reserve
+from memsaver_core.ranks.plans import check_release, reserve
 
 #: How often a drain looks whether its caller has given it up, seconds.
 DRAIN_POLL_S = 0.05
@@ -46,7 +46,8 @@ class Memory(Protocol):
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport: ...
 
     def check_release(self, request: MemoryRequest) -> object:
-        """Raise what ``release`` would raise now because it is impossible; changes nothing."""
+        """Raise what ``release`` would raise now because it is impossible. It may hold what the release needs, until
+        that or ``give_back_reserved``."""
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
@@ -57,7 +58,7 @@ class Memory(Protocol):
         """
 
     def give_back_reserved(self) -> None:
-        """Give back what ``reserve`` took and no ``resume`` has used."""
+        """Give back what ``reserve`` or ``check_release`` took and no operation has used."""
 
     def status(self) -> Status: ...
 
@@ -84,7 +85,7 @@ class _LocalMemory:
     check_tags = staticmethod(ms.check_tags)
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
-    check_release = staticmethod(plan_release)
+    check_release = staticmethod(check_release)
     reserve = staticmethod(reserve)
     give_back_reserved = staticmethod(ms.give_back_reserved)
     status = staticmethod(ms.status)
@@ -147,8 +148,8 @@ class Engine(Protocol):
             mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
                 admission opens.
             given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
-                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter is
-                not told; the release is then cancelled after its drain.
+                with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter
+                cannot ask; the release is then cancelled after its drain.
 
         Raises:
             DrainTimeoutError: some still were after ``timeout_s``. Nothing is frozen that was not before.

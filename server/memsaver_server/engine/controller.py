@@ -43,10 +43,10 @@ from memsaver_server.engine import (
     unwritten_weights,
 )
 from memsaver_server.engine.device_monitor import DeviceMonitor, Sample
-from memsaver_server.engine.dry_run import expected_s, plan_release, plan_resume, planned_text, readable
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.memory_breakdown import break_down
 from memsaver_server.engine.metrics import EngineMetrics
+from memsaver_server.engine.plan import expected_s, plan_release, plan_resume, planned_text, readable
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import CallerFigures
@@ -455,7 +455,10 @@ def _health(now: Snapshot, reason: str) -> HealthAnswer:
 
 def _prepared_state(operation: Operation) -> PreparedState:
     return PreparedState(
-        operation_id=operation.id, operation=operation.request.operation, lease_s=operation.lease_left_s()
+        operation_id=operation.id,
+        client=operation.client,
+        operation=operation.request.operation,
+        lease_s=operation.lease_left_s(),
     )
 
 

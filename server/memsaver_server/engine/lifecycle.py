@@ -71,7 +71,7 @@ class Snapshot:
 class Lifecycle:
     """Releases and resumes an engine's memory. Every method may be called from any thread.
 
-    ``release`` and ``resume`` return at once with the operation; others block if they say so.
+    ``start`` returns at once with the operation; others block if they say so.
     """
 
     def __init__(self, engine: Engine, settings: Settings, on_finished: Callable[[Operation], None]) -> None:
@@ -90,25 +90,25 @@ class Lifecycle:
         self._verification = Verification(engine, self._admission, self.memory, settings)
 
     def start(self, request: Asked, *, key: str | None = None, client: str = "") -> Operation:
-        """Begin a release or a resume, or join the one in flight. See ``release`` and ``resume``."""
-        if isinstance(request, Release):
-            return self.release(request, key=key, client=client)
-        return self.resume(request, key=key, client=client)
+        """Begin a release or a resume, or join the one in flight; returns at once.
 
-    def release(self, request: Release, *, key: str | None = None, client: str = "") -> Operation:
-        """Return the memory of the tags to the driver, after the requests in flight are drained.
+        A release returns the memory of the tags to the driver, after the requests in flight are drained. A tag that is
+        released already is success. After a failure admission is as before, unless memory is released.
 
-        A tag that is released already is success. After a failure admission is as before, unless memory is released.
+        A resume brings the memory of the tags back, and reopens admission once nothing is released. A tag that is
+        resident already is success. After a failure all is still released and the call can be repeated.
 
-        With ``request.prepare`` it stops before memory is moved, until its ``commit`` or the end of its lease.
+        With ``request.prepare`` either stops before memory is moved, until its ``commit`` or the end of its lease.
 
         Raises:
             UnknownTagError: a tag does not exist. Nothing was started.
             UnsupportedError: the process cannot be hibernated. Nothing was started.
-            VerificationUnavailableError: it cannot be verified. Nothing was started.
+            VerificationUnavailableError: a release cannot be verified. Nothing was started.
             ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
+        if isinstance(request, Resume):
+            return self.operations.submit(request, partial(self._resume, request), key=key, client=client)
         self.memory.check_tags(tuple(request.restore))
         if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
             raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
@@ -141,6 +141,8 @@ class Lifecycle:
                     self._note_released(request, asked, before)
         except BaseException:
             operation.undo()
+            if request.prepare:
+                self.memory.give_back_reserved()
             raise
         finally:
             self._admission.reopen()
@@ -173,17 +175,6 @@ class Lifecycle:
                 if operation.undo(asked):
                     raise
             operation.check()
-
-    def resume(self, request: Resume, *, key: str | None = None, client: str = "") -> Operation:
-        """Bring the memory of the tags back, and reopen admission once nothing is released.
-
-        A tag that is resident already is success. After a failure all is still released and the call can be repeated.
-
-        Raises:
-            As release.
-        """
-        self.memory.check_tags(request.tags)
-        return self.operations.submit(request, partial(self._resume, request), key=key, client=client)
 
     def _resume(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():

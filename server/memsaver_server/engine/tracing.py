@@ -1,6 +1,6 @@
 """OpenTelemetry spans per operation and phase, if the ``otel`` extra is installed and an SDK is configured.
 
-Made in a thread of their own, because an exporter may wait for the network.
+Made in a separate thread, because an exporter may wait for the network.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from pydantic import Field
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode
-from memsaver_core.contract.status import OccupationAnswer
+from memsaver_core.contract.status import EngineRow as EngineRow
+from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.record import Wanted
 
 #: What a fleet's operation does now.
@@ -62,17 +63,7 @@ class FleetOperationsAnswer(Model):
     operations: tuple[FleetOperationStatusAnswer, ...]
 
 
-class _Engine(Model):
-    name: str
-    url: str
-    model: str
-    labels: dict[str, str]
-    host: str
-    gpus: tuple[str, ...]
-    alive: bool
-
-
-class EngineStatus(_Engine):
+class EngineStatus(MemberRow):
     """One engine now. ``occupation`` is null if it does not answer; ``error`` says why."""
 
     state: str = Field(description="As in EngineResult.")
@@ -116,21 +107,9 @@ class FleetEvent(Model):
     data: Mapping[str, Any] = Field(default={})
 
 
-class EngineRow(_Engine):
-    """One engine now."""
-
-    state: str
-    wanted: str
-    error: str
-    resident_bytes: int
-    released_bytes: int
-    requests: int = Field(description="In flight through this coordinator.")
-
-
-class FleetOccupationAnswer(OccupationAnswer):
+class FleetOccupationAnswer(FleetOccupation):
     """What the engines hold together, and each of them."""
 
-    engines: tuple[EngineRow, ...]
     wanted: tuple[Wanted, ...]
     progress: FleetProgress | None
 

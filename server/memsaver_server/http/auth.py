@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Request
 from pydantic import SecretStr
+from starlette.types import Scope
 
 from memsaver_core.contract.errors import ConfigurationError, ForbiddenError, UnauthorizedError
 from memsaver_server.settings import Settings
@@ -29,6 +30,12 @@ def has_valid_key(request: Request, key: SecretStr | None) -> bool:
     # Headers are decoded as Latin-1, in which the last byte of a UTF-8 key may be white space: strip only " \t".
     sent = given.strip(" \t").encode("latin-1")
     return key is not None and scheme.lower() == "bearer" and hmac.compare_digest(sent, key.get_secret_value().encode())
+
+
+def is_known(settings: Settings, scope: Scope) -> bool:
+    """Return whether a request carries a key that is valid, or needs none."""
+    request = Request(scope)
+    return settings.api_key is None or any(has_valid_key(request, key) for key in (settings.api_key, settings.read_key))
 
 
 def check_key(request: Request, settings: Settings, *, reads: bool = False) -> None:
@@ -125,8 +132,8 @@ def _only_reads(request: Request) -> bool:
 
 
 def _is_local(scope: Mapping[str, Any]) -> bool:
-    """Whether the connection ends at a loopback address or a Unix socket. Unknown, as of a server that does not tell
-    the connection's address, is no."""
+    """Whether the connection ends at a loopback address or a Unix socket; false if the server does not report the
+    connection's address."""
     address, port = _server(scope)
     if port is None:
         return bool(address) and not _is_address(address)
@@ -136,7 +143,7 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
 def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the local address of the connection and its port; or a Unix socket's path, and None.
 
-    IPv4 through a socket of both families is told as IPv4.
+    IPv4-mapped addresses are returned as IPv4.
     """
     host, port = scope.get("server") or ("", None)
     return host.removeprefix("::ffff:"), port

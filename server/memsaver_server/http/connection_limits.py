@@ -22,13 +22,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from memsaver_core.contract.errors import RETRY_AFTER_S
 from memsaver_server.controller import Answer
+from memsaver_server.http.fairness import PROBES
 from memsaver_server.metrics import CallerFigures
 
 #: Concurrent connections at most, and no more than half of the files that the process may open.
 MAX_CONNECTIONS = 4096
 #: Of the connections that are allowed, one in so many is for probes if all others have a request in progress.
 PROBE_SHARE = 64
-PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 #: Time limit for a request line and headers from their first byte on, and for the first byte of a connection.
 HEADERS_S = 30.0
 #: Minimum upload rate of a body: BODY_BYTES per BODY_S. There is no limit on its total time.
@@ -49,7 +49,7 @@ class Connections:
         self._busy: set[LimitedProtocol] = set()
 
     def note(self, connection: LimitedProtocol, *, waits: bool) -> None:
-        """Take note of a connection that is new, or begins or ceases to wait for its caller."""
+        """Record a connection that is new, or begins or ceases to wait for its caller."""
         if waits != (connection in self._waiting):
             self.forget(connection)
             if waits:

@@ -1,44 +1,53 @@
-"""Fairness on the event loop: a batch of requests must not delay a probe until all of them are served.
+"""Fairness on the event loop: neither a batch of requests nor a crowd of callers may delay all others.
 
 The loop serves ready tasks in order. When a batch of 64 generations ends, parsing and serializing them takes 20 ms,
-for which a later ``/livez`` would wait. So a few requests of a batch proceed in each iteration of the loop, and all
-other requests overtake them.
+for which a later ``/livez`` would wait. So a few requests proceed in each iteration of the loop: probes at once, and
+callers without a valid key, requests that change something, and all others by turns. A connection has one request
+in progress at a time, so each kind is served fairly by connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from typing import Literal, get_args
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 #: Requests that proceed in one iteration of the event loop.
 REQUESTS_PER_ITERATION = 2
+PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
+#: Of requests; ``unknown``: their caller has shown no valid key.
+Kind = Literal["reads", "changes", "unknown"]
 
 
 class FairQueue:
-    """Lets ``REQUESTS_PER_ITERATION`` waiters proceed in each iteration of the event loop, first come first served."""
+    """Lets ``REQUESTS_PER_ITERATION`` waiters proceed in each iteration of the event loop: of each kind by turns, and
+    of one kind first come first served."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        #: By kind, the one whose turn is next first.
+        self._waiting: dict[Kind, deque[asyncio.Future[None]]] = {kind: deque() for kind in get_args(Kind)}
         self._left = REQUESTS_PER_ITERATION
 
-    async def wait(self) -> None:
+    async def wait(self, kind: Kind = "changes") -> None:
         """Return when the caller may proceed."""
         loop = asyncio.get_running_loop()
         if self._left == REQUESTS_PER_ITERATION:  # the first of this iteration: reset the count in the next
             loop.call_soon(self._next_iteration, loop)
-        if self._left and not self._waiting:
+        if self._left and not any(self._waiting.values()):
             self._left -= 1
             return
         proceed = loop.create_future()
-        self._waiting.append(proceed)
+        self._waiting[kind].append(proceed)
         await proceed
 
     def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
         self._left = REQUESTS_PER_ITERATION
-        while self._waiting and self._left:
-            proceed = self._waiting.popleft()
+        while self._left and (kind := next((each for each, waiting in self._waiting.items() if waiting), None)):
+            of_kind = self._waiting[kind] = self._waiting.pop(kind)  # the last one from now on
+            proceed = of_kind.popleft()
             if not proceed.done():  # cancelled: its client disconnected
                 proceed.set_result(None)
                 self._left -= 1
@@ -47,13 +56,15 @@ class FairQueue:
 
 
 class FairnessMiddleware:
-    """Queues POST requests; all others overtake them."""
+    """Queues all requests but probes, by kind; ``knows`` says whether a caller's key is valid, or none is needed."""
 
-    def __init__(self, app: ASGIApp, queue: FairQueue) -> None:
+    def __init__(self, app: ASGIApp, queue: FairQueue, knows: Callable[[Scope], bool] = lambda _: True) -> None:
         self._app = app
         self._queue = queue
+        self._knows = knows
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            await self._queue.wait()
+        if scope["type"] == "http" and scope.get("path") not in PROBES:
+            reads = scope["method"] in ("GET", "HEAD")
+            await self._queue.wait("unknown" if not self._knows(scope) else "reads" if reads else "changes")
         await self._app(scope, receive, send)

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.requests import FleetRelease, FleetResume
 
-#: What known clients send beside our fields, in vain.
+#: What known clients send beside our fields; it has no effect.
 PASSED_OVER = frozenset(
     (
         *("reset_connector", "rid", "http_worker_ipc", "timeout"),  # verl; SGLang's base of all requests; its flush
@@ -25,7 +25,7 @@ PASSED_OVER = frozenset(
         *("model", "model_name", "options", "operation_id"),  # Ray Serve, AIBrix
     )
 )
-#: Every field of a request of the contract: at a door that does not act on it, it is refused.
+#: Every field of a request of the contract: an endpoint that does not act on it refuses it.
 _FIELDS = frozenset(
     field.alias or name
     for model in (FleetRelease, FleetResume)

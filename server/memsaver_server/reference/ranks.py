@@ -158,7 +158,7 @@ class RankGroup:
         self.check()
         if method:
             with suppress(OSError):  # a process has ended: the watch reports that
-                self._channel.tell({"engine": method, **fields})  # waits while an update is read
+                self._channel.send({"engine": method, **fields})  # waits while an update is read
         try:
             with self._bounded(what):
                 yield

@@ -594,9 +594,9 @@ class LoopEngine(LeadingLoop, Engine):
             tags = tuple(request.tags or ())
             if type(request).__name__.startswith("Release"):
                 asked = Release(tags=tags, wait=True).resolved(self._settings.drain_timeout_s)
-                operation = self._lifecycle.release(asked, client=self.name)
+                operation = self._lifecycle.start(asked, client=self.name)
             else:
-                operation = self._lifecycle.resume(Resume(tags=tags, wait=True), client=self.name)
+                operation = self._lifecycle.start(Resume(tags=tags, wait=True), client=self.name)
             operation.done.result()
             error = operation.error
         except Exception as refused:

@@ -7,16 +7,14 @@ operation.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
+from memsaver_core.contract.reports import PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, Release, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
-from memsaver_core.ranks.plans import free_file_bytes, missing_by_device
-from memsaver_core.release_resume import available_host_bytes
+from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
 from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
@@ -30,25 +28,17 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
 
     Raises:
         UnknownTagError: a tag does not exist.
-        NotEnoughToReleaseError: the tags hold less than ``at_least_bytes``.
+        NotEnoughToReleaseError: the tags hold less than was asked for.
     """
     memory = lifecycle.memory
     memory.check_tags((*request.tags, *request.restore))
     now = lifecycle.snapshot()
     asked = narrowed(request, now.status.tags) if now.status.enabled else request
     tags = [_released(tag, asked) for tag in now.status.tags if not asked.tags or tag.tag in asked.tags]
-    needed: Counter[str] = Counter()
-    for tag in tags:
-        needed[tag.restore] += tag.backup_bytes
-    host = Room(
-        needed_bytes=needed["host"] + needed["mixed"],
-        free_bytes=now.status.host_backup.room_bytes(available_host_bytes()),
-    )
-    file = Room(needed_bytes=needed["file"], free_bytes=(free_file_bytes() or 0) if needed["file"] else 0)
+    host, file = backup_rooms(tags, now.status)
     blockers = [*_general_blockers(now.status, request, now.running)]
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
-    # What others have in the shared store is not needed again, which shows only while content is saved.
     if host.is_short and now.status.host_backup.shared_store is None:
         blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
     if file.is_short:
@@ -66,12 +56,7 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     now = lifecycle.snapshot()
     asked = lifecycle.tags_to_resume(request.tags)
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
-    needed = missing_by_device(tags, now.status)
-    free = {device.index: device.total_bytes - device.used_bytes for device in devices}
-    rooms = [
-        DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))
-        for index, size in sorted(needed.items())
-    ]
+    rooms = device_rooms(tags, now.status, devices)
     blockers = list(_general_blockers(now.status, request, now.running))
     for room in rooms:
         if room.is_short:
@@ -125,17 +110,8 @@ def readable(size: int) -> str:
 
 
 def _released(tag: TagStatus, request: Release) -> PlannedTag:
-    override = request.restore.get(tag.tag)
-    restore = override.value if override is not None else tag.restore
-    kept = keeps_content(tag, request)
-    backup = max(0, tag.resident_bytes - tag.backed_up_bytes) if restore == "file" else tag.expected_bytes
-    return PlannedTag(
-        tag=tag.tag,
-        restore=restore if tag.resident_bytes else tag.restore,
-        bytes=sum(tag.mapped_by_device.values()),
-        backup_bytes=backup if kept or restore == "mixed" else 0,
-        loses_content=bool(tag.resident_bytes) and not kept and needs_writing(tag, request),
-    )
+    lost = bool(tag.resident_bytes) and not keeps_content(tag, request) and needs_writing(tag, request)
+    return planned_release(tag, request).model_copy(update={"loses_content": lost})
 
 
 def _general_blockers(status: Status, request: Asked, running: Operation | None) -> Iterable[str]:

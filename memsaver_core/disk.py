@@ -1,0 +1,80 @@
+"""Disk space for backups in files: what is free, and what a prepared release holds until it moves memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from memsaver_core import _native, process
+from memsaver_core.contract.errors import DiskFullError
+
+_held: IO[bytes] | None = None
+
+
+def free_bytes() -> int:
+    """Return what is free for backups in files; 0 if their folder cannot be used."""
+    folder = process.settings().file_dir
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return 0
+    free = disk.f_bavail * disk.f_frsize
+    return min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
+
+
+def is_in_memory(folder: str) -> bool:
+    """Return whether files in ``folder`` take memory of the host."""
+    found = ("", "")
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind, *_ = line.split()
+        if f"{os.path.realpath(folder)}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
+            found = (place, kind)
+    return found[1] in ("tmpfs", "ramfs")
+
+
+def full(needed: int, free: int) -> DiskFullError:
+    """Return the error of backups for which the disk is too small."""
+    return DiskFullError(
+        f"the backups need {needed} bytes on the file system of {process.settings().file_dir}, and {free} are free; "
+        "free disk space, or set MEMSAVER_FILE_DIR to a larger file system",
+        needed,
+        free,
+    )
+
+
+def hold(size: int) -> None:
+    """Hold disk space, so that no other process takes it before ``drop``, which the next release calls as well.
+
+    Where the file system cannot hold space, this does nothing.
+
+    Raises:
+        DiskFullError: there is not so much; nothing is held.
+    """
+    global _held
+    drop()
+    if size == 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        file = tempfile.TemporaryFile(dir=process.settings().file_dir)  # noqa: SIM115  # open until drop()
+    except OSError:  # the release reports why
+        return
+    if libc.fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
+        _held = file
+        return
+    code = ctypes.get_errno()
+    file.close()
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        raise full(size, free_bytes())
+
+
+def drop() -> None:
+    """Give back what ``hold`` took, if anything."""
+    global _held
+    if _held is not None:
+        _held.close()
+        _held = None

@@ -1,0 +1,104 @@
+"""How the ranks of an engine reach each other: Unix sockets between their processes, and calls that wait for others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from memsaver_core.contract.errors import MemsaverError
+
+_T = TypeVar("_T")
+
+
+class Listener:
+    """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach.
+
+    Attributes:
+        path: of the socket, to be given to the ranks.
+        ranks: may be set until ``accept``.
+    """
+
+    def __init__(self, ranks: int = 0, first: int = 1) -> None:
+        self.ranks = ranks
+        self._first = first
+        self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # mode 0700
+        self.path = str(Path(self._folder) / "socket")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self._socket.listen()
+
+    def accept(self, timeout_s: float) -> list[socket.socket]:
+        """Return the connections in the order of the ranks, once all are there; removes the socket.
+
+        Raises:
+            MemsaverError: some rank did not connect in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        connections: dict[int, socket.socket] = {}
+        expected = range(self._first, self.ranks)
+        try:
+            while missing := [rank for rank in expected if rank not in connections]:
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                try:
+                    connection, _ = self._socket.accept()
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    # Unbuffered: what follows the number is not of this conversation.
+                    with connection.makefile("rb", buffering=0) as said:
+                        number = said.readline()
+                    if not number.endswith(b"\n"):
+                        raise MemsaverError("a rank closed its connection before it said its number; see its log")
+                    connections[int(number)] = connection
+                except TimeoutError:
+                    for connection in connections.values():
+                        connection.close()
+                    named = ", ".join(map(str, missing))
+                    raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
+        finally:
+            self.close()
+        for connection in connections.values():
+            connection.settimeout(None)
+        return [connections[rank] for rank in expected]
+
+    def close(self) -> None:
+        """Remove the socket."""
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def connect(path: str, rank: int) -> socket.socket:
+    """Return a connection of ``rank`` to the ``Listener`` at ``path``.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+        connection.sendall(f"{rank}\n".encode())
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def started(call: Callable[[], _T], name: str = "memsaver-ranks") -> Future[_T]:
+    """Run ``call`` in a new thread; one that hangs does not keep the process from ending."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
