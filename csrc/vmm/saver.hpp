@@ -45,9 +45,9 @@ class Saver {
 
   // Gives the memory of `tags` back, content kept as their policies say (`overrides`: by tag, for this release only).
   // Synchronizes the devices; nothing may use the memory until it is resumed. `dead` ranges, in address order, hold no
-  // content worth keeping. Tags with kept content go first. Throws out_of_host_memory or disk_full if the backups would not fit:
-  // nothing is unmapped. Throws driver errors, out_of_host_memory or backup later: the release is undone, unless
-  // content that is not kept is gone or the undo fails; then it can be repeated, and resumed.
+  // content worth keeping. Tags with kept content go first. Throws out_of_host_memory or disk_full if the backups would
+  // not fit: nothing is unmapped. Throws driver errors, out_of_host_memory, disk_full or backup later: the release is
+  // undone, unless content that is not kept is gone or the undo fails; then it can be repeated, and resumed.
   OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                           const std::map<std::string, Restore>& overrides);
   // Brings back everything released under `tags`, with the content that its policies promise. Throws driver errors,

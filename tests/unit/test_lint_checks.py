@@ -129,7 +129,7 @@ def test_a_long_function_fails(copy: Path) -> None:
         ("csrc/support/log.cpp", "// The guest is told.", '"told"; say instead: say, report, return, notify'),
         ("csrc/support/log.cpp", "struct Door {\n  int owed_bytes;\n};", '"owed"; say instead: must, needs'),
         (f"{ROOM}/app.py", "# Each has a thread of its\n# own.", '"of its own"; say instead: its own, a separate'),
-        (f"{ROOM}/app.py", "def gate_calls() -> None: ...", '"gate"; say instead: lock, admission'),
+        (f"{ROOM}/app.py", "def seat_calls() -> None: ...", '"seat"; say instead: schedule, slot'),
         ("docs/page.md", "A rank tells the service.", 'docs/page.md:2: "tells"; say instead: say'),
     ],
 )
@@ -145,8 +145,7 @@ def test_a_word_that_is_out_fails(copy: Path, name: str, line: str, said: str) -
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        (f"{ROOM}/app.py", "from memsaver_server.engine.gate import Gate"),
-        (f"{ROOM}/engine/gate.py", "# The gate is closed."),
+        (f"{ROOM}/app.py", "Gate, seating = None, None  # the gate is closed"),
         ("docs/page.md", "<!-- table -->\nIt is told.\n<!-- end of table -->"),
         ("docs/page.md", "The lowest power of a gateway; its own thread, as offered."),
     ],

@@ -66,7 +66,7 @@ class Gate:
                 self._changed.notify_all()
 
     def is_alive(self) -> bool:
-        """Always true: a gate cannot tell."""
+        """Always true: a gate has no process to look at."""
         return True
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:

@@ -469,8 +469,8 @@ class LoopEngine(LeadingLoop, Engine):
     """The engine on rank 0; each other rank calls ``join``.
 
     A scheduler is touched only in its own thread, once per iteration of its event loop: there the service's work is
-    done on every rank, between two batches. The memory calls and weight updates of the engine's own HTTP server, or of
-    its own class ``Engine``, are taken out of what the scheduler receives, and the service's lifecycle carries them
+    done on every rank, between two batches. The memory calls and weight updates of the engine's HTTP server, or of its
+    class ``Engine``, are taken out of what the scheduler receives, and the service's lifecycle carries them
     out.
 
     Attributes:
