@@ -119,7 +119,7 @@ def test_records_count_for_their_time_to_live(zone: Zone) -> None:
 
 def test_dns_that_fails_is_told(zone: Zone) -> None:
     zone.broken = True
-    with pytest.raises(MembershipError, match="DNS does not tell the A"):
+    with pytest.raises(MembershipError, match="DNS does not return the A"):
         members(DnsMembership("engines", 1, resolver=zone.resolver()))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
-from memsaver_server.fleet.turns.seat import Seat, victims
+from memsaver_server.fleet.turns.slot import Slot, victims
 from tests.fleet.served_fleet import served
 from tests.programs import Child
 from tests.waiting import wait_until
@@ -295,21 +295,21 @@ def test_an_engine_that_does_not_answer_delays_nobody(engines: tuple[Engine, Eng
 
 
 def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:
-    def seat(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Seat:
-        made = Seat(name)
+    def slot(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Slot:
+        made = Slot(name)
         made.gpus, made.resident_bytes, made.released_bytes = tuple(gpus), resident, released
         made.state, made.last_used, made.in_flight = "awake" if resident else "asleep", used, busy
         made.free = dict.fromkeys(gpus, 10)
         return made
 
-    wanted = seat("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
-    old = seat("old", "x", 30, 0, used=1)
-    new = seat("new", "x", 30, 0, used=2)
-    busy = seat("busy", "x", 90, 0, used=0, busy=1)
-    both = seat("both", "xy", 80, 0, used=9)
-    elsewhere = seat("elsewhere", "z", 500, 0, used=0)
+    wanted = slot("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
+    old = slot("old", "x", 30, 0, used=1)
+    new = slot("new", "x", 30, 0, used=2)
+    busy = slot("busy", "x", 90, 0, used=0, busy=1)
+    both = slot("both", "xy", 80, 0, used=9)
+    elsewhere = slot("elsewhere", "z", 500, 0, used=0)
 
-    def chosen(*others: Seat) -> list[str] | None:
+    def chosen(*others: Slot) -> list[str] | None:
         found = victims(wanted, [wanted, *others])
         return None if found is None else [each.name for each in found]
 

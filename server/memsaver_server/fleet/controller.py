@@ -54,7 +54,7 @@ from memsaver_server.fleet.results import (
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
-from memsaver_server.fleet.turns.seat import TURN_PREFIX
+from memsaver_server.fleet.turns.slot import TURN_PREFIX
 from memsaver_server.fleet.turns.turns import Turns
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.log_output import relay

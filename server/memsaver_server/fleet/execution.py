@@ -37,7 +37,7 @@ class Execution:
         keeper: Keeper,
         lease_s: float,
         silence_s: float,
-        tell: Callable[[FleetOperation, str], None],
+        report: Callable[[FleetOperation, str], None],
     ) -> None:
         self._operation = operation
         self._request = operation.asked
@@ -50,7 +50,7 @@ class Execution:
         self._lease_s = lease_s
         self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
         self._silence_s = silence_s
-        self._tell = partial(tell, operation)
+        self._report = partial(report, operation)
         self._wish = Wanted.of(operation.asked, operation.record_id)
 
     async def alone(self) -> None:
@@ -61,7 +61,7 @@ class Execution:
         """
         self._operation.how = "each"
         await self._keeper.ended(self._id, self._wish)  # first: a reconciler is to do what remains
-        self._tell("commit")
+        self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
 
         async def in_turn(group: Iterable[Part]) -> None:
@@ -108,7 +108,7 @@ class Execution:
 
     async def commit(self) -> None:
         """Commit on all engines, which are prepared; undo all if one fails."""
-        self._tell("commit")
+        self._report("commit")
         await asyncio.gather(*map(self._commit_one, self._parts))
         if _failed(self._parts):
             await self.undo()
@@ -118,7 +118,7 @@ class Execution:
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
-        self._tell("roll_back")
+        self._report("roll_back")
         self._operation.how = "undone"
         with suppress(RecordError):  # says committing: another coordinator would fail to commit, and undo as well
             await self._note("rolling_back")
@@ -130,7 +130,7 @@ class Execution:
 
     async def _prepare(self) -> bool:
         """Return whether all are prepared; stops at the first that fails."""
-        self._tell("prepare")
+        self._report("prepare")
         groups = await groups_of(self._request, self._parts)
         if _failed(self._parts):
             return False
@@ -177,7 +177,7 @@ class Execution:
             part.fail("preparing", failure)
 
     async def _abort(self) -> None:
-        self._tell("abort")
+        self._report("abort")
         await asyncio.gather(*(self._abort_one(part) for part in self._parts if part.asked))
         await self._look()
 

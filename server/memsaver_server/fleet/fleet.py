@@ -55,7 +55,7 @@ DEFAULT_TIMEOUT_S = 60.0
 class AsyncFleet:
     """Coordinates the engines of a membership. Use it in one event loop, and one of it for a record.
 
-    It keeps no truth of its own: what the engines are is asked of them, what is wanted is in the record. Operations
+    It is not the source of truth: what the engines are is asked of them, what is wanted is in the record. Operations
     that share an engine or a GPU run one after another, others side by side.
 
     Args:
@@ -221,7 +221,7 @@ class AsyncFleet:
         operation: FleetOperation,
         around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        """Begin an operation, in a task of its own; ``around`` is entered before it and left after it."""
+        """Begin an operation, in a separate task; ``around`` is entered before it and left after it."""
         operation.after_failure = self._results.pop(operation.record_id, None) is not None
         self._operations[operation.record_id] = operation
         operation.task = asyncio.create_task(self._perform(operation, around))
@@ -276,7 +276,7 @@ class AsyncFleet:
         return self._finish(operation, "it was cancelled" if cancelled else "")
 
     def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._tell)
+        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
 
     async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
@@ -309,7 +309,7 @@ class AsyncFleet:
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, operation: FleetOperation, event: str) -> None:
+    def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
         self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
 

@@ -73,7 +73,7 @@ class StaticMembership:
     def __init__(self, members: Iterable[Member] | str | PathLike[str]) -> None:
         self._path = Path(members) if isinstance(members, (str, PathLike)) else None
         if self._path is not None:
-            import_module("yaml")  # that it is missing is told here
+            import_module("yaml")  # if it is missing, that is said here
         self._members = [] if isinstance(members, (str, PathLike)) else checked(members)
         self._seen: object = object()  # unlike any file
 

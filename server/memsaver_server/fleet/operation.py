@@ -122,7 +122,7 @@ class FleetOperation(Operation):
             else:
                 given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
                 self.advance("cancelled" if given_up else "failed")
-        self.tell()
+        self.answer_callers()
 
     def progress_now(self) -> FleetProgress:
         """Return how far it is."""

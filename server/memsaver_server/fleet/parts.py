@@ -125,7 +125,7 @@ class Part:
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
     def result(self, *, undone: bool) -> EngineResult:
-        """Return what the caller is told; ``undone``: the operation as a whole was given up."""
+        """Return the row of the answer; ``undone``: the operation as a whole was given up."""
         answer = None if undone else self.answer
         failure = self.failure
         return EngineResult(

@@ -1,4 +1,4 @@
-"""Brings engines that came late, or came back, to what is wanted; tells of those that are gone."""
+"""Brings engines that came late, or came back, to what is wanted; reports those that are gone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Reconciler:
 
     async def _bring(self, part: Part, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
         """Bring one engine to what is wanted; return what was done."""
-        self._tell(part)
+        self._report(part)
         if part.failure is not None:
             return [part.result(undone=False)]
         if not _steps(part, wanted):
@@ -84,14 +84,14 @@ class Reconciler:
         verb = VERBS[wish.state]
         step = Part(part.member, part.connection)
         await step.perform(verb, {"tags": list(tags), **wish.options}, "reconciling")
-        self._tell(step)
+        self._report(step)
         result = step.result(undone=False)
         if result.success:
             logger.info("engine %s was not as wanted: %s of %s", result.name, verb, ", ".join(tags))
         self._hub.publish("reconciled", part.member.name, **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, part: Part) -> None:
+    def _report(self, part: Part) -> None:
         """Log when an engine fails, and when it is back; once each."""
         name, trouble = part.member.name, str(part.failure or "")
         if trouble and trouble != self._troubles.get(name):

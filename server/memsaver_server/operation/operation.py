@@ -173,7 +173,7 @@ class Operation:
         return Stall(phase=phase or "start", seconds=idle) if idle > limit else None
 
     def stall_message(self, stall: Stall) -> str:
-        """Return what callers and the log are told about ``stall``."""
+        """Return what callers and the log get to know of ``stall``."""
         return (
             f"{self.request.operation} {self.id} has made no progress in phase {stall.phase!r} for "
             f"{stall.seconds:.0f} s. It continues; GET /operations/{self.id} shows its result"
@@ -237,7 +237,7 @@ class Operation:
         """Cancel on behalf of ``by``. It ends soon, a queued one at once. Idempotent.
 
         Returns:
-            Whether it was queued and has ended now; its callers are not told yet.
+            Whether it was queued and has ended now; its callers do not know yet.
 
         Raises:
             TooLateToCancelError: it moves memory already, or has ended otherwise.
@@ -339,7 +339,7 @@ class Operation:
             return ends
 
     def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended; its callers are not told yet."""
+        """Record how it ended; its callers do not know yet."""
         with self.changed:
             if error is not None:
                 self.undo()
@@ -357,8 +357,8 @@ class Operation:
                 ending = "cancel" if self.status == "queued" else "cancelled"
             self.advance(ending)  # last, for readers without the lock
 
-    def tell(self) -> None:
-        """Tell its callers that it has ended."""
+    def answer_callers(self) -> None:
+        """Let its callers know that it has ended."""
         self.done.set_result(None)
         if not self._settled.done():
             self._settled.set_result(None)

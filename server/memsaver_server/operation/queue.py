@@ -99,7 +99,7 @@ class OperationQueue:
             ended = operation.cancel(by)
             self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
         if ended:
-            self._tell(operation)
+            self._conclude(operation)
 
     def close(self) -> None:
         """Cancel what is prepared, and let the worker end once the queue is empty; while it lives it keeps a reference
@@ -178,16 +178,16 @@ class OperationQueue:
             operation.finish(report, error)
             self._pending.popleft()
             self._history.forget()
-        self._tell(operation)
+        self._conclude(operation)
 
-    def _tell(self, operation: Operation) -> None:
+    def _conclude(self, operation: Operation) -> None:
         """Record an operation that has ended, and notify its callers."""
         try:
             self._on_finished(operation)
         except Exception:
             logger.exception("operation %s has ended, but could not be recorded", operation.id)
         finally:
-            operation.tell()
+            operation.answer_callers()
 
 
 def _conflict(request: Asked, other: Operation) -> bool:
