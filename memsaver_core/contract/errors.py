@@ -190,6 +190,8 @@ class ConflictError(MemsaverError, kind="conflict", status=409, retry_after_s=RE
 
     operation: str | None = None  # the other one: release or resume
     operation_id: str | None = None
+    client: str | None = None  # if it is prepared: who prepared it
+    lease_s: float | None = None  # if it is prepared: how long it stays so without its commit
 
 
 class TooManyOperationsError(MemsaverError, kind="too_many_operations", status=503, retry_after_s=RETRY_AFTER_S):

@@ -179,9 +179,10 @@ class AdmissionStatus(Model):
 
 
 class PreparedState(Model):
-    """The operation that waits for its commit, for ``lease_s`` more seconds."""
+    """The operation that waits for its commit, for ``lease_s`` more seconds; ``client`` prepared it."""
 
     operation_id: str
+    client: str
     operation: Literal["release", "resume"]
     lease_s: float
 

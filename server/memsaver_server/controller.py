@@ -159,11 +159,15 @@ class Controller(Protocol[OperationT]):
     def recent(self) -> Sequence[OperationT]:
         """Return the remembered operations, newest first."""
 
-    async def commit(self, operation: OperationT) -> None:
-        """Carry out what is prepared; wait for its end."""
+    async def commit(self, operation: OperationT, key: str | None = None) -> None:
+        """Carry out what is prepared; wait for its end. ``key`` is the caller's Idempotency-Key.
 
-    async def cancel(self, operation: OperationT, by: str) -> None:
-        """Give an operation up that does not move memory yet; wait for its end. Idempotent."""
+        Raises:
+            ConflictError: it was prepared under another key.
+        """
+
+    async def cancel(self, operation: OperationT, by: str, key: str | None = None) -> None:
+        """Give an operation up that does not move memory yet; wait for its end. Idempotent. Raises as ``commit``."""
 
     def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""

@@ -29,7 +29,7 @@ import memsaver_core as ms
 from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
-from memsaver_server.fleet import Member, StaticMembership
+from memsaver_server.fleet import Member, MemoryRecord, StaticMembership
 from tests.amount import amount
 from tests.e2e.serving import memsaver
 from tests.waiting import wait_until
@@ -340,6 +340,28 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     events = fleet.get(f"/operations/{released['operation_id']}/events").text
     assert events.count("event: engine") == 3
     assert events.strip().rpartition("event: ")[2].startswith("done")
+
+
+def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> None:
+    members, record = [site.member for site in sites.values()], MemoryRecord()
+    key, named = {"Idempotency-Key": "key 1"}, {"operation_id": "one"}
+    with served(members, record=record) as http:
+        assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}, headers=key).is_success
+        assert http.post("/sleep", json={"model": "model of a", "options": named}).is_success
+        assert http.post("/resume_memory_occupation").is_success
+    with served(members, record=record) as http:
+        for path, body, headers in (
+            ("/release_memory_occupation", {}, key),
+            ("/resume_memory_occupation", {"tags": ["kv_cache"]}, key),
+            ("/release_memory_occupation", named, {}),
+            ("/v1/runtime/models/wake", {"model_name": "model of a", **named}, {}),
+            ("/v1/runtime/models/sleep", {"model_name": "model of b", **named}, {}),
+        ):
+            refused = http.post(path, json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (422, "idempotency_key_reused"), path
+            assert " belongs to release " in refused.json()["message"]
+        assert not http.get("/operations").json()["operations"]
+    assert states(sites) == ["resident"] * 3
 
 
 # -- who may call, and what can be seen -------------------------------------------------------------------------------

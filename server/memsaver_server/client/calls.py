@@ -30,6 +30,9 @@ from memsaver_server.client.requests import (
     parse_json,
 )
 
+#: Operations that one client has prepared, whose keys it keeps at most.
+MAX_KEYS = 256
+
 
 class Calls:
     """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
@@ -37,6 +40,7 @@ class Calls:
     def __init__(self, target: Target, attempts: int) -> None:
         self._target = target
         self._attempts = attempts
+        self._keys: dict[str, str] = {}  # of what this client has prepared, by the operation's id
 
     @property
     def address(self) -> str:
@@ -61,7 +65,21 @@ class Calls:
             attempt += 1
 
     async def _ask(self, model: type[AnswerT], call: Call) -> AnswerT:
-        return parse(model, await self._send(call))
+        answer = parse(model, await self._send(call))
+        if isinstance(answer, PreparedAnswer):
+            self._keys[answer.operation_id] = call.headers["Idempotency-Key"]
+            if len(self._keys) > MAX_KEYS:
+                del self._keys[next(iter(self._keys))]
+        return answer
+
+    def key_of(self, operation_id: str) -> str | None:
+        """Return the key with which this client has prepared an operation: another one needs it to commit or abort."""
+        return self._keys.get(operation_id)
+
+    def _of(self, operation_id: str, method: str, path: str, key: str | None) -> Call:
+        key = key or self.key_of(operation_id)
+        headers = {} if key is None else {"Idempotency-Key": key}
+        return Call(method, f"/operations/{operation_id}{path}", headers=headers, long=True)
 
     @overload
     async def release(
@@ -129,23 +147,27 @@ class Calls:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
         return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, run_async=True))
 
-    async def commit(self, operation_id: str) -> OperationAnswer:
+    async def commit(self, operation_id: str, *, key: str | None = None) -> OperationAnswer:
         """Do what was prepared; return as ``release`` and ``resume`` do. Idempotent.
 
+        Args:
+            key: that of the client that has prepared it, by default this one; see ``key_of``.
+
         Raises:
-            ConflictError: its lease has ended, or it was aborted; all is as before it was prepared.
+            ConflictError: its lease has ended, or it was aborted: all is as before it was prepared. Or it was prepared
+                under another key.
             Also as ``release`` and ``resume``.
         """
-        return await self._ask(OperationAnswer, Call("POST", f"/operations/{operation_id}/commit", long=True))
+        return await self._ask(OperationAnswer, self._of(operation_id, "POST", "/commit", key))
 
-    async def abort(self, operation_id: str) -> OperationStatusAnswer:
-        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
+    async def abort(self, operation_id: str, *, key: str | None = None) -> OperationStatusAnswer:
+        """Undo the preparation of an operation; return its status once it has ended. Idempotent. ``key`` as for
+        ``commit``.
 
         Raises:
-            ConflictError: it was committed.
+            ConflictError: it was committed, or prepared under another key.
         """
-        call = Call("POST", f"/operations/{operation_id}/abort", long=True)
-        return await self._ask(OperationStatusAnswer, call)
+        return await self._ask(OperationStatusAnswer, self._of(operation_id, "POST", "/abort", key))
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds on its devices now."""
@@ -163,9 +185,9 @@ class Calls:
         """Cancel an operation that does not move memory yet; return its status once it has ended. Idempotent.
 
         Raises:
-            ConflictError: it moves memory already and will complete, or it has ended otherwise.
+            ConflictError: it moves memory already and will complete, has ended otherwise, or is another's preparation.
         """
-        return await self._ask(OperationStatusAnswer, Call("DELETE", f"/operations/{operation_id}", long=True))
+        return await self._ask(OperationStatusAnswer, self._of(operation_id, "DELETE", "", None))
 
     async def ready(self) -> bool:
         """Return whether the engine accepts requests now. Raises only UnreachableError."""

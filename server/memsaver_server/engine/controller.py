@@ -180,14 +180,15 @@ class EngineController:
     def recent(self) -> Sequence[Operation]:
         return self.lifecycle.operations.recent()
 
-    async def commit(self, operation: Operation) -> None:
+    async def commit(self, operation: Operation, key: str | None = None) -> None:
         try:
-            operation.commit()
+            operation.commit(key)
         finally:
             if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
                 await self._reached(operation, operation.ended())  # a caller that is refused finds all as before
 
-    async def cancel(self, operation: Operation, by: str) -> None:
+    async def cancel(self, operation: Operation, by: str, key: str | None = None) -> None:
+        operation.check_owner(key)
         self.lifecycle.operations.cancel(operation, by)
         try:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
@@ -454,7 +455,10 @@ def _health(now: Snapshot, reason: str) -> HealthAnswer:
 
 def _prepared_state(operation: Operation) -> PreparedState:
     return PreparedState(
-        operation_id=operation.id, operation=operation.request.operation, lease_s=operation.lease_left_s()
+        operation_id=operation.id,
+        client=operation.client,
+        operation=operation.request.operation,
+        lease_s=operation.lease_left_s(),
     )
 
 
@@ -479,7 +483,8 @@ def _message(report: OperationReport) -> str:
     release = report.operation == "release"
     if moved := report.released_bytes if release else report.resumed_bytes:
         names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)
-        return f"{'released' if release else 'resumed'} {readable(moved)} of {names} in {report.seconds:.3f} s"
+        of = f" of {names}" if names else ""  # a repeat long after gets no more than sums
+        return f"{'released' if release else 'resumed'} {readable(moved)}{of} in {report.seconds:.3f} s"
     if any(tag.bytes for tag in report.tags):
         return f"{'released' if release else 'resident'} already: nothing to {report.operation}"
     return f"no memory under these tags: nothing to {report.operation}"

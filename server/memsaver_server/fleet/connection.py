@@ -48,8 +48,8 @@ class EngineFailure(Exception):
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in
-    flight at once, over all connections.
+    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in flight at once, over
+    all connections. ``name`` is the coordinator's, as engines record it.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Connection:
         silence_s: float,
         verify: ssl.SSLContext | bool,
         turns: asyncio.Semaphore,
+        name: str,
     ) -> None:
         self.member = member
         self._turns = turns
@@ -66,6 +67,7 @@ class Connection:
         self._closed = False
         self._client = _Client(
             member.url,
+            name,
             api_key=member.api_key or api_key,
             timeout_s=silence_s,
             operation_timeout_s=None,
@@ -86,26 +88,27 @@ class Connection:
         call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
         return await self._ask(partial(self._client.call, PlanAnswer, call))
 
-    async def prepare(self, verb: Verb, body: Mapping[str, Any], limit_s: float) -> PreparedAnswer:
-        """Prepare the operation that ``body`` asks for, or renew the lease of the one that this repeats."""
-        call = _operation(verb, body)
+    async def prepare(self, verb: Verb, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
+        """Prepare the operation that ``body`` asks for, or renew the lease of the one under the same ``key``, which
+        proves to the engine that the operation is ours."""
+        call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
-    async def find(self, verb: Verb, body: Mapping[str, Any]) -> str:
-        """Return the id of an operation that was not answered: a repeat joins it."""
-        return await self._ask(partial(self._find, _operation(verb, body)))
+    async def find(self, verb: Verb, body: Mapping[str, Any], key: str) -> str:
+        """Return the id of an operation that was not answered: a repeat under its ``key`` joins it."""
+        return await self._ask(partial(self._find, _operation(verb, body, key)))
 
-    async def commit(self, operation_id: str) -> OperationAnswer:
-        """Carry out a prepared operation; takes as long as that takes."""
+    async def commit(self, operation_id: str, key: str) -> OperationAnswer:
+        """Carry out an operation that was prepared under ``key``; takes as long as that takes."""
 
         async def known() -> str:
             return operation_id
 
-        return await self._attend(lambda: self._client.commit(operation_id), known, None)
+        return await self._attend(lambda: self._client.commit(operation_id, key=key), known, None)
 
-    async def abort(self, operation_id: str) -> None:
-        """Undo a preparation. Idempotent."""
-        await self._ask(partial(self._client.abort, operation_id))
+    async def abort(self, operation_id: str, key: str) -> None:
+        """Undo what was prepared under ``key``. Idempotent."""
+        await self._ask(partial(self._client.abort, operation_id, key=key))
 
     async def perform(
         self,
@@ -204,6 +207,10 @@ def _drop(task: asyncio.Future[Any]) -> None:
 
 class _Client(AsyncClient):
     call = AsyncClient._ask
+
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._http.headers["User-Agent"] = name
 
 
 def _operation(verb: Verb, body: Mapping[str, Any], key: str | None = None) -> Call:

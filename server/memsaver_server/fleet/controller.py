@@ -54,7 +54,6 @@ from memsaver_server.fleet.results import (
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
-from memsaver_server.fleet.turns.slot import TURN_PREFIX
 from memsaver_server.fleet.turns.turns import Turns
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.log_output import relay
@@ -139,21 +138,28 @@ class FleetController:
 
     async def submit(self, asked: Asked, *, client: str, key: str | None) -> FleetOperation:
         assert isinstance(asked, AskedOfFleet)
+        asked = asked.resolved(self._settings.drain_timeout_s)
         named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
-        return self._start(asked.resolved(self._settings.drain_timeout_s), client, named)
+        if named is not None:
+            name, noun = ("operation_id", "id") if asked.operation_id else ("Idempotency-Key", "key")
+            try:
+                await self._fleet.check(asked, named, f"{name} {asked.operation_id or key!r}", noun)
+            except RecordError as error:
+                raise _public(error) from None
+        return self._start(asked, client, named)
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
         """Begin an operation, or join an equal one that runs.
 
         Args:
-            key: a repeat with the same key is the same operation, also when it has ended, unless it failed.
+            key: a repeat with the same key is the same operation, also when it has ended, unless it failed. It becomes
+                the operation's id.
 
         Raises:
-            IdempotencyKeyError: the key belongs to another request.
             ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
         """
-        known = self._history.find_repeated(asked, key)
-        if known is not None:
+        known = self._history.get(key or "")
+        if known is not None and known.answers_repeats:
             known.callers += 1
             return known
         running = self._running()
@@ -165,10 +171,8 @@ class FleetController:
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
-        until_asked = client == TURNS or (isinstance(asked, FleetRelease) and asked.wake_on_request)
-        operation = FleetOperation.of(asked, key or "", client, TURN_PREFIX if until_asked else "")
+        operation = FleetOperation.of(asked, key or "", client, "turns" if client == TURNS else "caller")
         self._history.add(operation)
-        self._history.add_key(key, asked, operation)
         self._fleet.start(operation, self._around)
         return operation
 
@@ -224,15 +228,15 @@ class FleetController:
     def recent(self) -> Sequence[FleetOperation]:
         return self._history.recent()
 
-    async def commit(self, operation: FleetOperation) -> None:
+    async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         why = "a fleet prepares and commits by itself"
         raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
 
-    async def cancel(self, operation: FleetOperation, by: str) -> None:
+    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None) -> None:
         if operation.status == "cancelled":
             return
         try:
-            await self._fleet.cancel(operation.record_id)
+            await self._fleet.cancel(operation.id)
         except FleetError as error:
             raise TooLateToCancelError(str(error)) from None
         await operation.ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from memsaver_server.fleet.results import (
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.status import common_state, engine_status
 from memsaver_server.fleet.watching import Hub
+from memsaver_server.operation.history import reused
 from memsaver_server.wrong_fields import wrong_fields
 
 #: Results of finished operations that are remembered.
@@ -65,6 +67,7 @@ class AsyncFleet:
         lease_s: how long an engine stays prepared without this coordinator, seconds.
         silence_s: an engine that does not answer for so long counts as unreachable, seconds.
         verify: as for the client.
+        name: the coordinator's, by which engines know it as ``memsaver-coordinator NAME``; by default the host's.
     """
 
     def __init__(
@@ -76,13 +79,15 @@ class AsyncFleet:
         lease_s: float = DEFAULT_LEASE_S,
         silence_s: float = 10.0,
         verify: ssl.SSLContext | bool = True,
+        name: str = "",
     ) -> None:
         self.membership = membership
+        self.name = f"memsaver-coordinator {name or socket.gethostname()}"
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self._roster = Roster(membership, self._locks, api_key, silence_s, verify)
+        self._roster = Roster(membership, self._locks, api_key, silence_s, verify, self.name)
         self._hub = Hub()
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
@@ -115,6 +120,7 @@ class AsyncFleet:
 
         Raises:
             FleetError: no engine is selected, or an option does not exist. Nothing was done.
+            IdempotencyKeyError: the id stands for another request, for a day after its end.
             MembershipError, RecordError: the members or the record cannot be read or written. Nothing was done.
         """
         return await self.run(_asked(FleetRelease, FleetReleaseKeywords, selector, tags, operation_id, options))
@@ -206,15 +212,32 @@ class AsyncFleet:
 
     async def run(self, asked: AskedOfFleet) -> FleetResult:
         """As ``release`` and ``resume``."""
-        ended = self._results.get(asked.operation_id or "")
+        asked = asked.resolved(DEFAULT_TIMEOUT_S)
+        named = asked.operation_id or ""
+        await self.check(asked, named, f"operation_id {named!r}", "id")
+        ended = self._results.get(named)
         if ended is not None and ended.success:
             return ended
-        operation = self._operations.get(asked.operation_id or "")
+        operation = self._operations.get(named)
         if operation is None:
-            operation = FleetOperation.of(asked.resolved(DEFAULT_TIMEOUT_S), asked.operation_id or "")
+            operation = FleetOperation.of(asked, named)
             self.start(operation)
         assert operation.task is not None
         return await asyncio.shield(operation.task)
+
+    async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
+        """Check that an id, by the ``name`` and ``noun`` of its caller, stands for no request but ``asked``.
+
+        Raises:
+            IdempotencyKeyError: it stands for another.
+            RecordError: the record cannot be read.
+        """
+        first = (await self._keeper.load()).first(operation_id, asked.digest()) if operation_id else ""
+        running = self._operations.get(operation_id)
+        if running is not None and running.request.digest() != asked.digest():
+            first = f"{running.request.operation} {operation_id}"
+        if first:
+            raise reused(name, first, noun)
 
     def start(
         self,
@@ -222,8 +245,8 @@ class AsyncFleet:
         around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         """Begin an operation, in a separate task; ``around`` is entered before it and left after it."""
-        operation.after_failure = self._results.pop(operation.record_id, None) is not None
-        self._operations[operation.record_id] = operation
+        self._results.pop(operation.id, None)
+        self._operations[operation.id] = operation
         operation.task = asyncio.create_task(self._perform(operation, around))
 
     async def _perform(
@@ -232,7 +255,7 @@ class AsyncFleet:
         try:
             async with around(operation):
                 await self.recover()
-                result = self._results.get(operation.record_id) or await self._selected(operation)
+                result = self._results.get(operation.id) or await self._selected(operation)
         except BaseException as error:
             operation.conclude(None, error)
             raise
@@ -240,7 +263,7 @@ class AsyncFleet:
             operation.conclude(result)
             return result
         finally:
-            self._operations.pop(operation.record_id, None)
+            self._operations.pop(operation.id, None)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
@@ -258,10 +281,13 @@ class AsyncFleet:
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
-        wanted = (await self._keeper.load()).wanted
-        if not operation.after_failure and any(wish.operation_id == operation.record_id for wish in wanted):
+        known = (await self._keeper.load()).ids.get(operation.id)
+        if known is not None and known.outcome != "failed":
             for part in parts:
-                part.found_done(STATES[request.operation])
+                part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")
+            if known.outcome == "cancelled":
+                operation.given_up.set()
+                return self._finish(operation, "it was cancelled", remembered=False)
             operation.how = "each"
             return self._finish(operation, remembered=False)  # a repeat finds this out again
         execution = self._execution(operation)
@@ -280,7 +306,7 @@ class AsyncFleet:
 
     async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        operation = FleetOperation.of(left.wanted.asked().resolved(DEFAULT_TIMEOUT_S), operation_id)
+        operation = FleetOperation.left(operation_id, left, left.wanted.asked().resolved(DEFAULT_TIMEOUT_S))
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
             part = Part(member, self._roster.connection(member))

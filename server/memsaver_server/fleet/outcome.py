@@ -30,7 +30,7 @@ def result_of(operation: FleetOperation, prepared_for_s: float, why: str = "") -
         success=all(engine.success for engine in engines),
         message=_message(operation, strays, prepared_for_s, why),
         operation=asked.operation,
-        operation_id=operation.record_id,
+        operation_id=operation.id,
         state=states.pop() if len(states) == 1 else "mixed",
         released_bytes=sum(engine.released_bytes for engine in engines),
         resumed_bytes=sum(engine.resumed_bytes for engine in engines),

@@ -79,10 +79,10 @@ class Part:
             await self.look()
         self.ended()
 
-    def found_done(self, state: str) -> None:
+    def found_done(self, state: str, *, cancelled: bool) -> None:
         """Note that the operation had ended before this coordinator was started; it is not repeated."""
         self.after = self.before
-        if self.before is not None and self.before.state != state:
+        if not cancelled and self.before is not None and self.before.state != state:
             self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
 
     def ended(self) -> None:
@@ -111,7 +111,8 @@ class Part:
         now, before = self.after, self.before
         if now is None or (now.state == "failed" and (before is None or before.state != "failed")):
             return True
-        return now.operation_id is not None or bool(self.moved(verb))
+        of_others = (None, before.operation_id if before is not None else None)
+        return now.operation_id not in of_others or bool(self.moved(verb))
 
     @property
     def state(self) -> str:

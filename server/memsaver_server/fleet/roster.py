@@ -25,9 +25,16 @@ class Roster:
     """Use it in one event loop. Its methods raise MembershipError."""
 
     def __init__(
-        self, membership: Membership, locks: Locks, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool
+        self,
+        membership: Membership,
+        locks: Locks,
+        api_key: str | None,
+        silence_s: float,
+        verify: ssl.SSLContext | bool,
+        name: str,
     ) -> None:
         self.membership = membership
+        self._name = name
         self._locks = locks
         self._api_key = api_key
         self._silence_s = silence_s
@@ -68,7 +75,9 @@ class Roster:
         """Return the connection to a member, which is kept."""
         key = (member.name, member.url, member.api_key)
         if key not in self._connections:
-            self._connections[key] = Connection(member, self._api_key, self._silence_s, self._verify, self._turns)
+            self._connections[key] = Connection(
+                member, self._api_key, self._silence_s, self._verify, self._turns, self._name
+            )
         return self._connections[key]
 
     async def ask(self, part: Part) -> None:

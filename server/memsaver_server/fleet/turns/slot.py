@@ -10,9 +10,6 @@ from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.status import wishes_for
 
-#: Operations whose id begins with it released an engine only until the next request. Ids of callers have no slash.
-TURN_PREFIX = "turn/"
-
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
 SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
@@ -126,4 +123,4 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
 def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
     """Return whether a caller wants it released, not only until the next request."""
     wishes = wishes_for(status, wanted).values()
-    return any(wish.state == "released" and not wish.operation_id.startswith(TURN_PREFIX) for wish in wishes)
+    return any(wish.state == "released" and not wish.until_asked for wish in wishes)
