@@ -187,6 +187,10 @@ class PreparedState(Model):
     lease_s: float
 
 
+#: The header by which a coordinator says who holds an engine, when it asks what that holds.
+COORDINATOR_HEADER = "Memsaver-Coordinator"
+
+
 class OccupationAnswer(Model):
     """What an engine holds on its devices now."""
 
@@ -199,6 +203,9 @@ class OccupationAnswer(Model):
     admission: AdmissionStatus
     operation_id: str | None
     prepared: PreparedState | None = None
+    coordinator: str = Field(
+        default="", description="Of a fleet, which brings this memory to what it wants; empty if none has asked lately."
+    )
     tags: tuple[TagOccupation, ...]
     communicators: tuple[CommunicatorStatus, ...] = ()
     shared_by_ranks: tuple[str, ...] = Field(

@@ -22,6 +22,7 @@ from memsaver_core.contract.reports import (
     OperationStatusAnswer,
     PreparedAnswer,
     ProgressAnswer,
+    held_by,
 )
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
 from memsaver_core.contract.status import (
@@ -31,6 +32,7 @@ from memsaver_core.contract.status import (
     OccupiedDevice,
     PreparedState,
 )
+from memsaver_server import clock
 from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.engine import (
@@ -59,8 +61,8 @@ from memsaver_server.threads import in_thread
 STALL_CHECK_S = 0.5
 #: How long a call that cancels waits for the end of the operation, seconds.
 CANCEL_S = 5.0
-#: Time for the lines of the audit file to be written when the service closes, seconds.
-AUDIT_CLOSE_S = 1.0
+#: How long a coordinator holds the engine after it has asked last, seconds.
+HELD_S = 30.0
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 #: Time limit for the token of ``generates``, seconds.
@@ -91,6 +93,7 @@ class EngineController:
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
+        self._held = ("", 0.0)  # by a coordinator, and when it has asked last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -100,7 +103,7 @@ class EngineController:
         self.closing.set()
         self._monitor.stop()
         self.lifecycle.operations.close()
-        self._audit.close(AUDIT_CLOSE_S)
+        self._audit.close()
 
     async def end(self) -> None:
         self.close()
@@ -128,11 +131,13 @@ class EngineController:
             return Answer.of(self._prepared(operation))
         if operation.error is None:
             assert operation.report is not None
+            holder = "" if self._coordinator in operation.client else self._coordinator
             return Answer.of(
                 OperationAnswer(
                     **dict(operation.report),
                     success=True,
-                    message=_message(operation.report),
+                    message=_message(operation.report) + (held_by(holder) if holder else ""),
+                    coordinator=holder,
                     operation_id=operation.id,
                     state=operation.memory_state,
                 )
@@ -270,6 +275,11 @@ class EngineController:
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
     @property
+    def _coordinator(self) -> str:
+        name, at = self._held
+        return name if clock.monotonic() < at + HELD_S else ""
+
+    @property
     def _stall_check_s(self) -> float:
         return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
 
@@ -283,7 +293,9 @@ class EngineController:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    async def occupation(self) -> dict[str, Any]:
+    async def occupation(self, coordinator: str = "") -> dict[str, Any]:
+        if coordinator:
+            self._held = coordinator, clock.monotonic()
         return self._occupation(await self._monitor.fresh()).model_dump(mode="json")
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
@@ -360,6 +372,7 @@ class EngineController:
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running else None,
             prepared=_prepared_state(prepared) if prepared else None,
+            coordinator=self._coordinator,
             shared_by_ranks=status.shared,
             devices=tuple(
                 OccupiedDevice(

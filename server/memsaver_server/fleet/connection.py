@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from memsaver_core.contract.reports import (
     PreparedAnswer,
 )
 from memsaver_core.contract.requests import Verb
-from memsaver_core.contract.status import OccupationAnswer
+from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
 from memsaver_server.client.requests import Call
@@ -45,11 +45,19 @@ class EngineFailure(Exception):
         super().__init__(message)
 
 
+@dataclass
+class Coordinator:
+    """A coordinator, as engines know it. It ``holds`` them if it brings them to what is wanted all the time."""
+
+    name: str
+    holds: bool = False
+
+
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
     ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in flight at once, over
-    all connections. ``name`` is the coordinator's, as engines record it.
+    all connections.
     """
 
     def __init__(
@@ -59,15 +67,16 @@ class Connection:
         silence_s: float,
         verify: ssl.SSLContext | bool,
         turns: asyncio.Semaphore,
-        name: str,
+        coordinator: Coordinator,
     ) -> None:
         self.member = member
         self._turns = turns
         self._silence_s = silence_s
         self._closed = False
+        self._coordinator = coordinator
         self._client = _Client(
             member.url,
-            name,
+            coordinator.name,
             api_key=member.api_key or api_key,
             timeout_s=silence_s,
             operation_timeout_s=None,
@@ -77,7 +86,9 @@ class Connection:
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds."""
-        return await self._ask(self._client.occupation)
+        headers = {COORDINATOR_HEADER: self._coordinator.name} if self._coordinator.holds else {}
+        call = Call("GET", "/memory_occupation", headers=headers)
+        return await self._ask(partial(self._client.call, OccupationAnswer, call))
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         """Return the status of one of its operations."""

@@ -34,6 +34,7 @@ from memsaver_core.contract.requests import (
     Verb,
 )
 from memsaver_core.contract.status import HealthAnswer
+from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -115,6 +116,8 @@ class FleetController:
         self._upstreams = Upstreams()
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
         self._metrics = FleetMetrics(self._observer, self.turns, callers)
+        self._audit = AuditLog(settings.audit_file)
+        fleet.around = self._around
         self._kept: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -133,6 +136,7 @@ class FleetController:
         self.turns.close()
         await self._upstreams.close()
         await asyncio.wait({asyncio.create_task(self._fleet.close())}, timeout=GRACE_S)
+        self._audit.close()
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -163,18 +167,22 @@ class FleetController:
             known.callers += 1
             return known
         running = self._running()
-        if key is None and running and running[-1].client != TURNS and running[-1].join(asked):
+        if key is None and running and running[-1].join(asked):
             return running[-1]
-        opposed = next((each for each in running if self._opposes(asked, each)), None)
+        opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
         if opposed is not None and not asked.wait:
             raise ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
         operation = FleetOperation.of(asked, key or "", client, "turns" if client == TURNS else "caller")
-        self._history.add(operation)
-        self._fleet.start(operation, self._around)
+        self._remember(operation)
+        self._fleet.start(operation)
         return operation
+
+    def _remember(self, operation: FleetOperation) -> None:
+        self._history.add(operation)
+        operation.done.add_done_callback(lambda _: self._record(operation))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
         await operation.ended()
@@ -208,6 +216,8 @@ class FleetController:
             "stalled": None,
             "tags": list(asked.tags) or None,
             "client": operation.client,
+            "origin": operation.origin,
+            "cause": operation.cause,
             "callers": operation.callers,
             "created_at": operation.created_at,
             "started_at": operation.created_at,
@@ -273,38 +283,38 @@ class FleetController:
     @asynccontextmanager
     async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:
         """No request is sent to engines that the block moves, and their state is known after it."""
-        outcome = "internal_error"
-        try:
-            if operation.client == TURNS:  # turns have set their engines aside
+        known = self._history.get(operation.id)
+        if known is None or known.has_ended:  # no caller waits for it
+            self._remember(operation)
+        if operation.origin == "turns":  # which have set their engines aside
+            yield
+            return
+        names = [part.member.name for part in operation.parts]
+        async with self.turns.set_aside(names):
+            try:
                 yield
-            else:
-                selector = operation.asked.selected()
-                names = [name for name, member in self._observer.members.items() if selector.may_match(member)]
-                async with self.turns.set_aside(names):
-                    try:
-                        yield
-                    finally:
-                        await self._observer.look(names)
-            outcome = ""
-        except Exception as error:
-            outcome = getattr(_public(error), "kind", outcome)
-            raise
-        finally:
-            operation.done.add_done_callback(lambda _: self._count(operation, outcome))
+            finally:
+                await self._observer.look(names)
 
-    def _count(self, operation: FleetOperation, outcome: str) -> None:
-        if (result := operation.result) is not None:
+    def _record(self, operation: FleetOperation) -> None:
+        """Count and log an operation that has ended."""
+        error, result = _public(operation.error), operation.result
+        outcome = getattr(error, "kind", "internal_error")
+        if result is not None:
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
-        self._metrics.operations[operation.request.operation, outcome] += 1
+        counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
+        counted[operation.request.operation, outcome] += 1
+        self._audit.record(operation, outcome)
         self._history.forget()
 
     def _running(self) -> list[FleetOperation]:
-        return [each for each in reversed(self._history.recent()) if not each.has_ended]
+        """Return the callers' operations that have not ended, the oldest first."""
+        return [each for each in reversed(self._history.recent()) if not each.has_ended and each.origin == "caller"]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
         both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
-        return asked.operation != other.operation and both and running.client != TURNS  # those are waited for
+        return asked.operation != other.operation and both
 
     # -- turns.Mover ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +332,7 @@ class FleetController:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    async def occupation(self) -> dict[str, Any]:
+    async def occupation(self, coordinator: str = "") -> dict[str, Any]:
         await self._observer.glance()
         return self._occupation().model_dump(mode="json")
 
@@ -347,8 +357,8 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> FleetOccupationAnswer:
-        running = self._running()
-        return occupation(self._observer, running[0].id if running else None, self.turns.in_flight())
+        running = [each.id for each in self._history.recent() if not each.has_ended]
+        return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 

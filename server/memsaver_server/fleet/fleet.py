@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from typing_extensions import Unpack
@@ -24,7 +26,7 @@ from memsaver_core.contract.requests import (
     Selector,
     acts_of,
 )
-from memsaver_server.fleet.connection import EngineFailure
+from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import Locks
@@ -48,6 +50,8 @@ from memsaver_server.fleet.watching import Hub
 from memsaver_server.operation.history import reused
 from memsaver_server.wrong_fields import wrong_fields
 
+logger = logging.getLogger("memsaver")
+
 #: Results of finished operations that are remembered.
 _HISTORY = 64
 #: Deadline of the drain on each engine if the caller names none, seconds.
@@ -67,7 +71,7 @@ class AsyncFleet:
         lease_s: how long an engine stays prepared without this coordinator, seconds.
         silence_s: an engine that does not answer for so long counts as unreachable, seconds.
         verify: as for the client.
-        name: the coordinator's, by which engines know it as ``memsaver-coordinator NAME``; by default the host's.
+        name: the coordinator's, by which engines know it as ``memsaver-coordinator NAME``; by default host and process.
     """
 
     def __init__(
@@ -82,18 +86,23 @@ class AsyncFleet:
         name: str = "",
     ) -> None:
         self.membership = membership
-        self.name = f"memsaver-coordinator {name or socket.gethostname()}"
+        name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}")
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self._roster = Roster(membership, self._locks, api_key, silence_s, verify, self.name)
+        self._roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
         self._hub = Hub()
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
         self._recovering = asyncio.Lock()
         self._recovered = False
-        self._reconciler = Reconciler(self._roster, self._keeper, self._locks, self._hub)
+        self._reconciler = Reconciler(
+            self._roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
+        )
+        #: Entered while an operation may move memory, whoever wants it, and left after it.
+        self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
 
     async def release(
         self,
@@ -185,7 +194,11 @@ class AsyncFleet:
             if self._recovered:
                 return []
             left = (await self._keeper.load()).running
-            results = [await self._carry_on(operation_id, running) for operation_id, running in left.items()]
+            results = []
+            for operation_id, running in left.items():
+                asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
+                operation = FleetOperation.left(operation_id, running, asked)
+                results.append(await self._concluded(operation, self._carry_on(operation, running)))
             self._recovered = True
             return results
 
@@ -195,8 +208,12 @@ class AsyncFleet:
         return await self._reconciler.once()
 
     async def keep(self, interval_s: float = 5.0) -> None:
-        """Reconcile for ever: at each interval, and whenever the members change."""
-        await self._reconciler.keep(self.reconcile, interval_s)
+        """Reconcile for ever: at each interval, and whenever the members change. Engines name this coordinator then."""
+        self._coordinator.holds = True
+        try:
+            await self._reconciler.keep(self.reconcile, interval_s)
+        finally:
+            self._coordinator.holds = False
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
@@ -220,7 +237,7 @@ class AsyncFleet:
             return ended
         operation = self._operations.get(named)
         if operation is None:
-            operation = FleetOperation.of(asked, named)
+            operation = FleetOperation.of(asked, named, self._coordinator.name)
             self.start(operation)
         assert operation.task is not None
         return await asyncio.shield(operation.task)
@@ -239,23 +256,17 @@ class AsyncFleet:
         if first:
             raise reused(name, first, noun)
 
-    def start(
-        self,
-        operation: FleetOperation,
-        around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        """Begin an operation, in a separate task; ``around`` is entered before it and left after it."""
+    def start(self, operation: FleetOperation) -> None:
+        """Begin an operation, in a separate task."""
         self._results.pop(operation.id, None)
         self._operations[operation.id] = operation
-        operation.task = asyncio.create_task(self._perform(operation, around))
+        operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
 
-    async def _perform(
-        self, operation: FleetOperation, around: Callable[[FleetOperation], AbstractAsyncContextManager[None]]
-    ) -> FleetResult:
+    async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> FleetResult:
+        """Return the result of the ``work`` that carries an operation out; record how that ends."""
+        self._operations[operation.id] = operation
         try:
-            async with around(operation):
-                await self.recover()
-                result = self._results.get(operation.id) or await self._selected(operation)
+            result = await work
         except BaseException as error:
             operation.conclude(None, error)
             raise
@@ -264,6 +275,10 @@ class AsyncFleet:
             return result
         finally:
             self._operations.pop(operation.id, None)
+
+    async def _perform(self, operation: FleetOperation) -> FleetResult:
+        await self.recover()
+        return self._results.get(operation.id) or await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
@@ -277,7 +292,20 @@ class AsyncFleet:
                 parts = [Part(part.member, part.connection) for part in parts]
                 await asyncio.gather(*map(self._roster.ask, parts))
             operation.parts = parts
-            return await self._execute(operation)
+            async with self.around(operation):
+                return await self._execute(operation)
+
+    def _own(self, operation: FleetOperation, body: Mapping[str, Any]) -> Coroutine[Any, Any, FleetResult]:
+        return self._concluded(operation, self._alone(operation, body))
+
+    async def _alone(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
+        """Carry an operation on one engine out, whose locks the caller holds."""
+        (part,) = operation.parts
+        operation.how = "each"
+        async with self.around(operation):
+            self._report(operation, "commit")
+            await part.perform(operation.request.operation, body, "reconciling")
+            return self._finish(operation, remembered=False)
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
@@ -304,30 +332,24 @@ class AsyncFleet:
     def _execution(self, operation: FleetOperation) -> Execution:
         return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
 
-    async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
+    async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        operation = FleetOperation.left(operation_id, left, left.wanted.asked().resolved(DEFAULT_TIMEOUT_S))
         for name, prepared in left.engines.items():
             member = await self._roster.find(name, prepared.url)
             part = Part(member, self._roster.connection(member))
             part.operation_id, part.tags = prepared.operation_id, prepared.tags
             operation.parts.append(part)
-        self._operations[operation_id] = operation
-        try:
-            execution = self._execution(operation)
-            end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+        execution = self._execution(operation)
+        end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+        async with self.around(operation):
             await end[left.stage]()
             gone = operation.how == "aborted"  # nothing was done: a repeat does it
-            result = self._finish(
-                operation, "the coordinator that had begun it is gone" if gone else "", remembered=not gone
-            )
-            operation.conclude(result)
-            return result
-        finally:
-            self._operations.pop(operation_id, None)
+            result = self._finish(operation, operation.cause if gone else "", remembered=not gone)
+        logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
+        return result
 
     def _finish(self, operation: FleetOperation, why: str = "", *, remembered: bool = True) -> FleetResult:
-        result = result_of(operation, self._lease_s, why)
+        result = result_of(operation, self._lease_s, self._coordinator.name, why)
         if remembered:
             self._results[result.operation_id] = result
         while len(self._results) > _HISTORY:

@@ -59,14 +59,13 @@ class FleetOperation(Operation):
 
     Attributes:
         origin: whose idea it was.
-        cause: why the reconciler does it.
+        cause: why the coordinator does it, if it was not just asked to.
         wish: what the record is to say once it is carried out.
         digest: of its request; empty if no caller can name it.
         prepare_key: the Idempotency-Key under which engines prepare it: a new one for each attempt.
         given_up: set to give up; too late once it is ``committing``.
         how: how it ended; what is not ``done`` yet counts as ``aborted``.
         began: on the monotonic clock.
-        result: what became of every engine; None while it runs, or if it could not be begun.
     """
 
     origin: Origin
@@ -79,7 +78,6 @@ class FleetOperation(Operation):
     how: How = "aborted"
     began: float = field(default_factory=clock.monotonic)
     task: asyncio.Task[FleetResult] | None = None
-    result: FleetResult | None = None
 
     @classmethod
     def of(
@@ -105,7 +103,8 @@ class FleetOperation(Operation):
     @classmethod
     def left(cls, operation_id: str, left: Running, asked: AskedOfFleet) -> FleetOperation:
         """Return the operation that another coordinator has left unfinished."""
-        operation = cls.of(asked, operation_id, left.wanted.client)
+        cause = "the coordinator that had begun it is gone"
+        operation = cls.of(asked, operation_id, left.wanted.client, cause=cause)
         operation.wish, operation.digest, operation.prepare_key = left.wanted, left.digest, left.key
         return operation
 
@@ -114,6 +113,11 @@ class FleetOperation(Operation):
         """The request."""
         assert isinstance(self.request, AskedOfFleet)
         return self.request
+
+    @property
+    def result(self) -> FleetResult | None:
+        """What became of every engine; None while it runs, or if it could not be begun."""
+        return self.report if isinstance(self.report, FleetResult) else None
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
@@ -145,7 +149,7 @@ class FleetOperation(Operation):
     def conclude(self, result: FleetResult | None, error: BaseException | None = None) -> None:
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
         with self.changed:
-            self.result, self.error = result, error
+            self.report, self.error = result, error
             self.finished_at, self.seconds = time.time(), self.elapsed_s()
             if result is not None and result.success:
                 self.advance("done")
@@ -153,6 +157,12 @@ class FleetOperation(Operation):
                 given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
                 self.advance("cancelled" if given_up else "failed")
         self.answer_callers()
+
+    def audited(self) -> dict[str, object]:
+        about: dict[str, object] = {"origin": self.origin, "cause": self.cause, "engines": self.engines}
+        if self.result is not None and not self.result.success:
+            about["error"] = self.result.message
+        return about
 
     def progress_now(self) -> FleetProgress:
         """Return how far it is."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
-from memsaver_server.fleet.connection import Connection, EngineFailure
+from memsaver_server.fleet.connection import Connection, Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
@@ -31,10 +31,10 @@ class Roster:
         api_key: str | None,
         silence_s: float,
         verify: ssl.SSLContext | bool,
-        name: str,
+        coordinator: Coordinator,
     ) -> None:
         self.membership = membership
-        self._name = name
+        self._coordinator = coordinator
         self._locks = locks
         self._api_key = api_key
         self._silence_s = silence_s
@@ -53,8 +53,7 @@ class Roster:
         """
         listed = await self.membership.members()
         await self._drop_all_but(listed)
-        candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
-        await asyncio.gather(*map(self.ask, candidates))
+        candidates = await asyncio.gather(*(self.asked(member) for member in listed if selector.may_match(member)))
         return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:
@@ -76,9 +75,15 @@ class Roster:
         key = (member.name, member.url, member.api_key)
         if key not in self._connections:
             self._connections[key] = Connection(
-                member, self._api_key, self._silence_s, self._verify, self._turns, self._name
+                member, self._api_key, self._silence_s, self._verify, self._turns, self._coordinator
             )
         return self._connections[key]
+
+    async def asked(self, member: Member) -> Part:
+        """Return a part for one member, after asking it."""
+        part = Part(member, self.connection(member))
+        await self.ask(part)
+        return part
 
     async def ask(self, part: Part) -> None:
         """Have a part know what its engine holds, or that it does not answer."""

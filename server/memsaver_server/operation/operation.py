@@ -211,6 +211,10 @@ class Operation:
         as the audit log names clients."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
+    def audited(self) -> dict[str, object]:
+        """Return what the audit log has of it beside what it has of every operation."""
+        return {}
+
     def conflict(self, refused: str, advice: str) -> ConflictError:
         """Return the error of a call that cannot be done because of this operation: what is ``refused``, and what the
         caller can do."""
