@@ -19,6 +19,7 @@ from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
 from tests.fleet.served_fleet import served
+from tests.fleet.wire import Loop, Wire
 from tests.programs import Child
 from tests.waiting import wait_until
 
@@ -292,6 +293,25 @@ def test_an_engine_that_does_not_answer_delays_nobody(engines: tuple[Engine, Eng
                 assert tokens(http, "alpha", max_tokens=2) != tokens(http, "beta", max_tokens=2)
             rows = http.get("/memory_occupation").json()["engines"]
             assert [row["name"] for row in rows if row["alive"]] == ["alpha", "beta"]
+
+
+def test_a_model_is_woken_beside_an_engine_that_hangs(engines: tuple[Engine, Engine]) -> None:
+    """Which was seen on the same GPU before, released: all memory is there."""
+    alpha, beta = engines
+    beta.http.post("/release_memory_occupation").raise_for_status()
+    loop = Loop()
+    wire = Wire(str(beta.http.base_url), loop.loop)
+    members = [alpha.member, Member("beta", wire.url)]
+    with served(members, {"*": ModelOptions(awake_s=0)}, silence_s=36000) as http:
+        http.get("/memory_occupation").raise_for_status()
+        wire.silence()
+        for _ in range(2):
+            answer = http.post("/v1/completions", json=asked("alpha"), timeout=60)
+            assert answer.status_code == 200, answer.text
+            http.post("/release_memory_occupation", json={"model": "alpha", "wake_on_request": True}, timeout=60)
+        wire.heal()
+    wire.close()
+    loop.close()
 
 
 def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:

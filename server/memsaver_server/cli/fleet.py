@@ -112,7 +112,8 @@ def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        with Fleet(membership, record=FileRecord(record) if record else None, api_key=at.api_key) as coordinator:
+        kept, silence_s = FileRecord(record) if record else None, serving.settings_of().silence_s
+        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=silence_s) as coordinator:
             yield coordinator
     except (FleetError, MembershipError, RecordError, ValueError) as error:
         print_error(str(error))
@@ -205,5 +206,5 @@ def _app(served: Served, settings: Settings, turns: TurnOptions) -> FastAPI:
 
     key = served.engine_api_key or (settings.api_key.get_secret_value() if settings.api_key else None)
     record = FileRecord(served.record) if served.record else None
-    fleet = AsyncFleet(membership_of(served.members), record=record, api_key=key)
+    fleet = AsyncFleet(membership_of(served.members), record=record, api_key=key, silence_s=settings.silence_s)
     return create_fleet_app(fleet, settings, turns=turns, engine_key=key)

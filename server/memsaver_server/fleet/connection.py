@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -19,6 +20,7 @@ from memsaver_core.contract.reports import (
 )
 from memsaver_core.contract.requests import Verb
 from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
+from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
 from memsaver_server.client.requests import Call
@@ -29,6 +31,8 @@ _T = TypeVar("_T")
 #: Into how many short waits the wait for an answer is divided. If the coordinator's own process does not run for a
 #: while, only one of them ends early: the engine is not taken for silent.
 _LOOKS = 10
+#: An engine that does not answer for so long is reported as silent while it is waited for, seconds.
+QUIET_S = 1.0
 
 
 class EngineFailure(Exception):
@@ -73,6 +77,7 @@ class Connection:
         self._turns = turns
         self._silence_s = silence_s
         self._closed = False
+        self._unanswered: dict[asyncio.Task[Any], float] = {}  # when it was sent
         self._coordinator = coordinator
         self._client = _Client(
             member.url,
@@ -83,6 +88,12 @@ class Connection:
             attempts=2,
             verify=verify,
         )
+
+    @property
+    def silent_s(self) -> float:
+        """For how long a call has had no answer that engines give at once; 0 if that is not long."""
+        waits_s = clock.monotonic() - min(self._unanswered.values(), default=math.inf)
+        return waits_s if waits_s > QUIET_S else 0.0
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds."""
@@ -139,18 +150,25 @@ class Connection:
 
     async def _ask(self, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Return the answer of a call that the engine answers at once."""
-        async with self._turns:  # the time that a call waits for the coordinator itself does not count
-            answer = asyncio.create_task(send())
-            try:
-                if not await self._came(answer):
-                    raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
-                return self._result(answer)
-            finally:
+        answer: asyncio.Task[_T] | None = None
+        try:
+            # The time that a call waits for the coordinator itself does not count, and the silent keep no other from
+            # being asked.
+            async with self._turns:
+                answer = asyncio.create_task(send())
+                self._unanswered[answer] = clock.monotonic()
+                await self._came(answer, 1)
+            if not await self._came(answer, _LOOKS - 1):
+                raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
+            return self._result(answer)
+        finally:
+            if answer is not None:
+                self._unanswered.pop(answer, None)
                 _drop(answer)
 
-    async def _came(self, answer: asyncio.Future[Any]) -> bool:
+    async def _came(self, answer: asyncio.Future[Any], looks: int = _LOOKS) -> bool:
         """Whether ``answer`` comes before the engine counts as silent."""
-        for _ in range(_LOOKS):
+        for _ in range(looks):
             if not answer.done():
                 # Not wait_for, which before Python 3.12 may lose a cancellation.
                 await asyncio.wait({answer}, timeout=self._silence_s / _LOOKS)

@@ -122,7 +122,7 @@ class FleetController:
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
-        await self._observer.begin()
+        await self._observer.look()
         self._kept = [asyncio.create_task(self._observer.keep()), asyncio.create_task(self._fleet.keep())]
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class FleetController:
         verb = asked.operation
         body = {**asked.sent(), "dry_run": True}
         engines, path = self._engines_of(asked), f"/{verb}_memory_occupation"
-        rows = await call_each(engines, self._upstreams, self._observer.keys, "POST", path, body)
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path, body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, blockers in said.items() for each in blockers]
         about = {"dry_run": True, "operation": verb, "blockers": blockers}
@@ -430,7 +430,7 @@ class FleetController:
             NotFoundError: no engine is selected.
         """
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer.keys, method, path, body, query)
+        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 

@@ -10,6 +10,7 @@ import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -35,9 +36,10 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running
+from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running, Wanted
 from memsaver_server.fleet.results import (
     EngineResult,
+    EngineStatus,
     FleetError,
     FleetEvent,
     FleetProgress,
@@ -160,10 +162,23 @@ class AsyncFleet:
         running.given_up.set()
         return await asyncio.shield(running.task)
 
+    async def wanted(self) -> tuple[Wanted, ...]:
+        """Return what is wanted of the engines. Raises RecordError."""
+        return (await self._keeper.load()).wanted
+
+    async def see(self, member: Member, wanted: tuple[Wanted, ...]) -> EngineStatus:
+        """Return what one engine is now."""
+        part = await self._roster.asked(member)
+        return engine_status(part.member, part.before, str(part.failure or ""), wanted)
+
+    def silent_s(self, member: Member) -> float:
+        """For how long an engine has not answered; 0 if that is not long."""
+        return self._roster.connection(member).silent_s
+
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
         parts = await (self._roster.look() if selector is None else self._roster.parts(selector))
-        wanted = (await self._keeper.load()).wanted
+        wanted = await self.wanted()
         engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
         return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
 
@@ -282,15 +297,16 @@ class AsyncFleet:
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
-        parts = await self._roster.parts(selector)
+        parts = await self._roster.parts(selector, partial(setattr, operation, "parts"))
         if not parts:
             raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
         names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
-                parts = [Part(part.member, part.connection) for part in parts]
-                await asyncio.gather(*map(self._roster.ask, parts))
+                again = [Part(part.member, part.connection) if part.failure is None else part for part in parts]
+                await asyncio.gather(*(self._roster.ask(part) for part in again if part.failure is None))
+                parts = again
             operation.parts = parts
             async with self.around(operation):
                 return await self._execute(operation)

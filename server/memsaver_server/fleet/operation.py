@@ -136,7 +136,7 @@ class FleetOperation(Operation):
     def engines(self) -> dict[str, str]:
         """The stage of each engine, as in ``FleetProgress``."""
         if self.result is None:
-            return {part.member.name: part.stage for part in self.parts}
+            return {part.member.name: part.shown for part in self.parts}
         return {
             each.name: "done" if each.success else "failed" if each.error else "undone" for each in self.result.engines
         }

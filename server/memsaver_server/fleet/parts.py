@@ -50,6 +50,12 @@ class Part:
         """What only one operation has at a time."""
         return {self.member.name, *self.member.gpus}
 
+    @property
+    def shown(self) -> str:
+        """Its stage, or ``silent`` while its engine does not answer."""
+        waits = self.stage not in ("done", "undone", "failed") and self.connection.silent_s
+        return "silent" if waits else self.stage
+
     def fail(self, phase: str, failure: EngineFailure) -> None:
         """Note the first failure."""
         if self.failure is None:

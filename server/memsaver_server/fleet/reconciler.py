@@ -45,14 +45,22 @@ class Reconciler:
         self._hub = hub
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
         self._failed: dict[str, str] = {}  # the operation that has failed, by engine
+        self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
         self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
         """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
         trouble = ""
         while True:
+            going = asyncio.ensure_future(once())
             try:
-                await once()
+                # It ends once the silent have been waited for; the next one looks after the others.
+                await asyncio.wait({going}, timeout=interval_s)
+                if going.done():
+                    going.result()
+                else:
+                    self._late.add(going)
+                    going.add_done_callback(self._late.discard)
                 await self._changed(interval_s)
                 trouble = ""
             except Exception as error:

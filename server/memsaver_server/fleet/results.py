@@ -85,7 +85,7 @@ class EngineStatus(_Engine):
 
 class FleetProgress(Model):
     """An operation of the fleet. ``engines`` gives the stage of each: waiting, preparing, prepared, committing, done,
-    undone or failed."""
+    undone or failed; or silent while it does not answer."""
 
     operation: Literal["release", "resume"]
     operation_id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memsaver_core.contract.requests import Selector
@@ -46,14 +46,16 @@ class Roster:
         self._round_began = 0.0
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
-    async def parts(self, selector: Selector) -> list[Part]:
-        """Return a part for each selected member, after asking each what it holds.
+    async def parts(self, selector: Selector, asking: Callable[[list[Part]], None] = lambda _: None) -> list[Part]:
+        """Return a part for each selected member, after asking each what it holds; ``asking`` gets all that are asked.
 
         A member that does not answer, and never did, is selected if it may match.
         """
         listed = await self.membership.members()
         await self._drop_all_but(listed)
-        candidates = await asyncio.gather(*(self.asked(member) for member in listed if selector.may_match(member)))
+        candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
+        asking(candidates)
+        await asyncio.gather(*map(self.ask, candidates))
         return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:

@@ -25,7 +25,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         running: the oldest operation that runs.
         requests: in flight through this coordinator, by engine.
     """
-    status = observer.status
+    status, silence = observer.status, observer.silence()
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)
     backups = [one.host_backup for one in seen]
@@ -47,7 +47,9 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
             **{name: sum(getattr(one, name) for one in backups) for name in sizes},
             prepared=bool(backups) and all(one.prepared for one in backups),
         ),
-        engines=tuple(_row(engine, requests.get(engine.name, 0)) for engine in status.engines),
+        engines=tuple(
+            _row(engine, requests.get(engine.name, 0), silence.get(engine.name, 0.0)) for engine in status.engines
+        ),
         wanted=tuple(status.wanted),
         progress=status.progress,
     )
@@ -101,10 +103,12 @@ def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
     return tuple(Consumer(kind=kind, name=name, bytes=size) for (kind, name), size in sums.items())
 
 
-def _row(engine: EngineStatus, requests: int) -> EngineRow:
+def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
     tags = engine.occupation.tags if engine.occupation else ()
+    silent = f"no answer for {silent_s:.0f} s" if silent_s else ""
     return EngineRow(
-        **engine.model_dump(exclude={"occupation"}),
+        **engine.model_dump(exclude={"occupation", "error"}),
+        error=engine.error or silent,
         resident_bytes=sum(tag.resident_bytes for tag in tags),
         released_bytes=sum(tag.released_bytes for tag in tags),
         requests=requests,
