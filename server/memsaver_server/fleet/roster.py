@@ -10,7 +10,7 @@ from dataclasses import replace
 from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
-from memsaver_server.fleet.connection import Connection, Coordinator, EngineFailure
+from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
@@ -55,8 +55,16 @@ class Roster:
         await self._drop_all_but(listed)
         candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
         asking(candidates)
-        await asyncio.gather(*map(self.ask, candidates))
-        return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
+        asks = {asyncio.create_task(self.ask(part)): part for part in candidates}
+        waits = set(asks)
+        try:
+            while any(self._may_be_selected(asks[ask], selector) for ask in waits):
+                _, waits = await asyncio.wait(waits, timeout=QUIET_S / 4, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for ask in waits:
+                ask.cancel()
+        asked = [part for ask, part in asks.items() if ask not in waits and ask.result() is None]
+        return [part for part in asked if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:
         """Return a part for every member, as it was at most ``max_age_s`` seconds before this call, for reading alone:
@@ -104,6 +112,11 @@ class Roster:
 
     async def close(self) -> None:
         await self._drop_all_but([])
+
+    def _may_be_selected(self, part: Part, selector: Selector) -> bool:
+        """Whether a member that is asked may be selected: not one that is silent, and when it was seen last was not."""
+        known = self._known.get(part.member.name)
+        return known is None or known.url != part.member.url or not part.connection.silent_s or selector.matches(known)
 
     def _is_unknown(self, part: Part, selector: Selector) -> bool:
         return part.failure is not None and selector.may_match(part.member)
