@@ -125,6 +125,8 @@ class HostBackup(Model):
     file_bytes: int = Field(default=0, description="what backups take in files")
     prepared: bool = Field(default=True, description="the pool is as large as a release of everything needs")
     unused_bytes: int = Field(default=0, description="of capacity_bytes, kept for the next release")
+    host_id: str = Field(default="", description="of the machine, until it starts anew; empty if unknown, or several")
+    host_bytes: int = Field(default=0, description="memory of the machine, of a fleet of all its machines; 0: unknown")
     shared_store: SharedStoreStatus | None = Field(default=None, description="the rest is of this process alone")
 
 
@@ -199,6 +201,7 @@ class OccupationAnswer(Model):
     state: str
     hibernated: bool
     engine: str
+    engine_id: str = Field(default="", description="Of the service; by it two addresses are known to be one engine's.")
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus
     operation_id: str | None

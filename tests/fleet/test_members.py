@@ -144,6 +144,26 @@ def test_messages_of_large_fleets_are_bounded() -> None:
     assert "and 92 more" in result.message
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- http://user:secret@a:1",
+        "- {name: a, url: 'http://user:secret@a:1'}",
+        "- {name: a, url: 'http://user:secret@'}",
+        "- {name: a, url: 'user:secret@a:1'}",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_never_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        MembershipError, match=r"has a user or a password; write the engine's key as api_key"
+    ) as refused:
+        members(StaticMembership(path))
+    assert "secret" not in str(refused.value)
+    assert "user:" not in str(refused.value)
+
+
 def test_selectors() -> None:
     member = Member("a", "http://a:1", "qwen", {"role": "rollout"}, "host-1", ("GPU-1", "GPU-2"))
     every = Selector(names=("a",), models=("qwen",), labels={"role": "rollout"}, hosts=("host-1",), gpus=("GPU-2",))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from memsaver_core.contract.errors import (
@@ -93,6 +98,7 @@ class EngineController:
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
+        self._id = uuid.uuid4().hex[:12]
         self._held = ("", 0.0)  # by a coordinator, and when it has asked last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 
@@ -363,11 +369,13 @@ class EngineController:
             "tags": [
                 tag.model_copy(update={"content": "lost"}) if tag.tag in now.unwritten else tag for tag in status.tags
             ],
+            "host_backup": status.host_backup.model_copy(update=_host()),
             "ranks": [rank.model_copy(update={"stopped": is_rank_stopped(rank)}) for rank in status.ranks],
         }
         return OccupationAnswer(
             **{**dict(status), **more},
             engine=self.name,
+            engine_id=self._id,
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running else None,
@@ -456,6 +464,15 @@ class EngineController:
         missing = sorted(unwritten_weights(self.engine))
         more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""
         return Answer.message(f"{written} tensors written.{more}")
+
+
+@cache
+def _host() -> dict[str, Any]:
+    """Return what identifies this machine, and its memory."""
+    host_id = ""
+    with suppress(OSError):
+        host_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host_id": host_id, "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
 def _kind(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 import httpx
 
 from memsaver_server.controller import Answer
+from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus
 from memsaver_server.fleet.turns.upstream import Upstreams
@@ -57,6 +58,7 @@ async def call_each(
         body = _content(text)
         said = str((body.get("message") if isinstance(body, dict) else body) or "")
         success, status = answer.is_success, answer.status_code
+        said += key_advice(status)
         return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
 
     return list(await asyncio.gather(*map(call, engines)))

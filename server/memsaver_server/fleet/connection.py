@@ -99,7 +99,11 @@ class Connection:
         """Return what the engine holds."""
         headers = {COORDINATOR_HEADER: self._coordinator.name} if self._coordinator.holds else {}
         call = Call("GET", "/memory_occupation", headers=headers)
-        return await self._ask(partial(self._client.call, OccupationAnswer, call))
+        now = await self._ask(partial(self._client.call, _Occupation, call))
+        if now.engines is not None:
+            what = f"{self.member.url} is a coordinator of {len(now.engines)} engines: list those engines instead"
+            raise EngineFailure("is_coordinator", what, answered=True)
+        return now
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         """Return the status of one of its operations."""
@@ -179,7 +183,8 @@ class Connection:
         try:
             return answer.result()
         except AnswerError as error:
-            raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
+            kind = error.kind or f"http_{error.status}"
+            raise EngineFailure(kind, f"{error}{key_advice(error.status)}", answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
         except Exception as error:  # any answer at all may come from an address: it concerns no other engine
@@ -228,10 +233,20 @@ class Connection:
         return (await self._client.call(AcceptedAnswer, again)).operation_id
 
 
+def key_advice(status: int) -> str:
+    """Return what to do about an engine's answer of this status, if that is about the coordinator's key."""
+    where = "in the list of members, else that of MEMSAVER_ENGINE_API_KEY, else that of MEMSAVER_API_KEY"
+    return f"; the coordinator's key for an engine is its api_key {where}" if status in (401, 403) else ""
+
+
 def _drop(task: asyncio.Future[Any]) -> None:
     """End a task whose result nobody wants."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+class _Occupation(OccupationAnswer):
+    engines: tuple[Any, ...] | None = None  # of a coordinator
 
 
 class _Client(AsyncClient):

@@ -94,7 +94,8 @@ class AsyncFleet:
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self._roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
+        self._roster = roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
+        self.members, self.one_each = roster.members, roster.one_each
         self._hub = Hub()
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()

@@ -64,7 +64,7 @@ class Observer:
         """
         began = clock.monotonic()
         try:
-            members = await self._fleet.membership.members()
+            members = await self._fleet.members()
             wanted = await self._fleet.wanted()
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
@@ -130,7 +130,7 @@ class Observer:
             del self._engines[name]
         engines = [
             self._engines[name][1] if name in self._engines else engine_status(member, None, "it has not answered yet")
-            for name, member in self.members.items()
+            for name, member in ((each.name, each) for each in self._fleet.one_each(self.members.values()))
         ]
         self.status = FleetStatus(
             state=common_state(engines), engines=engines, wanted=list(wanted), progress=self._fleet.progress

@@ -86,7 +86,7 @@ class Reconciler:
         Raises:
             MembershipError, RecordError: the members or the record cannot be read. Nothing was done.
         """
-        members = [each for each in await self._roster.membership.members() if each.name not in self._busy]
+        members = [each for each in await self._roster.members() if each.name not in self._busy]
         wanted = (await self._keeper.load()).wanted
         results = await asyncio.gather(*(self._bring(member, wanted) for member in members))
         for name in self._troubles.keys() - self._busy - {member.name for member in members}:

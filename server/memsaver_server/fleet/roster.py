@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from memsaver_core.contract.requests import Selector
@@ -18,6 +19,10 @@ from memsaver_server.fleet.parts import Part
 #: Calls of those that engines answer at once that are in flight at a time.
 SHORT_CALLS = 64
 
+#: How long two addresses count as one engine's before they are asked again, seconds.
+KNOWN_S = 60.0
+
+logger = logging.getLogger("memsaver")
 _Key = tuple[str, str, str | None]
 
 
@@ -44,14 +49,34 @@ class Roster:
         self._connections: dict[_Key, Connection] = {}
         self._round: asyncio.Future[list[Part]] | None = None
         self._round_began = 0.0
+        self._ids: dict[
+            str, tuple[str, str, float]
+        ] = {}  # address and id of each member's engine, and how long it counts
+        self._aliases: dict[str, str] = {}  # members that were found to be another one's engine
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
+
+    async def members(self) -> list[Member]:
+        """Return the members, each engine once."""
+        return self.one_each(await self.membership.members())
+
+    def one_each(self, members: Iterable[Member]) -> list[Member]:
+        """Return the members without further addresses of an engine, as far as engines have said who they are."""
+        found: dict[str, Member] = {}
+        for member in members:
+            url, engine_id, until = self._ids.get(member.name, ("", "", 0.0))
+            known = engine_id if url == member.url and clock.monotonic() < until else ""
+            first = found.setdefault(known or f"address {member.name}", member)
+            if first is not member and self._aliases.get(member.name) != first.name:
+                self._aliases[member.name] = first.name
+                logger.warning("%s and %s are addresses of one engine, which counts once", first.name, member.name)
+        return list(found.values())
 
     async def parts(self, selector: Selector, asking: Callable[[list[Part]], None] = lambda _: None) -> list[Part]:
         """Return a part for each selected member, after asking each what it holds; ``asking`` gets all that are asked.
 
         A member that does not answer, and never did, is selected if it may match.
         """
-        listed = await self.membership.members()
+        listed = await self.members()
         await self._drop_all_but(listed)
         candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
         asking(candidates)
@@ -59,11 +84,15 @@ class Roster:
         waits = set(asks)
         try:
             while any(self._may_be_selected(asks[ask], selector) for ask in waits):
-                _, waits = await asyncio.wait(waits, timeout=QUIET_S / 4, return_when=asyncio.FIRST_COMPLETED)
+                _, waits = await asyncio.wait(waits, timeout=QUIET_S / 4)
         finally:
             for ask in waits:
                 ask.cancel()
-        asked = [part for ask, part in asks.items() if ask not in waits and ask.result() is None]
+        for ask in asks.keys() - waits:
+            ask.result()
+        asked = [part for ask, part in asks.items() if ask not in waits]
+        names = {member.name for member in self.one_each(part.member for part in asked)}
+        asked = [part for part in asked if part.member.name in names]
         return [part for part in asked if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:
@@ -109,6 +138,7 @@ class Roster:
         part.member = replace(listed, model=listed.model or model, gpus=listed.gpus or gpus)
         if part.before is not None:
             self._known[listed.name] = part.member
+            self._ids[listed.name] = listed.url, part.before.engine_id, clock.monotonic() + KNOWN_S
 
     async def close(self) -> None:
         await self._drop_all_but([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,10 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)
     backups = [one.host_backup for one in seen]
-    sizes = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes", "unused_bytes")
+    sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
+    hosts: dict[str, list[HostBackup]] = {}
+    for number, one in enumerate(backups):
+        hosts.setdefault(one.host_id or str(number), []).append(one)
     return FleetOccupationAnswer(
         enabled=not seen or any(one.enabled for one in seen),
         driver=_common(one.driver for one in seen),
@@ -45,6 +49,12 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         devices=devices(status),
         host_backup=HostBackup(
             **{name: sum(getattr(one, name) for one in backups) for name in sizes},
+            # Each engine may use most of its host, and together they have no more than that.
+            limit_bytes=sum(
+                min(sum(one.limit_bytes for one in those), those[0].host_bytes or sys.maxsize)
+                for those in hosts.values()
+            ),
+            host_bytes=sum(those[0].host_bytes for those in hosts.values()),
             prepared=bool(backups) and all(one.prepared for one in backups),
         ),
         engines=tuple(

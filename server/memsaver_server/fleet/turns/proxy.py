@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.contract.errors import AdmissionClosedError, MemsaverError
+from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import Mover, Turns
@@ -65,6 +66,10 @@ class Proxy:
             slot = await self._turns.enter(model)
             leave = partial(self._turns.leave, slot)
             answer = await self._send(request, slot, body, leave)
+            if answer.status_code == 401:  # of ours: that of the client is not passed on
+                await answer.aclose()
+                leave()
+                raise BadGatewayError(f"engine {slot.name} refuses the request{key_advice(401)}")
             headers = answer_headers(answer.headers, slot.name)
             if answer.status_code != AdmissionClosedError.status:
                 return Relayed(answer, headers, leave)
