@@ -125,8 +125,6 @@ class HostBackup(Model):
     file_bytes: int = Field(default=0, description="what backups take in files")
     prepared: bool = Field(default=True, description="the pool is as large as a release of everything needs")
     unused_bytes: int = Field(default=0, description="of capacity_bytes, kept for the next release")
-    host_id: str = Field(default="", description="of the machine, until it starts anew; empty if unknown, or several")
-    host_bytes: int = Field(default=0, description="memory of the machine, of a fleet of all its machines; 0: unknown")
     shared_store: SharedStoreStatus | None = Field(default=None, description="the rest is of this process alone")
 
 
@@ -216,6 +214,8 @@ class OccupationAnswer(Model):
     )
     devices: tuple[OccupiedDevice, ...]
     host_backup: HostBackup
+    host_id: str = Field(default="", description="Of the machine, until it starts anew; empty for a fleet.")
+    host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
 
 

@@ -369,7 +369,7 @@ class EngineController:
             "tags": [
                 tag.model_copy(update={"content": "lost"}) if tag.tag in now.unwritten else tag for tag in status.tags
             ],
-            "host_backup": status.host_backup.model_copy(update=_host()),
+            **_host(),
             "ranks": [rank.model_copy(update={"stopped": is_rank_stopped(rank)}) for rank in status.ranks],
         }
         return OccupationAnswer(

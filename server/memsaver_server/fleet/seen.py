@@ -31,9 +31,12 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
     is_open = any(one.admission.open for one in seen)
     backups = [one.host_backup for one in seen]
     sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
-    hosts: dict[str, list[HostBackup]] = {}
-    for number, one in enumerate(backups):
-        hosts.setdefault(one.host_id or str(number), []).append(one)
+    hosts = {one.host_id: one.host_bytes for one in seen}
+    # Each engine may use most of its host, and together they have no more than that.
+    limits = [
+        min(sum(one.host_backup.limit_bytes for one in seen if one.host_id == host), size or sys.maxsize)
+        for host, size in hosts.items()
+    ]
     return FleetOccupationAnswer(
         enabled=not seen or any(one.enabled for one in seen),
         driver=_common(one.driver for one in seen),
@@ -49,14 +52,10 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         devices=devices(status),
         host_backup=HostBackup(
             **{name: sum(getattr(one, name) for one in backups) for name in sizes},
-            # Each engine may use most of its host, and together they have no more than that.
-            limit_bytes=sum(
-                min(sum(one.limit_bytes for one in those), those[0].host_bytes or sys.maxsize)
-                for those in hosts.values()
-            ),
-            host_bytes=sum(those[0].host_bytes for those in hosts.values()),
+            limit_bytes=sum(limits),
             prepared=bool(backups) and all(one.prepared for one in backups),
         ),
+        host_bytes=sum(hosts.values()),
         engines=tuple(
             _row(engine, requests.get(engine.name, 0), silence.get(engine.name, 0.0)) for engine in status.engines
         ),

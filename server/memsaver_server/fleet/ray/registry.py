@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ray.util import get_current_placement_group, get_node_ip_address
 
 from memsaver_server.client import Client, ClientError
-from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.members import Member, checked
 from memsaver_server.fleet.ray.cluster import NAMESPACE, actor_state, delete_key, list_keys, read_key, write_key
 from memsaver_server.fleet.results import FleetError
 
@@ -82,6 +82,7 @@ def register(
 
     Raises:
         FleetError: this is no actor, the service does not answer, or a living actor has the name.
+        MembershipError: the address is none, or has credentials.
         ConfigurationError: as for ``memsaver_server.attach``.
     """
     context = ray.get_runtime_context()
@@ -92,6 +93,7 @@ def register(
     _check_is_free(fleet, name, actor)
     started = None if isinstance(service, str) or hasattr(service, "url") else _serve(service)
     url = service if isinstance(service, str) else (started or service).url  # type: ignore[union-attr]
+    checked([Member(name, url)])
     try:
         its_model, its_gpus = _ask(url, api_key or os.environ.get("MEMSAVER_API_KEY"))
         entry = Entry(
