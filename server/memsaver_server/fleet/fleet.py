@@ -39,7 +39,6 @@ from memsaver_server.fleet.reconciler import Reconciler
 from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running, Wanted
 from memsaver_server.fleet.results import (
     EngineResult,
-    EngineStatus,
     FleetError,
     FleetEvent,
     FleetProgress,
@@ -94,15 +93,14 @@ class AsyncFleet:
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self._roster = roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
-        self.members, self.one_each = roster.members, roster.one_each
+        self.roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
         self._hub = Hub()
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
         self._recovering = asyncio.Lock()
         self._recovered = False
         self._reconciler = Reconciler(
-            self._roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
+            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
         )
         #: Entered while an operation may move memory, whoever wants it, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
@@ -167,18 +165,9 @@ class AsyncFleet:
         """Return what is wanted of the engines. Raises RecordError."""
         return (await self._keeper.load()).wanted
 
-    async def see(self, member: Member, wanted: tuple[Wanted, ...]) -> EngineStatus:
-        """Return what one engine is now."""
-        part = await self._roster.asked(member)
-        return engine_status(part.member, part.before, str(part.failure or ""), wanted)
-
-    def silent_s(self, member: Member) -> float:
-        """For how long an engine has not answered; 0 if that is not long."""
-        return self._roster.connection(member).silent_s
-
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
-        parts = await (self._roster.look() if selector is None else self._roster.parts(selector))
+        parts = await (self.roster.look() if selector is None else self.roster.parts(selector))
         wanted = await self.wanted()
         engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
         return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
@@ -199,7 +188,7 @@ class AsyncFleet:
         Args:
             interval_s: how often the engines are asked, seconds.
         """
-        return self._hub.watch(self._roster, interval_s)
+        return self._hub.watch(self.roster, interval_s)
 
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
@@ -235,7 +224,7 @@ class AsyncFleet:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
         running = [operation.task for operation in self._operations.values() if operation.task is not None]
         await asyncio.gather(*running, return_exceptions=True)
-        await self._roster.close()
+        await self.roster.close()
 
     async def __aenter__(self) -> AsyncFleet:
         return self
@@ -298,7 +287,7 @@ class AsyncFleet:
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
-        parts = await self._roster.parts(selector, partial(setattr, operation, "parts"))
+        parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         if not parts:
             raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
         names = set().union(*(part.locks for part in parts))
@@ -306,7 +295,7 @@ class AsyncFleet:
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
                 again = [Part(part.member, part.connection) if part.failure is None else part for part in parts]
-                await asyncio.gather(*(self._roster.ask(part) for part in again if part.failure is None))
+                await asyncio.gather(*(self.roster.ask(part) for part in again if part.failure is None))
                 parts = again
             operation.parts = parts
             async with self.around(operation):
@@ -352,8 +341,8 @@ class AsyncFleet:
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
         for name, prepared in left.engines.items():
-            member = await self._roster.find(name, prepared.url)
-            part = Part(member, self._roster.connection(member))
+            member = await self.roster.find(name, prepared.url)
+            part = Part(member, self.roster.connection(member))
             part.operation_id, part.tags = prepared.operation_id, prepared.tags
             operation.parts.append(part)
         execution = self._execution(operation)

@@ -39,6 +39,7 @@ class Observer:
 
     def __init__(self, fleet: AsyncFleet, engine_key: str | None, seen: Callable[[FleetStatus], None]) -> None:
         self._fleet = fleet
+        self._roster = fleet.roster
         self._engine_key = engine_key
         self._seen = seen
         self._looking: asyncio.Task[None] | None = None
@@ -64,8 +65,18 @@ class Observer:
         """
         began = clock.monotonic()
         try:
-            members = await self._fleet.members()
+            self.members = {member.name: member for member in await self._roster.members()}
             wanted = await self._fleet.wanted()
+            self.keys.clear()
+            self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
+            named = set(names or ())
+            near = self.members.keys() if names is None else self._near(named)
+            looks = {
+                name: asyncio.create_task(self._see(self.members[name], wanted, began))
+                for name in near & self.members.keys()
+                if name in named or name not in self._late  # whom somebody waits for is asked anew
+            }
+            await self._until_answered(looks)
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
             return
@@ -73,17 +84,6 @@ class Observer:
             self._complain(f"internal error, {type(error).__name__}: {error}", error)
             return
         self.trouble = ""
-        self.members = {member.name: member for member in members}
-        self.keys.clear()
-        self.keys.update({member.name: member.api_key or self._engine_key for member in members})
-        named = set(names or ())
-        near = self.members.keys() if names is None else self._near(named)
-        looks = {
-            name: asyncio.create_task(self._see(self.members[name], wanted, began))
-            for name in near & self.members.keys()
-            if name in named or name not in self._late  # whom somebody waits for is asked anew
-        }
-        await self._until_answered(looks)
         self._took_s = clock.monotonic() - began
         self._show(wanted)
         if names is None:
@@ -95,7 +95,7 @@ class Observer:
 
     def silence(self) -> dict[str, float]:
         """Return for how many seconds engines have not answered, by name."""
-        silent = {name: self._fleet.silent_s(member) for name, member in self.members.items()}
+        silent = {name: self._roster.connection(member).silent_s for name, member in self.members.items()}
         return {name: seconds for name, seconds in silent.items() if seconds}
 
     async def keep(self) -> None:
@@ -107,16 +107,18 @@ class Observer:
     async def _until_answered(self, looks: dict[str, asyncio.Task[None]]) -> None:
         """Wait for looks until only silent engines are left, whose looks go on."""
         while waits := {name: look for name, look in looks.items() if not look.done()}:
-            if all(self._fleet.silent_s(self.members[name]) for name in waits if name in self.members):
+            if waits.keys() <= self.silence().keys():
                 self._late.update(waits)
-                return
+                break
             await asyncio.wait(waits.values(), timeout=GLANCE_S / 4)
+        await asyncio.gather(*(look for name, look in looks.items() if name not in waits))
 
     async def _see(self, member: Member, wanted: tuple[Wanted, ...], began: float) -> None:
         """Look at one engine; of two looks, that which began later counts."""
         name = member.name
         try:
-            engine = await self._fleet.see(member, wanted)
+            part = await self._roster.asked(member)
+            engine = engine_status(part.member, part.before, str(part.failure or ""), wanted)
             if name not in self._engines or self._engines[name][0] <= began:
                 self._engines[name] = began, engine
         finally:
@@ -129,8 +131,10 @@ class Observer:
         for name in self._engines.keys() - self.members.keys():
             del self._engines[name]
         engines = [
-            self._engines[name][1] if name in self._engines else engine_status(member, None, "it has not answered yet")
-            for name, member in ((each.name, each) for each in self._fleet.one_each(self.members.values()))
+            self._engines[each.name][1]
+            if each.name in self._engines
+            else engine_status(each, None, "it has not answered yet")
+            for each in self._roster.one_each(self.members.values())
         ]
         self.status = FleetStatus(
             state=common_state(engines), engines=engines, wanted=list(wanted), progress=self._fleet.progress

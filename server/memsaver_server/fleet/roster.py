@@ -49,9 +49,7 @@ class Roster:
         self._connections: dict[_Key, Connection] = {}
         self._round: asyncio.Future[list[Part]] | None = None
         self._round_began = 0.0
-        self._ids: dict[
-            str, tuple[str, str, float]
-        ] = {}  # address and id of each member's engine, and how long it counts
+        self._ids: dict[str, tuple[str, str, float]] = {}  # of members: address, id of the engine, until when
         self._aliases: dict[str, str] = {}  # members that were found to be another one's engine
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
@@ -85,15 +83,13 @@ class Roster:
         try:
             while any(self._may_be_selected(asks[ask], selector) for ask in waits):
                 _, waits = await asyncio.wait(waits, timeout=QUIET_S / 4)
+            await asyncio.gather(*(asks.keys() - waits))
         finally:
-            for ask in waits:
+            for ask in asks:
                 ask.cancel()
-        for ask in asks.keys() - waits:
-            ask.result()
-        asked = [part for ask, part in asks.items() if ask not in waits]
-        names = {member.name for member in self.one_each(part.member for part in asked)}
-        asked = [part for part in asked if part.member.name in names]
-        return [part for part in asked if selector.matches(part.member) or self._is_unknown(part, selector)]
+        asked = {part.member.name: part for ask, part in asks.items() if ask not in waits}
+        each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
+        return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:
         """Return a part for every member, as it was at most ``max_age_s`` seconds before this call, for reading alone:
@@ -158,3 +154,4 @@ class Roster:
             await self._connections.pop(key).close()
         for name in self._known.keys() - {member.name for member in members}:
             del self._known[name]
+        self._ids = {name: each for name, each in self._ids.items() if clock.monotonic() < each[2]}
