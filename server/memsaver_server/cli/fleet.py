@@ -40,6 +40,14 @@ class Members(Options):
     api_key: str | None = typer.Option(
         None, envvar="MEMSAVER_API_KEY", help="Key of the engines.", metavar="KEY", show_envvar=True
     )
+    silence: float = typer.Option(
+        10.0,
+        envvar="MEMSAVER_SILENCE_S",
+        help="How long to wait for an engine that does not answer.",
+        metavar="SECONDS",
+        min=0.1,
+        show_envvar=True,
+    )
 
 
 class Engines(Selector, Members):
@@ -112,8 +120,8 @@ def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        kept, silence_s = FileRecord(record) if record else None, serving.settings_of().silence_s
-        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=silence_s) as coordinator:
+        kept = FileRecord(record) if record else None
+        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=at.silence) as coordinator:
             yield coordinator
     except (FleetError, MembershipError, RecordError, ValueError) as error:
         print_error(str(error))
