@@ -194,6 +194,8 @@ class ConflictError(MemsaverError, kind="conflict", status=409, retry_after_s=RE
 
     operation: str | None = None  # the other one: release or resume
     operation_id: str | None = None
+    client: str | None = None  # if it is prepared: who prepared it
+    lease_s: float | None = None  # if it is prepared: how long it stays so without its commit
 
 
 class TooManyOperationsError(MemsaverError, kind="too_many_operations", status=503, retry_after_s=RETRY_AFTER_S):
@@ -279,7 +281,7 @@ class FleetUnknownError(MemsaverError, kind="fleet_unknown", status=503, retry_a
 
 
 #: The statuses of failures of one engine that its coordinator finds; it names them by kind alone.
-_OF_ENGINES = {"cannot_prepare": 409, "unreachable": 502, "silent": 502, "hung": 504}
+_OF_ENGINES = {"cannot_prepare": 409, "is_coordinator": 409, "unreachable": 502, "silent": 502, "hung": 504}
 
 
 def status_of(kind: str) -> int:

@@ -84,7 +84,15 @@ class OperationAnswer(OperationReport):
     message: str
     operation_id: str
     state: str
+    coordinator: str = Field(
+        default="", description="Of a fleet, which brings this memory to what it wants; absent unless it is another's."
+    )
     ignored: Ignored = ()
+
+
+def held_by(coordinator: str) -> str:
+    """Return the end of a message that says who else moves this memory."""
+    return f". {coordinator} holds this memory, and brings it to what it wants within seconds: ask that instead"
 
 
 class Room(Model):

@@ -7,9 +7,11 @@ A new option is one field here, the line that acts on it, and a test. Sizes are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -142,6 +144,14 @@ class _Operation(Tagged):
         """Return what two equal requests have in common; fields that concern one call are not in it."""
         same = (getattr(self, name) for name, acts in acts_of(type(self)).items() if acts.by != "caller")
         return (self.operation, *(tuple(sorted(each)) if isinstance(each, tuple) else each for each in same))
+
+    def digest(self) -> str:
+        """Return a digest of what ``identity`` compares, the same in every process and later versions."""
+        names = {name for name, acts in acts_of(type(self)).items() if acts.by != "caller"}
+        given = self.model_dump(mode="json", include=names, exclude_defaults=True)
+        if self.tags:
+            given["tags"] = sorted(self.tags)
+        return sha256(json.dumps([self.operation, given], sort_keys=True).encode()).hexdigest()[:32]
 
     def patience_s(self, phase: str) -> float:
         """Return how long ``phase`` may wait beyond the phase timeout because the caller asked for it, seconds."""

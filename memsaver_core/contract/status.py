@@ -193,6 +193,10 @@ class PreparedState(Model):
         return f"{self.operation} {self.operation_id} of {self.client}; {left}"
 
 
+#: The header by which a coordinator says who holds an engine, when it asks what that holds.
+COORDINATOR_HEADER = "Memsaver-Coordinator"
+
+
 class OccupationAnswer(Model):
     """What an engine holds on its devices now."""
 
@@ -201,10 +205,14 @@ class OccupationAnswer(Model):
     state: str
     hibernated: bool
     engine: str
+    engine_id: str = Field(default="", description="Of the service; by it two addresses are known to be one engine's.")
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus
     operation_id: str | None
     prepared: PreparedState | None = None
+    coordinator: str = Field(
+        default="", description="Of a fleet, which brings this memory to what it wants; empty if none has asked lately."
+    )
     tags: tuple[TagOccupation, ...]
     communicators: tuple[CommunicatorStatus, ...] = ()
     shared_by_ranks: tuple[str, ...] = Field(
@@ -212,6 +220,8 @@ class OccupationAnswer(Model):
     )
     devices: tuple[OccupiedDevice, ...]
     host_backup: HostBackup
+    host_id: str = Field(default="", description="Of the machine, until it starts anew; empty for a fleet.")
+    host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Audit log: one line of JSON per operation, with its caller, outcome and duration.
+"""Audit log: one line of JSON per operation, with its caller, outcome and duration; of a fleet with its engines.
 
 Written to the logger ``memsaver.audit`` at INFO, and to the file that the setting ``audit_file`` names. An engine's
 process gets no handler unless it asks for one. Neither blocks an operation; see ``log_output``.
@@ -16,6 +16,9 @@ from memsaver_server.log_output import LogOutput, write_all
 from memsaver_server.operation.operation import Operation
 
 logger = logging.getLogger("memsaver.audit")
+
+#: Time for the lines to be written when a service closes, seconds.
+CLOSE_S = 1.0
 
 
 def to_stderr() -> None:
@@ -55,9 +58,9 @@ class AuditLog:
         if self._file is not None:
             self._lines.put(line.encode() + b"\n")
 
-    def close(self, timeout_s: float) -> None:
-        """Close the file as soon as it has all lines, which is waited for at most ``timeout_s`` seconds."""
-        if self._file is not None and self._lines.close(timeout_s):
+    def close(self) -> None:
+        """Close the file as soon as it has all lines, which is waited for at most ``CLOSE_S`` seconds."""
+        if self._file is not None and self._lines.close(CLOSE_S):
             self._file.close()
 
 
@@ -106,4 +109,5 @@ def _line(operation: Operation, outcome: str) -> dict[str, object]:
         "seconds": round(operation.seconds, 6),
         "released_bytes": report.released_bytes if report else 0,
         "resumed_bytes": report.resumed_bytes if report else 0,
+        **operation.audited(),
     }

@@ -40,6 +40,8 @@ class Answer:
     def of(cls, answer: Model, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
         """Return the answer that has the fields of a model, those that a person looks for first."""
         body = answer.model_dump(mode="json", exclude={"ignored"})
+        if body.get("coordinator") == "" and isinstance(answer, OperationAnswer):
+            del body["coordinator"]
         first = {name: body.pop(name) for name in ("success", "message") if name in body}
         return cls(first | body, status, headers or {})
 
@@ -159,11 +161,15 @@ class Controller(Protocol[OperationT]):
     def recent(self) -> Sequence[OperationT]:
         """Return the remembered operations, newest first."""
 
-    async def commit(self, operation: OperationT) -> None:
-        """Carry out what is prepared; wait for its end."""
+    async def commit(self, operation: OperationT, key: str | None = None) -> None:
+        """Carry out what is prepared; wait for its end. ``key`` is the caller's Idempotency-Key.
 
-    async def cancel(self, operation: OperationT, by: str) -> None:
-        """Give an operation up that does not move memory yet; wait for its end. Idempotent."""
+        Raises:
+            ConflictError: it was prepared under another key.
+        """
+
+    async def cancel(self, operation: OperationT, by: str, key: str | None = None) -> None:
+        """Give an operation up that does not move memory yet; wait for its end. Idempotent. Raises as ``commit``."""
 
     def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""
@@ -173,8 +179,8 @@ class Controller(Protocol[OperationT]):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    async def occupation(self) -> dict[str, Any]:
-        """Return what is held now, as JSON."""
+    async def occupation(self, coordinator: str = "") -> dict[str, Any]:
+        """Return what is held now, as JSON; ``coordinator`` asks for it, and holds the engine."""
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
         """Return the selected engines; None: all, if there are any."""

@@ -55,6 +55,12 @@ class Settings(EnvironmentSettings):
         le=86400,
         description="Time without progress after which a phase counts as stalled and its callers get an error.",
     )
+    silence_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description="Of a fleet's coordinator: how long it waits for an engine that does not answer.",
+    )
     while_released: Literal["refuse", "queue"] = Field(
         default="refuse", description="What happens to requests that arrive while memory is released."
     )

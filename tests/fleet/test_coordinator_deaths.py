@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from memsaver_core import MemsaverError
-from memsaver_server.fleet import FileRecord, Fleet, Selector
+from memsaver_core.contract.errors import IdempotencyKeyError
+from memsaver_server.fleet import FileRecord, Fleet, RecordContent, Selector
+from memsaver_server.fleet.record import Known
+from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from tests.programs import Child
 from tests.waiting import wait_until
 
@@ -113,6 +118,50 @@ def test_a_repeat_of_what_a_dead_coordinator_had_begun_gets_it_done(
     result = coordinate(record=record).release(operation_id=operation_id)
     assert result.success, result.message
     assert all(site.is_released for site in sites.values())
+
+
+def test_an_id_is_its_request_after_a_restart(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
+    """It was answered "released" although another body had come, or a resume, and no memory was."""
+    record = FileRecord(tmp_path / "record.json")
+    assert coordinate(record=record).release(operation_id="one", tags=["kv_cache"]).success
+    assert coordinate(record=record).resume().success
+    fleet = coordinate(record=record)
+    for call in (
+        lambda: fleet.release(operation_id="one"),
+        lambda: fleet.release(Selector(names=("a",)), operation_id="one", tags=["kv_cache"]),
+        lambda: fleet.resume(operation_id="one", tags=["kv_cache"]),
+    ):
+        with pytest.raises(IdempotencyKeyError, match="'one' belongs to release one, a different request"):
+            call()
+    again = fleet.release(operation_id="one", tags=["kv_cache"])
+    assert {engine.kind for engine in again.failed} == {"changed"}
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_what_was_cancelled_stays_so_after_a_restart(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    record = FileRecord(tmp_path / "record.json")
+    fleet = coordinate(record=record)
+    with sites["b"].engine.request():
+        running = threading.Thread(target=fleet.release, kwargs={"operation_id": "one"})
+        running.start()
+        wait_until(lambda: fleet.progress and fleet.progress.engines.get("a") == "prepared")
+        fleet.cancel("one")
+        running.join()
+    again = coordinate(record=record).release(operation_id="one")
+    assert (again.success, "it was cancelled" in again.message) == (False, True)
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_ids_are_dropped_when_they_are_old_or_too_many() -> None:
+    known = Known(digest="x", verb="release", outcome="succeeded", at=time.time())
+    content = RecordContent().knowing("old", known.model_copy(update={"at": known.at - KEPT_S - 1}))
+    assert content.first("old", "y") == ""
+    for number in range(MAX_KEPT + 1):
+        content = content.knowing(str(number), known)
+    assert list(content.ids) == [str(number) for number in range(1, MAX_KEPT + 1)]
+    assert (content.first("1", "x"), content.first("1", "y")) == ("", "release 1")
 
 
 def test_a_repeat_after_a_restart_acts_once(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_records_count_for_their_time_to_live(zone: Zone) -> None:
 
 def test_dns_that_fails_is_told(zone: Zone) -> None:
     zone.broken = True
-    with pytest.raises(MembershipError, match="DNS does not tell the A"):
+    with pytest.raises(MembershipError, match="DNS does not return the A"):
         members(DnsMembership("engines", 1, resolver=zone.resolver()))
 
 
@@ -142,6 +142,26 @@ def test_messages_of_large_fleets_are_bounded() -> None:
     assert "e7 failed while asking: no answer" in result.message
     assert "e8" not in result.message
     assert "and 92 more" in result.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- http://user:secret@a:1",
+        "- {name: a, url: 'http://user:secret@a:1'}",
+        "- {name: a, url: 'http://user:secret@'}",
+        "- {name: a, url: 'user:secret@a:1'}",
+    ],
+)
+def test_credentials_in_an_address_are_refused_and_never_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "members.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        MembershipError, match=r"has a user or a password; write the engine's key as api_key"
+    ) as refused:
+        members(StaticMembership(path))
+    assert "secret" not in str(refused.value)
+    assert "user:" not in str(refused.value)
 
 
 def test_selectors() -> None:

@@ -168,6 +168,40 @@ def test_cancelling_leaves_all_as_before(fleet: Fleet, sites: Sites) -> None:
         fleet.cancel("x1")
 
 
+def test_what_another_has_prepared_is_neither_joined_nor_undone(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """Its owner is named. A second coordinator committed it, and one that gave up aborted it."""
+    first, second = coordinate(), coordinate()
+    results: list[FleetResult] = []
+    with sites["b"].engine.request():
+        releasing = threading.Thread(target=lambda: results.append(first.release(timeout_s=60)))
+        releasing.start()
+        wait_until(lambda: first.progress and first.progress.engines.get("a") == "prepared")
+        for _ in range(2):
+            refused = second.release(Selector(names=("a",)), timeout_s=60)
+            (failed,) = refused.failed
+            assert (failed.kind, failed.state) == ("conflict", "prepared")
+            assert "is prepared by 127.0.0.1 memsaver-coordinator " in failed.error
+            assert "All engines are as before" in refused.message
+        assert not second.recover()
+        progress = first.progress
+        assert progress is not None
+        assert progress.engines["a"] == "prepared"
+    releasing.join()
+    assert results[0].success, results[0].message
+    assert all(site.is_released for site in sites.values())
+
+
+def test_a_fleet_leaves_alone_what_a_caller_has_prepared(fleet: Fleet, sites: Sites) -> None:
+    body, key = {"prepare": True, "lease_s": 60}, {"Idempotency-Key": "of a caller"}
+    found = sites["b"].http.post("/release_memory_occupation", json=body, headers=key).json()["operation_id"]
+    result = fleet.release()
+    assert [(engine.name, engine.kind) for engine in result.failed] == [("b", "conflict")]
+    assert f"release {found} of all tags is prepared by " in result.failed[0].error
+    assert [sites["a"].is_serving, sites["c"].is_serving] == [True, True]
+    committed = sites["b"].http.post(f"/operations/{found}/commit", headers=key)
+    assert committed.json()["state"] == "released"
+
+
 def test_what_waits_for_its_turn_can_be_cancelled(fleet: Fleet, sites: Sites) -> None:
     results: list[FleetResult] = []
     sites["b"].engine.memory.hold("release")

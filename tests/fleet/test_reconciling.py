@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import pytest
 
+from memsaver_core import MemsaverError
+from memsaver_core.contract.requests import FleetRelease
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
@@ -22,12 +24,16 @@ from memsaver_server.fleet import (
     MemoryRecord,
     RecordContent,
     RecordError,
+    Running,
     Selector,
     StaticMembership,
+    Wanted,
 )
+from memsaver_server.fleet.record import Prepared
 from tests.waiting import wait_until
 
 from .conftest import SILENCE_S, Sites
+from .served_fleet import served
 
 
 def replace(path: Path, text: str) -> None:
@@ -297,3 +303,77 @@ def test_an_answer_that_cannot_be_read_concerns_one_engine(
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_nothing_is_moved_in_silence(
+    sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a coordinator does to keep an engine as it is wanted is an operation, and says whose wish that was."""
+    audit = tmp_path / "audit.log"
+    b = sites["b"]
+    with (
+        caplog.at_level(logging.WARNING, "memsaver"),
+        served([site.member for site in sites.values()], audit_file=str(audit)) as http,
+    ):
+        released = http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).json()["operation_id"]
+        wait_until(lambda: b.http.get("/memory_occupation").json()["coordinator"])
+        holder = b.http.get("/memory_occupation").json()["coordinator"]
+        assert holder.startswith("memsaver-coordinator ")
+        direct = b.http.post("/resume_memory_occupation").json()
+        assert (direct["coordinator"], f"{holder} holds this memory" in direct["message"]) == (holder, True)
+        wait_until(lambda: b.engine.resident() == {"weights"})
+        cause = f"wanted released since operation {released} of 127.0.0.1 python-httpx"
+        wait_until(lambda: http.get("/operations").json()["operations"][0]["status"] == "succeeded")
+        done = http.get("/operations").json()["operations"][0]
+        assert (done["origin"], done["client"], done["engines"]) == ("reconciler", holder, {"b": "done"})
+        assert done["cause"].startswith(cause)
+        (last, *_) = b.http.get("/operations").json()["operations"]
+        assert last["client"] == f"127.0.0.1 {holder}"
+        reconciled = 'memsaver_fleet_reconciliations_total{operation="release",outcome="success"} 1.0'
+        assert reconciled in http.get("/metrics").text
+        wait_until(lambda: any(f"release of kv_cache, {cause}" in message for message in caplog.messages))
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [(line["origin"], line["event"], line["outcome"]) for line in lines] == [
+        ("caller", "release", "success"),
+        ("reconciler", "release", "success"),
+    ]
+    assert [set(line["engines"]) for line in lines] == [{"a", "b", "c"}, {"b"}]
+    assert lines[1]["cause"] == done["cause"]
+
+
+def test_another_coordinator_is_named(sites: Sites, coordinate: Callable[..., Fleet]) -> None:
+    """By what moves the engines without asking it."""
+    with served([site.member for site in sites.values()]) as http:
+        http.get("/memory_occupation").raise_for_status()
+        wait_until(lambda: sites["c"].http.get("/memory_occupation").json()["coordinator"])
+        result = coordinate(name="another").release(Selector(names=("c",)))
+        assert result.coordinator.startswith("memsaver-coordinator ")
+        assert f". {result.coordinator} holds this memory" in result.message
+
+
+def test_attempts_that_fail_are_one_operation(sites: Sites) -> None:
+    with served([site.member for site in sites.values()]) as http:
+        http.post("/release_memory_occupation").raise_for_status()
+        memory = sites["b"].engine.memory
+        memory.hold("release")
+        sites["b"].http.post("/resume_memory_occupation").raise_for_status()
+        memory.fail("release", MemsaverError("no"))
+        metric = 'memsaver_fleet_reconciliations_total{operation="release",outcome="error"} '
+        memory._holding.pop("release").set()
+        wait_until(lambda: f"{metric}1.0" in http.get("/metrics").text)
+        wait_until(lambda: sites["b"].is_released)
+        assert [each["origin"] for each in http.get("/operations").json()["operations"]] == ["reconciler", "caller"]
+
+
+def test_what_a_dead_coordinator_had_begun_is_listed_too(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    asked = FleetRelease().resolved(60)
+    engines = {"a": Prepared(url=sites["a"].wire.url)}
+    running = Running(stage="preparing", wanted=Wanted.of(asked, "one", "somebody", False), engines=engines)
+    record = MemoryRecord()
+    asyncio.run(record.save(RecordContent(running={"one": running})))
+    with caplog.at_level(logging.WARNING, "memsaver"), served([sites["a"].member], record=record) as http:
+        wait_until(lambda: http.get("/operations").json()["operations"])
+        wait_until(lambda: http.get("/operations/one").json()["status"] == "failed")
+        listed = http.get("/operations/one").json()
+        assert (listed["client"], "had begun it is gone" in listed["cause"]) == ("somebody", True)
+        wait_until(lambda: any("which another coordinator had begun" in message for message in caplog.messages))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import memsaver_core as ms
 from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
-from memsaver_server.fleet import Member, StaticMembership
+from memsaver_server.fleet import Member, MemoryRecord, StaticMembership
 from tests.amount import amount
 from tests.e2e.serving import memsaver
 from tests.waiting import wait_until
@@ -342,6 +343,28 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     assert events.strip().rpartition("event: ")[2].startswith("done")
 
 
+def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> None:
+    members, record = [site.member for site in sites.values()], MemoryRecord()
+    key, named = {"Idempotency-Key": "key 1"}, {"operation_id": "one"}
+    with served(members, record=record) as http:
+        assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}, headers=key).is_success
+        assert http.post("/sleep", json={"model": "model of a", "options": named}).is_success
+        assert http.post("/resume_memory_occupation").is_success
+    with served(members, record=record) as http:
+        for path, body, headers in (
+            ("/release_memory_occupation", {}, key),
+            ("/resume_memory_occupation", {"tags": ["kv_cache"]}, key),
+            ("/release_memory_occupation", named, {}),
+            ("/v1/runtime/models/wake", {"model_name": "model of a", **named}, {}),
+            ("/v1/runtime/models/sleep", {"model_name": "model of b", **named}, {}),
+        ):
+            refused = http.post(path, json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (422, "idempotency_key_reused"), path
+            assert " belongs to release " in refused.json()["message"]
+        assert not http.get("/operations").json()["operations"]
+    assert states(sites) == ["resident"] * 3
+
+
 # -- who may call, and what can be seen -------------------------------------------------------------------------------
 
 
@@ -380,6 +403,48 @@ def test_callers_need_the_key_of_the_fleet_and_engines_get_theirs(sites: Sites) 
         assert http.post("/resume_memory_occupation").json()["success"] is True
         assert "fleet key" not in http.get("/memory_occupation").text
         assert 'memsaver_refused_requests_total{reason="read_only"} 1.0' in http.get("/metrics").text
+
+
+def test_two_addresses_of_one_engine_are_one_engine(sites: Sites) -> None:
+    a = sites["a"]
+    with served([a.member, Member("again", a.attachment.url), sites["b"].member]) as http:
+        for _ in range(2):
+            answer = http.post("/release_memory_occupation")
+            assert (names(answer), answer.json()["released_bytes"]) == (["a", "b"], 4 << 20)
+            assert http.post("/resume_memory_occupation").is_success
+        assert [row["name"] for row in http.get("/memory_occupation").json()["engines"]] == ["a", "b"]
+        one = http.post("/release_memory_occupation", json={"selector": {"names": ["a"]}})
+        assert one.json()["released_bytes"] == 2 << 20
+
+
+def test_a_coordinator_is_no_member(fleet: httpx.Client, sites: Sites) -> None:
+    with served([sites["a"].member, Member("other", str(fleet.base_url))]) as http:
+        answer = http.post("/release_memory_occupation")
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "is_coordinator")
+        assert "is a coordinator of 3 engines: list those engines instead" in answer.json()["message"]
+        assert "is a coordinator" in http.get("/memory_occupation").json()["engines"][1]["error"]
+    assert states(sites) == ["resident"] * 3
+
+
+def test_a_wrong_key_of_the_engines_names_the_setting(sites: Sites) -> None:
+    engine = LightEngine("locked", model="m")
+    with (
+        attach(engine, settings=Settings(api_key="right")) as attachment,
+        served([Member("locked", attachment.url)], key="wrong") as http,
+    ):
+        for path in ("/release_memory_occupation", "/flush_cache"):
+            answer = http.post(path)
+            assert answer.status_code in (401, 502)
+            assert "MEMSAVER_ENGINE_API_KEY" in answer.json()["message"], path
+        assert "MEMSAVER_ENGINE_API_KEY" in http.get("/memory_occupation").json()["engines"][0]["error"]
+
+
+def test_limits_on_host_memory_are_never_more_than_the_host_has(fleet: httpx.Client, sites: Sites) -> None:
+    now = sites["a"].http.get("/memory_occupation").json()
+    assert now["host_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    together = fleet.get("/memory_occupation").json()
+    assert now["host_backup"]["limit_bytes"] * 3 > now["host_bytes"], "else this shows nothing"
+    assert together["host_backup"]["limit_bytes"] == together["host_bytes"] == now["host_bytes"]
 
 
 def test_no_path_leads_around_the_coordinator(fleet: httpx.Client, sites: Sites) -> None:

@@ -17,8 +17,9 @@ import pytest
 
 from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
-from memsaver_server.fleet.turns.seat import Seat, victims
+from memsaver_server.fleet.turns.slot import Slot, victims
 from tests.fleet.served_fleet import served
+from tests.fleet.wire import Loop, Wire
 from tests.programs import Child
 from tests.waiting import wait_until
 
@@ -294,22 +295,41 @@ def test_an_engine_that_does_not_answer_delays_nobody(engines: tuple[Engine, Eng
             assert [row["name"] for row in rows if row["alive"]] == ["alpha", "beta"]
 
 
+def test_a_model_is_woken_beside_an_engine_that_hangs(engines: tuple[Engine, Engine]) -> None:
+    """Which was seen on the same GPU before, released: all memory is there."""
+    alpha, beta = engines
+    beta.http.post("/release_memory_occupation").raise_for_status()
+    loop = Loop()
+    wire = Wire(str(beta.http.base_url), loop.loop)
+    members = [alpha.member, Member("beta", wire.url)]
+    with served(members, {"*": ModelOptions(awake_s=0)}, silence_s=36000) as http:
+        http.get("/memory_occupation").raise_for_status()
+        wire.silence()
+        for _ in range(2):
+            answer = http.post("/v1/completions", json=asked("alpha"), timeout=60)
+            assert answer.status_code == 200, answer.text
+            http.post("/release_memory_occupation", json={"model": "alpha", "wake_on_request": True}, timeout=60)
+        wire.heal()
+    wire.close()
+    loop.close()
+
+
 def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:
-    def seat(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Seat:
-        made = Seat(name)
+    def slot(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Slot:
+        made = Slot(name)
         made.gpus, made.resident_bytes, made.released_bytes = tuple(gpus), resident, released
         made.state, made.last_used, made.in_flight = "awake" if resident else "asleep", used, busy
         made.free = dict.fromkeys(gpus, 10)
         return made
 
-    wanted = seat("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
-    old = seat("old", "x", 30, 0, used=1)
-    new = seat("new", "x", 30, 0, used=2)
-    busy = seat("busy", "x", 90, 0, used=0, busy=1)
-    both = seat("both", "xy", 80, 0, used=9)
-    elsewhere = seat("elsewhere", "z", 500, 0, used=0)
+    wanted = slot("wanted", "xy", 0, 100, 0)  # 50 on each, of which 10 are free
+    old = slot("old", "x", 30, 0, used=1)
+    new = slot("new", "x", 30, 0, used=2)
+    busy = slot("busy", "x", 90, 0, used=0, busy=1)
+    both = slot("both", "xy", 80, 0, used=9)
+    elsewhere = slot("elsewhere", "z", 500, 0, used=0)
 
-    def chosen(*others: Seat) -> list[str] | None:
+    def chosen(*others: Slot) -> list[str] | None:
         found = victims(wanted, [wanted, *others])
         return None if found is None else [each.name for each in found]
 

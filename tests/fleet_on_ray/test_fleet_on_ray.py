@@ -100,7 +100,7 @@ def test_only_actors_register(site: Site) -> None:
 def test_a_service_that_does_not_answer_is_not_registered(site: Site) -> None:
     actor = site.engines("a")
     call = actor.__ray_call__.remote(_register_nothing, site.name)
-    with pytest.raises(FleetError, match="does not tell its state"):
+    with pytest.raises(FleetError, match="does not say its state"):
         ray.get(call)
     assert set(site.states()) == {"a"}
 

@@ -169,7 +169,8 @@ def settled(http: httpx.Client) -> None:
     """Wait until no operation is in progress; undo what is prepared."""
     while (now := http.get("/memory_occupation").json())["operation_id"] is not None:
         if now["prepared"]:
-            http.delete(f"/operations/{now['operation_id']}").raise_for_status()
+            key = {"Idempotency-Key": "key 3"}  # with which the one scenario prepares that does so with a key
+        http.delete(f"/operations/{now['operation_id']}", headers=key).raise_for_status()
 
 
 def payload(site: Site, more: int = 1) -> str:

@@ -12,7 +12,17 @@ _TIMES = re.compile(
     r"gb_per_s|gigabytes_per_second"
 )
 #: Keys of numbers that depend on the machine or the process.
-_FIGURES = {"process_bytes", "host_bytes_free", "capacity_bytes", "unused_bytes", "target_bytes", "pid", "fd", "mark"}
+_FIGURES = {
+    "process_bytes",
+    "host_bytes_free",
+    "host_bytes",
+    "capacity_bytes",
+    "unused_bytes",
+    "target_bytes",
+    "pid",
+    "fd",
+    "mark",
+}
 #: What holds ``free_bytes`` of the host or its disk. Those of a device are the host driver's, and always the same.
 _OF_HOST = {"host", "file"}
 _TEXTS = (
@@ -22,6 +32,10 @@ _TEXTS = (
     (re.compile(r"(in phase '\w+' for )\d+ s\b"), r"\1TIME s"),
     (re.compile(r"(memsaver|python-httpx)/[\d.]+"), r"\1/VERSION"),
     (re.compile(r"\(process \d+\)"), "(process PID)"),
+    (re.compile(r"whose lease ends in \d+ s"), "whose lease ends in TIME s"),
+    (re.compile(r"memsaver-coordinator \S+:\d+"), "memsaver-coordinator HOST:PID"),
+    (re.compile(r"named-by-its-caller-\d+"), "named-by-its-caller"),
+    (re.compile(r"^[\w.:-]{1,64}-[0-9a-f]{8}$"), "KEY"),
     (re.compile(r"\br1 #\d+"), "r1 #N"),
     (re.compile(r"\b0x[0-9a-f]+"), "ADDRESS"),
 )
@@ -50,6 +64,8 @@ class Names:
         if isinstance(value, str):
             if holder == "meta_info" and key == "id" and value != "r1":
                 return "NAME"  # that the engine has given a request
+            if key == "host_id":
+                return "HOST" if value else ""
             return "VERSION" if key in ("version", "python", "torch") else self.text(value)
         if isinstance(value, bool) or value is None:
             return value

@@ -266,7 +266,7 @@ def test_the_idempotency_key_of_a_prepare(http: httpx.Client) -> None:
     key = {"Idempotency-Key": "a key"}
     first = http.post(RELEASE, json={"prepare": True}, headers=key).json()
     assert http.post(RELEASE, json={"prepare": True}, headers=key).json()["operation_id"] == first["operation_id"]
-    done = post(http, RELEASE, commit=first["operation_id"]).json()
+    done = http.post(RELEASE, json={"commit": first["operation_id"]}, headers=key).json()
     assert http.post(RELEASE, json={"prepare": True}, headers=key).json() == done
 
 
@@ -277,7 +277,50 @@ def test_a_key_does_not_keep_a_prepare_whose_lease_has_ended(http: httpx.Client)
     again = http.post(RELEASE, json={"prepare": True, "lease_s": 60}, headers=key)
     assert again.status_code == 200
     assert prepared(http) is not None
-    assert post(http, RELEASE, commit=again.json()["operation_id"]).json()["success"] is True
+    done = http.post(RELEASE, json={"commit": again.json()["operation_id"]}, headers=key)
+    assert done.json()["success"] is True
+
+
+def test_a_prepared_operation_has_an_owner(http: httpx.Client) -> None:
+    """Whoever has not its key neither joins it nor ends it, and is told who has it, for how long."""
+    mine, other = {"Idempotency-Key": "mine", "User-Agent": "owner"}, {"Idempotency-Key": "another"}
+    body = {"prepare": True, "lease_s": 60}
+    found = http.post(RELEASE, json=body, headers=mine).json()["operation_id"]
+    assert "owner" in (prepared(http) or {})["client"]
+    for headers in ({}, other):
+        for answer in (
+            http.post(RELEASE, json=body, headers=headers),
+            http.post(RELEASE, json={"commit": found}, headers=headers),
+            http.post(f"/operations/{found}/commit", headers=headers),
+            http.post(f"/operations/{found}/abort", headers=headers),
+            http.delete(f"/operations/{found}", headers=headers),
+        ):
+            check_refused(answer, "conflict", found, "owner")
+            error = answer.json()["error"]
+            assert (error["operation_id"], 50 < error["lease_s"] <= 60) == (found, True)
+            assert error["client"] == (prepared(http) or {})["client"]
+            assert "mine" not in answer.text
+    assert operation(http, found)["status"] == "prepared"
+    renewed = http.post(RELEASE, json={**body, "lease_s": 1000}, headers=mine).json()
+    assert (renewed["operation_id"], renewed["lease_s"] > 900) == (found, True)
+    assert http.post(RELEASE, json={"commit": found}, headers=mine).json()["state"] == "released"
+    late = http.delete(f"/operations/{found}")
+    check_refused(late, "too_late")
+
+
+def test_its_owner_prepares_anew_after_an_abort(http: httpx.Client) -> None:
+    mine = {"Idempotency-Key": "mine"}
+    first = http.post(RELEASE, json={"prepare": True}, headers=mine).json()["operation_id"]
+    assert http.post(f"/operations/{first}/abort", headers=mine).json()["status"] == "cancelled"
+    again = http.post(RELEASE, json={"prepare": True}, headers=mine)
+    assert (again.status_code, again.json()["operation_id"] != first) == (200, True)
+
+
+def test_what_is_prepared_without_a_key_is_not_shared_with_another_client(http: httpx.Client) -> None:
+    first = prepare(http, lease_s=60)["operation_id"]
+    refused = http.post(RELEASE, json={"prepare": True}, headers={"User-Agent": "another"})
+    check_refused(refused, "conflict", first, (prepared(http) or {})["client"])
+    assert prepare(http)["operation_id"] == first
 
 
 def test_the_clients(http: httpx.Client) -> None:
@@ -290,3 +333,9 @@ def test_the_clients(http: httpx.Client) -> None:
         done = client.commit(client.release(prepare=True).operation_id)
         assert done.released_bytes > 0
         assert client.commit(client.resume(prepare=True).operation_id).resumed_bytes == done.released_bytes
+        with Client(str(http.base_url)) as another:
+            mine = client.release(prepare=True, lease_s=60).operation_id
+            for call in (another.commit, another.abort, another.cancel, lambda _: another.release(prepare=True)):
+                with pytest.raises(ConflictError, match=f"{mine} of all tags is prepared by .*memsaver-client"):
+                    call(mine)
+            assert another.abort(mine, key=client.key_of(mine)).status == "cancelled"

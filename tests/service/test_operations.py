@@ -337,6 +337,26 @@ def test_a_key_outlives_its_first_use_that_failed(serve: Serve, engine: TensorEn
     assert http.post("/release_memory_occupation", json={"timeout_s": 0}, headers=key).json() == first
 
 
+def test_a_key_is_its_request_also_once_its_operation_is_forgotten(serve: Serve) -> None:
+    http = serve(history=1)
+    key = {"Idempotency-Key": "rollout 16"}
+    first = http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}, headers=key).json()
+    post(http, "/resume_memory_occupation")
+    assert http.get(f"/operations/{first['operation_id']}").status_code == 404
+    for path, body in (
+        ("/release_memory_occupation", {}),
+        ("/release_memory_occupation", {"tags": ["weights"]}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ):
+        refused = http.post(path, json=body, headers=key)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (422, "idempotency_key_reused")
+        assert f"release {first['operation_id']}" in refused.json()["message"]
+    again = http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}, headers=key).json()
+    for name in ("success", "operation_id", "state", "released_bytes", "seconds"):
+        assert again[name] == first[name]
+    assert http.get("/memory_occupation").json()["state"] == "resident"
+
+
 def test_an_idempotency_key_does_not_keep_a_failure(http: httpx.Client, engine: TensorEngine) -> None:
     key = {"Idempotency-Key": "rollout 13"}
     body = {"timeout_s": 0}

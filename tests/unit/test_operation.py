@@ -6,10 +6,17 @@ import threading
 
 import pytest
 
-from memsaver_core.contract.errors import LeaseEndedError, OperationCancelledError, TooLateToCancelError
+from memsaver_core.contract.errors import (
+    IdempotencyKeyError,
+    LeaseEndedError,
+    OperationCancelledError,
+    TooLateToCancelError,
+)
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import Release
+from memsaver_core.contract.requests import Release, Resume
 from memsaver_core.phases import PhaseLog
+from memsaver_server import clock
+from memsaver_server.operation.history import KEPT_S, MAX_KEPT, Keys
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import ENGINE, Row, Table
 from tests.waiting import wait_until
@@ -100,3 +107,29 @@ def test_no_call_joins_a_drain_that_has_failed(operation: Operation) -> None:
     assert operation.state == "draining"
     assert operation.undo(operation.request)
     assert not operation.join(stronger)
+
+
+def test_keys_stand_for_their_requests_for_a_stated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was dropped counts as new: it is answered by nothing that was done before."""
+    now, keys, request = 0.0, Keys(), Release(tags=("weights",))
+    monkeypatch.setattr(clock, "source", lambda: now)
+    operation = Operation("one", request, "test", ENGINE)
+    keys.add("a", request, operation)
+    now = KEPT_S - 1
+    assert keys.find(request, "a") is operation
+    now += KEPT_S - 1
+    with pytest.raises(IdempotencyKeyError, match="'a' belongs to release one"):
+        keys.find(Resume(tags=("weights",)), "a")
+    now += 2
+    assert keys.find(Resume(tags=("weights",)), "a") is None
+    for number in range(MAX_KEPT + 1):
+        keys.add(str(number), request, operation)
+    assert (keys.find(request, "0"), keys.find(request, "1")) == (None, operation)
+
+
+def test_requests_that_are_equal_have_one_digest() -> None:
+    one = Release(tags=("a", "b"), restore={"a": "host", "b": "file"}, lease_s=3, prepare=True)
+    same = Release(tags=("b", "a"), restore={"b": "file", "a": "host"}, prepare=True, trim=None)
+    assert one.digest() == same.digest()
+    others = [Release(tags=("a",)), Resume(tags=("a",)), Release(), Resume(), Release(tags=("a",), trim=False), one]
+    assert len({other.digest() for other in others}) == len(others)

@@ -40,6 +40,14 @@ class Members(Options):
     api_key: str | None = typer.Option(
         None, envvar="MEMSAVER_API_KEY", help="Key of the engines.", metavar="KEY", show_envvar=True
     )
+    silence: float = typer.Option(
+        10.0,
+        envvar="MEMSAVER_SILENCE_S",
+        help="How long to wait for an engine that does not answer.",
+        metavar="SECONDS",
+        min=0.1,
+        show_envvar=True,
+    )
 
 
 class Engines(Selector, Members):
@@ -112,7 +120,8 @@ def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        with Fleet(membership, record=FileRecord(record) if record else None, api_key=at.api_key) as coordinator:
+        kept = FileRecord(record) if record else None
+        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=at.silence) as coordinator:
             yield coordinator
     except (FleetError, MembershipError, RecordError, ValueError) as error:
         print_error(str(error))
@@ -205,5 +214,5 @@ def _app(served: Served, settings: Settings, turns: TurnOptions) -> FastAPI:
 
     key = served.engine_api_key or (settings.api_key.get_secret_value() if settings.api_key else None)
     record = FileRecord(served.record) if served.record else None
-    fleet = AsyncFleet(membership_of(served.members), record=record, api_key=key)
+    fleet = AsyncFleet(membership_of(served.members), record=record, api_key=key, silence_s=settings.silence_s)
     return create_fleet_app(fleet, settings, turns=turns, engine_key=key)

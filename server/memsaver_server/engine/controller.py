@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from memsaver_core.contract.errors import (
@@ -22,6 +27,7 @@ from memsaver_core.contract.reports import (
     OperationStatusAnswer,
     PreparedAnswer,
     ProgressAnswer,
+    held_by,
 )
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
 from memsaver_core.contract.status import (
@@ -31,6 +37,7 @@ from memsaver_core.contract.status import (
     OccupiedDevice,
     PreparedState,
 )
+from memsaver_server import clock
 from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.engine import (
@@ -59,8 +66,8 @@ from memsaver_server.threads import in_thread
 STALL_CHECK_S = 0.5
 #: How long a call that cancels waits for the end of the operation, seconds.
 CANCEL_S = 5.0
-#: Time for the lines of the audit file to be written when the service closes, seconds.
-AUDIT_CLOSE_S = 1.0
+#: How long a coordinator holds the engine after it has asked last, seconds.
+HELD_S = 30.0
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 #: Time limit for the token of ``generates``, seconds.
@@ -92,6 +99,8 @@ class EngineController:
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
+        self._id = uuid.uuid4().hex[:12]
+        self._held = ("", 0.0)  # by a coordinator, and when it has asked last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -101,7 +110,7 @@ class EngineController:
         self.closing.set()
         self._monitor.stop()
         self.lifecycle.operations.close()
-        self._audit.close(AUDIT_CLOSE_S)
+        self._audit.close()
 
     async def end(self) -> None:
         self.close()
@@ -129,11 +138,13 @@ class EngineController:
             return Answer.of(self._prepared(operation))
         if operation.error is None:
             assert operation.report is not None
+            holder = "" if self._coordinator in operation.client else self._coordinator
             return Answer.of(
                 OperationAnswer(
                     **dict(operation.report),
                     success=True,
-                    message=_message(operation.report),
+                    message=_message(operation.report) + (held_by(holder) if holder else ""),
+                    coordinator=holder,
                     operation_id=operation.id,
                     state=operation.memory_state,
                 )
@@ -181,14 +192,15 @@ class EngineController:
     def recent(self) -> Sequence[Operation]:
         return self.lifecycle.operations.recent()
 
-    async def commit(self, operation: Operation) -> None:
+    async def commit(self, operation: Operation, key: str | None = None) -> None:
         try:
-            operation.commit()
+            operation.commit(key)
         finally:
             if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
                 await self._reached(operation, operation.ended())  # a caller that is refused finds all as before
 
-    async def cancel(self, operation: Operation, by: str) -> None:
+    async def cancel(self, operation: Operation, by: str, key: str | None = None) -> None:
+        operation.check_owner(key)
         self.lifecycle.operations.cancel(operation, by)
         try:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
@@ -270,6 +282,11 @@ class EngineController:
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
     @property
+    def _coordinator(self) -> str:
+        name, at = self._held
+        return name if clock.monotonic() < at + HELD_S else ""
+
+    @property
     def _stall_check_s(self) -> float:
         return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
 
@@ -283,7 +300,9 @@ class EngineController:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    async def occupation(self) -> dict[str, Any]:
+    async def occupation(self, coordinator: str = "") -> dict[str, Any]:
+        if coordinator:
+            self._held = coordinator, clock.monotonic()
         return self._occupation(await self._monitor.fresh()).model_dump(mode="json")
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
@@ -351,15 +370,18 @@ class EngineController:
             "tags": [
                 tag.model_copy(update={"content": "lost"}) if tag.tag in now.unwritten else tag for tag in status.tags
             ],
+            **_host(),
             "ranks": [rank.model_copy(update={"stopped": is_rank_stopped(rank)}) for rank in status.ranks],
         }
         return OccupationAnswer(
             **{**dict(status), **more},
             engine=self.name,
+            engine_id=self._id,
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running else None,
             prepared=_prepared_state(prepared) if prepared else None,
+            coordinator=self._coordinator,
             shared_by_ranks=status.shared,
             devices=tuple(
                 OccupiedDevice(
@@ -445,6 +467,15 @@ class EngineController:
         return Answer.message(f"{written} tensors written.{more}")
 
 
+@cache
+def _host() -> dict[str, Any]:
+    """Return what identifies this machine, and its memory."""
+    host_id = ""
+    with suppress(OSError):
+        host_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host_id": host_id, "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+
+
 def _kind(error: BaseException) -> str:
     return str(Answer.failure(error).body["error"]["type"])
 
@@ -483,7 +514,8 @@ def _message(report: OperationReport) -> str:
     release = report.operation == "release"
     if moved := report.released_bytes if release else report.resumed_bytes:
         names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)
-        return f"{'released' if release else 'resumed'} {readable(moved)} of {names} in {report.seconds:.3f} s"
+        of = f" of {names}" if names else ""  # a repeat long after gets no more than sums
+        return f"{'released' if release else 'resumed'} {readable(moved)}{of} in {report.seconds:.3f} s"
     if any(tag.bytes for tag in report.tags):
         return f"{'released' if release else 'resident'} already: nothing to {report.operation}"
     return f"no memory under these tags: nothing to {report.operation}"

@@ -11,6 +11,8 @@ from urllib.parse import urlencode
 import httpx
 
 from memsaver_server.controller import Answer
+from memsaver_server.fleet.connection import key_advice
+from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus
 from memsaver_server.fleet.turns.upstream import Upstreams
 
@@ -20,30 +22,43 @@ _HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"ident
 async def call_each(
     engines: Iterable[EngineStatus],
     upstreams: Upstreams,
-    keys: Mapping[str, str | None],
+    observer: Observer,
     method: str,
     path: str,
     body: Mapping[str, Any] | bytes | None,
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
-    """Return the row of each engine; ``keys`` has their keys, by name."""
+    """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer."""
     target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
 
+    async def ask(url: str, key: str | None) -> tuple[httpx.Response, bytes]:
+        answer = await upstreams.to(url, key).send(method, target, _HEADERS, content)
+        try:
+            return answer, await answer.aread()
+        finally:
+            await answer.aclose()
+
     async def call(engine: EngineStatus) -> CallRow:
         name, url = engine.name, engine.url
+        answering = asyncio.create_task(ask(url, observer.keys.get(name)))
+        why = ""
         try:
-            answer = await upstreams.to(url, keys.get(name)).send(method, target, _HEADERS, content)
-            try:
-                text = await answer.aread()
-            finally:
-                await answer.aclose()
+            while not answering.done() and not why:
+                await asyncio.wait({answering}, timeout=GLANCE_S)
+                why = "" if answering.done() else observer.failure(name)
+            if why:
+                raise httpx.TransportError(why)
+            answer, text = answering.result()
         except httpx.TransportError as error:
             message = f"no answer: {str(error) or type(error).__name__}"
             return CallRow(name=name, url=url, success=False, status=0, message=message)
+        finally:
+            answering.cancel()
         body = _content(text)
         said = str((body.get("message") if isinstance(body, dict) else body) or "")
         success, status = answer.is_success, answer.status_code
+        said += key_advice(status)
         return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
 
     return list(await asyncio.gather(*map(call, engines)))

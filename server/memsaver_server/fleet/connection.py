@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ from memsaver_core.contract.reports import (
     PreparedAnswer,
 )
 from memsaver_core.contract.requests import Verb
-from memsaver_core.contract.status import OccupationAnswer
+from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
+from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
 from memsaver_server.client.requests import Call
@@ -29,6 +31,8 @@ _T = TypeVar("_T")
 #: Into how many short waits the wait for an answer is divided. If the coordinator's own process does not run for a
 #: while, only one of them ends early: the engine is not taken for silent.
 _LOOKS = 10
+#: An engine that does not answer for so long is reported as silent while it is waited for, seconds.
+QUIET_S = 1.0
 
 
 class EngineFailure(Exception):
@@ -45,11 +49,19 @@ class EngineFailure(Exception):
         super().__init__(message)
 
 
+@dataclass
+class Coordinator:
+    """A coordinator, as engines know it. It ``holds`` them if it brings them to what is wanted all the time."""
+
+    name: str
+    holds: bool = False
+
+
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in
-    flight at once, over all connections.
+    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in flight at once, over
+    all connections.
     """
 
     def __init__(
@@ -59,13 +71,17 @@ class Connection:
         silence_s: float,
         verify: ssl.SSLContext | bool,
         turns: asyncio.Semaphore,
+        coordinator: Coordinator,
     ) -> None:
         self.member = member
         self._turns = turns
         self._silence_s = silence_s
         self._closed = False
+        self._unanswered: dict[asyncio.Task[Any], float] = {}  # when it was sent
+        self._coordinator = coordinator
         self._client = _Client(
             member.url,
+            coordinator.name,
             api_key=member.api_key or api_key,
             timeout_s=silence_s,
             operation_timeout_s=None,
@@ -73,9 +89,21 @@ class Connection:
             verify=verify,
         )
 
+    @property
+    def silent_s(self) -> float:
+        """For how long a call has had no answer that engines give at once; 0 if that is not long."""
+        waits_s = clock.monotonic() - min(self._unanswered.values(), default=math.inf)
+        return waits_s if waits_s > QUIET_S else 0.0
+
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds."""
-        return await self._ask(self._client.occupation)
+        headers = {COORDINATOR_HEADER: self._coordinator.name} if self._coordinator.holds else {}
+        call = Call("GET", "/memory_occupation", headers=headers)
+        now = await self._ask(partial(self._client.call, _Occupation, call))
+        if now.engines is not None:
+            what = f"{self.member.url} is a coordinator of {len(now.engines)} engines: list those engines instead"
+            raise EngineFailure("is_coordinator", what, answered=True)
+        return now
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         """Return the status of one of its operations."""
@@ -86,26 +114,27 @@ class Connection:
         call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
         return await self._ask(partial(self._client.call, PlanAnswer, call))
 
-    async def prepare(self, verb: Verb, body: Mapping[str, Any], limit_s: float) -> PreparedAnswer:
-        """Prepare the operation that ``body`` asks for, or renew the lease of the one that this repeats."""
-        call = _operation(verb, body)
+    async def prepare(self, verb: Verb, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
+        """Prepare the operation that ``body`` asks for, or renew the lease of the one under the same ``key``, which
+        proves to the engine that the operation is ours."""
+        call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
-    async def find(self, verb: Verb, body: Mapping[str, Any]) -> str:
-        """Return the id of an operation that was not answered: a repeat joins it."""
-        return await self._ask(partial(self._find, _operation(verb, body)))
+    async def find(self, verb: Verb, body: Mapping[str, Any], key: str) -> str:
+        """Return the id of an operation that was not answered: a repeat under its ``key`` joins it."""
+        return await self._ask(partial(self._find, _operation(verb, body, key)))
 
-    async def commit(self, operation_id: str) -> OperationAnswer:
-        """Carry out a prepared operation; takes as long as that takes."""
+    async def commit(self, operation_id: str, key: str) -> OperationAnswer:
+        """Carry out an operation that was prepared under ``key``; takes as long as that takes."""
 
         async def known() -> str:
             return operation_id
 
-        return await self._attend(lambda: self._client.commit(operation_id), known, None)
+        return await self._attend(lambda: self._client.commit(operation_id, key=key), known, None)
 
-    async def abort(self, operation_id: str) -> None:
-        """Undo a preparation. Idempotent."""
-        await self._ask(partial(self._client.abort, operation_id))
+    async def abort(self, operation_id: str, key: str) -> None:
+        """Undo what was prepared under ``key``. Idempotent."""
+        await self._ask(partial(self._client.abort, operation_id, key=key))
 
     async def perform(
         self,
@@ -125,18 +154,25 @@ class Connection:
 
     async def _ask(self, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Return the answer of a call that the engine answers at once."""
-        async with self._turns:  # the time that a call waits for the coordinator itself does not count
-            answer = asyncio.create_task(send())
-            try:
-                if not await self._came(answer):
-                    raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
-                return self._result(answer)
-            finally:
+        answer: asyncio.Task[_T] | None = None
+        try:
+            # The time that a call waits for the coordinator itself does not count, and the silent keep no other from
+            # being asked.
+            async with self._turns:
+                answer = asyncio.create_task(send())
+                self._unanswered[answer] = clock.monotonic()
+                await self._came(answer, 1)
+            if not await self._came(answer, _LOOKS - 1):
+                raise EngineFailure("silent", f"{self.member.url} gave no answer for {self._silence_s:g} s")
+            return self._result(answer)
+        finally:
+            if answer is not None:
+                self._unanswered.pop(answer, None)
                 _drop(answer)
 
-    async def _came(self, answer: asyncio.Future[Any]) -> bool:
+    async def _came(self, answer: asyncio.Future[Any], looks: int = _LOOKS) -> bool:
         """Whether ``answer`` comes before the engine counts as silent."""
-        for _ in range(_LOOKS):
+        for _ in range(looks):
             if not answer.done():
                 # Not wait_for, which before Python 3.12 may lose a cancellation.
                 await asyncio.wait({answer}, timeout=self._silence_s / _LOOKS)
@@ -147,7 +183,8 @@ class Connection:
         try:
             return answer.result()
         except AnswerError as error:
-            raise EngineFailure(error.kind or f"http_{error.status}", str(error), answered=True) from error
+            kind = error.kind or f"http_{error.status}"
+            raise EngineFailure(kind, f"{error}{key_advice(error.status)}", answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
         except Exception as error:  # any answer at all may come from an address: it concerns no other engine
@@ -196,14 +233,28 @@ class Connection:
         return (await self._client.call(AcceptedAnswer, again)).operation_id
 
 
+def key_advice(status: int) -> str:
+    """Return what to do about an engine's answer of this status, if that is about the coordinator's key."""
+    where = "in the list of members, else that of MEMSAVER_ENGINE_API_KEY, else that of MEMSAVER_API_KEY"
+    return f"; the coordinator's key for an engine is its api_key {where}" if status in (401, 403) else ""
+
+
 def _drop(task: asyncio.Future[Any]) -> None:
     """End a task whose result nobody wants."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
+class _Occupation(OccupationAnswer):
+    engines: tuple[Any, ...] | None = None  # of a coordinator
+
+
 class _Client(AsyncClient):
     call = AsyncClient._ask
+
+    def __init__(self, url: str, name: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._http.headers["User-Agent"] = name
 
 
 def _operation(verb: Verb, body: Mapping[str, Any], key: str | None = None) -> Call:

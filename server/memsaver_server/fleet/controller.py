@@ -34,6 +34,7 @@ from memsaver_core.contract.requests import (
     Verb,
 )
 from memsaver_core.contract.status import HealthAnswer
+from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -54,7 +55,6 @@ from memsaver_server.fleet.results import (
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
-from memsaver_server.fleet.turns.seat import TURN_PREFIX
 from memsaver_server.fleet.turns.turns import Turns
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.log_output import relay
@@ -116,11 +116,13 @@ class FleetController:
         self._upstreams = Upstreams()
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
         self._metrics = FleetMetrics(self._observer, self.turns, callers)
+        self._audit = AuditLog(settings.audit_file)
+        fleet.around = self._around
         self._kept: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
-        await self._observer.begin()
+        await self._observer.look()
         self._kept = [asyncio.create_task(self._observer.keep()), asyncio.create_task(self._fleet.keep())]
 
     def close(self) -> None:
@@ -134,43 +136,53 @@ class FleetController:
         self.turns.close()
         await self._upstreams.close()
         await asyncio.wait({asyncio.create_task(self._fleet.close())}, timeout=GRACE_S)
+        self._audit.close()
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def submit(self, asked: Asked, *, client: str, key: str | None) -> FleetOperation:
         assert isinstance(asked, AskedOfFleet)
+        asked = asked.resolved(self._settings.drain_timeout_s)
         named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
-        return self._start(asked.resolved(self._settings.drain_timeout_s), client, named)
+        if named is not None:
+            name, noun = ("operation_id", "id") if asked.operation_id else ("Idempotency-Key", "key")
+            try:
+                await self._fleet.check(asked, named, f"{name} {asked.operation_id or key!r}", noun)
+            except RecordError as error:
+                raise _public(error) from None
+        return self._start(asked, client, named)
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
         """Begin an operation, or join an equal one that runs.
 
         Args:
-            key: a repeat with the same key is the same operation, also when it has ended, unless it failed.
+            key: a repeat with the same key is the same operation, also when it has ended, unless it failed. It becomes
+                the operation's id.
 
         Raises:
-            IdempotencyKeyError: the key belongs to another request.
             ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
         """
-        known = self._history.find_repeated(asked, key)
-        if known is not None:
+        known = self._history.get(key or "")
+        if known is not None and known.answers_repeats:
             known.callers += 1
             return known
         running = self._running()
-        if key is None and running and running[-1].client != TURNS and running[-1].join(asked):
+        if key is None and running and running[-1].join(asked):
             return running[-1]
-        opposed = next((each for each in running if self._opposes(asked, each)), None)
+        opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
         if opposed is not None and not asked.wait:
             raise ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
-        until_asked = client == TURNS or (isinstance(asked, FleetRelease) and asked.wake_on_request)
-        operation = FleetOperation.of(asked, key or "", client, TURN_PREFIX if until_asked else "")
-        self._history.add(operation)
-        self._history.add_key(key, asked, operation)
-        self._fleet.start(operation, self._around)
+        operation = FleetOperation.of(asked, key or "", client, "turns" if client == TURNS else "caller")
+        self._remember(operation)
+        self._fleet.start(operation)
         return operation
+
+    def _remember(self, operation: FleetOperation) -> None:
+        self._history.add(operation)
+        operation.done.add_done_callback(lambda _: self._record(operation))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
         await operation.ended()
@@ -204,6 +216,8 @@ class FleetController:
             "stalled": None,
             "tags": list(asked.tags) or None,
             "client": operation.client,
+            "origin": operation.origin,
+            "cause": operation.cause,
             "callers": operation.callers,
             "created_at": operation.created_at,
             "started_at": operation.created_at,
@@ -224,15 +238,15 @@ class FleetController:
     def recent(self) -> Sequence[FleetOperation]:
         return self._history.recent()
 
-    async def commit(self, operation: FleetOperation) -> None:
+    async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         why = "a fleet prepares and commits by itself"
         raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
 
-    async def cancel(self, operation: FleetOperation, by: str) -> None:
+    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None) -> None:
         if operation.status == "cancelled":
             return
         try:
-            await self._fleet.cancel(operation.record_id)
+            await self._fleet.cancel(operation.id)
         except FleetError as error:
             raise TooLateToCancelError(str(error)) from None
         await operation.ended()
@@ -260,7 +274,7 @@ class FleetController:
         verb = asked.operation
         body = {**asked.sent(), "dry_run": True}
         engines, path = self._engines_of(asked), f"/{verb}_memory_occupation"
-        rows = await call_each(engines, self._upstreams, self._observer.keys, "POST", path, body)
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path, body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, blockers in said.items() for each in blockers]
         about = {"dry_run": True, "operation": verb, "blockers": blockers}
@@ -269,38 +283,38 @@ class FleetController:
     @asynccontextmanager
     async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:
         """No request is sent to engines that the block moves, and their state is known after it."""
-        outcome = "internal_error"
-        try:
-            if operation.client == TURNS:  # turns have set their engines aside
+        known = self._history.get(operation.id)
+        if known is None or known.has_ended:  # no caller waits for it
+            self._remember(operation)
+        if operation.origin == "turns":  # which have set their engines aside
+            yield
+            return
+        names = [part.member.name for part in operation.parts]
+        async with self.turns.set_aside(names):
+            try:
                 yield
-            else:
-                selector = operation.asked.selected()
-                names = [name for name, member in self._observer.members.items() if selector.may_match(member)]
-                async with self.turns.set_aside(names):
-                    try:
-                        yield
-                    finally:
-                        await self._observer.look(names)
-            outcome = ""
-        except Exception as error:
-            outcome = getattr(_public(error), "kind", outcome)
-            raise
-        finally:
-            operation.done.add_done_callback(lambda _: self._count(operation, outcome))
+            finally:
+                await self._observer.look(names)
 
-    def _count(self, operation: FleetOperation, outcome: str) -> None:
-        if (result := operation.result) is not None:
+    def _record(self, operation: FleetOperation) -> None:
+        """Count and log an operation that has ended."""
+        error, result = _public(operation.error), operation.result
+        outcome = getattr(error, "kind", "internal_error")
+        if result is not None:
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
-        self._metrics.operations[operation.request.operation, outcome] += 1
+        counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
+        counted[operation.request.operation, outcome] += 1
+        self._audit.record(operation, outcome)
         self._history.forget()
 
     def _running(self) -> list[FleetOperation]:
-        return [each for each in reversed(self._history.recent()) if not each.has_ended]
+        """Return the callers' operations that have not ended, the oldest first."""
+        return [each for each in reversed(self._history.recent()) if not each.has_ended and each.origin == "caller"]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
         both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
-        return asked.operation != other.operation and both and running.client != TURNS  # those are waited for
+        return asked.operation != other.operation and both
 
     # -- turns.Mover ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +332,7 @@ class FleetController:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    async def occupation(self) -> dict[str, Any]:
+    async def occupation(self, coordinator: str = "") -> dict[str, Any]:
         await self._observer.glance()
         return self._occupation().model_dump(mode="json")
 
@@ -343,8 +357,8 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> FleetOccupationAnswer:
-        running = self._running()
-        return occupation(self._observer, running[0].id if running else None, self.turns.in_flight())
+        running = [each.id for each in self._history.recent() if not each.has_ended]
+        return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
@@ -416,7 +430,7 @@ class FleetController:
             NotFoundError: no engine is selected.
         """
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer.keys, method, path, body, query)
+        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 

@@ -1,4 +1,4 @@
-"""Members from DNS: the addresses of a name, as of a headless Kubernetes service, or its SRV records."""
+"""Members from DNS: the addresses of a name, for example of a headless Kubernetes service, or its SRV records."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DnsMembership:
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return [], _LONGEST_S
         except (dns.exception.DNSException, OSError) as error:
-            raise MembershipError(f"DNS does not tell the {kind} records of {name}: {error}") from None
+            raise MembershipError(f"DNS does not return the {kind} records of {name}: {error}") from None
         return list(answer), float(answer.rrset.ttl) if answer.rrset is not None else 0.0
 
 

@@ -23,7 +23,7 @@ from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Prepared, RecordError, Running, Wanted
+from memsaver_server.fleet.record import Keeper, Outcome, Prepared, RecordError, Running, Wanted
 
 logger = logging.getLogger("memsaver")
 
@@ -37,11 +37,12 @@ class Execution:
         keeper: Keeper,
         lease_s: float,
         silence_s: float,
-        tell: Callable[[FleetOperation, str], None],
+        report: Callable[[FleetOperation, str], None],
     ) -> None:
         self._operation = operation
         self._request = operation.asked
-        self._id = operation.record_id
+        self._id = operation.id
+        self._key = operation.prepare_key
         self._timeout_s = operation.asked.timeout_s or 0.0
         #: How long an engine may take to prepare: for its drain, or until there is memory, seconds.
         self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
@@ -50,8 +51,8 @@ class Execution:
         self._lease_s = lease_s
         self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
         self._silence_s = silence_s
-        self._tell = partial(tell, operation)
-        self._wish = Wanted.of(operation.asked, operation.record_id)
+        self._report = partial(report, operation)
+        self._wish = operation.wish
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself.
@@ -60,8 +61,9 @@ class Execution:
             RecordError: the record cannot be written. Nothing was done.
         """
         self._operation.how = "each"
-        await self._keeper.ended(self._id, self._wish)  # first: a reconciler is to do what remains
-        self._tell("commit")
+        # First: a reconciler is to do what remains.
+        await self._keeper.ended(self._id, self._operation.known("begun"), self._wish)
+        self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
 
         async def in_turn(group: Iterable[Part]) -> None:
@@ -71,6 +73,7 @@ class Execution:
                     await part.perform(self._request.operation, self._request.sent(), "committing", key=self._id)
 
         await asyncio.gather(*map(in_turn, groups))
+        await self._end()
 
     async def together(self) -> None:
         """Carry it out on all engines or on none.
@@ -81,6 +84,7 @@ class Execution:
         if _failed(self._parts) or self._operation.given_up.is_set():
             for part in self._parts:
                 part.after = part.before
+            await self._end()
             return
         await self._note("preparing")
         ready = False
@@ -108,7 +112,7 @@ class Execution:
 
     async def commit(self) -> None:
         """Commit on all engines, which are prepared; undo all if one fails."""
-        self._tell("commit")
+        self._report("commit")
         await asyncio.gather(*map(self._commit_one, self._parts))
         if _failed(self._parts):
             await self.undo()
@@ -118,7 +122,7 @@ class Execution:
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
-        self._tell("roll_back")
+        self._report("roll_back")
         self._operation.how = "undone"
         with suppress(RecordError):  # says committing: another coordinator would fail to commit, and undo as well
             await self._note("rolling_back")
@@ -130,7 +134,7 @@ class Execution:
 
     async def _prepare(self) -> bool:
         """Return whether all are prepared; stops at the first that fails."""
-        self._tell("prepare")
+        self._report("prepare")
         groups = await groups_of(self._request, self._parts)
         if _failed(self._parts):
             return False
@@ -159,7 +163,7 @@ class Execution:
 
     async def _prepare_one(self, part: Part, limit_s: float) -> None:
         began = clock.monotonic()
-        answer = await part.connection.prepare(self._request.operation, self._prepared, limit_s)
+        answer = await part.connection.prepare(self._request.operation, self._prepared, self._key, limit_s)
         part.prepared(answer, began + answer.lease_s)  # or later: the engine counts from its answer
 
     async def _keep_leases(self) -> None:
@@ -177,7 +181,7 @@ class Execution:
             part.fail("preparing", failure)
 
     async def _abort(self) -> None:
-        self._tell("abort")
+        self._report("abort")
         await asyncio.gather(*(self._abort_one(part) for part in self._parts if part.asked))
         await self._look()
 
@@ -185,11 +189,12 @@ class Execution:
         """Undo the preparation; if the engine cannot be reached, the end of its lease does it."""
         try:
             if not part.operation_id and not (part.failure and part.failure.answered):
-                part.operation_id = await part.connection.find(self._request.operation, self._prepared)
+                part.operation_id = await part.connection.find(self._request.operation, self._prepared, self._key)
             if part.operation_id:
-                await part.connection.abort(part.operation_id)
+                await part.connection.abort(part.operation_id, self._key)
         except EngineFailure as failure:
-            part.undo_failure = failure
+            if failure.kind != "conflict":  # what somebody else has prepared is not ours to undo
+                part.undo_failure = failure
         if part.failure is None:
             part.stage = "undone"
 
@@ -204,7 +209,7 @@ class Execution:
                 if part.operation_id != known:
                     raise EngineFailure("lease_ended", f"the lease of {known} ended before its commit", answered=True)
             part.stage = "committing"
-            part.done(await part.connection.commit(part.operation_id))
+            part.done(await part.connection.commit(part.operation_id, self._key))
         except EngineFailure as failure:
             part.fail("committing", failure)
 
@@ -229,7 +234,7 @@ class Execution:
     async def _aborted(self, part: Part) -> bool:
         """Return whether the engine surely does not carry out its operation any more."""
         try:
-            await part.connection.abort(part.operation_id)
+            await part.connection.abort(part.operation_id, self._key)
         except EngineFailure as failure:
             if not failure.answered:
                 raise
@@ -258,6 +263,7 @@ class Execution:
                 state=state,
                 tags=part.tags,
                 operation_id=wish.operation_id,
+                client=wish.client,
                 at=wish.at,
             )
             for part in self._parts
@@ -271,12 +277,16 @@ class Execution:
             part.member.name: Prepared(url=part.member.url, operation_id=part.operation_id, tags=part.tags)
             for part in self._parts
         }
-        running = Running(stage=stage, wanted=self._wish, engines=engines)
+        digest = self._operation.digest
+        running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)
 
     async def _end(self, *wishes: Wanted) -> None:
+        outcome: Outcome = "succeeded" if not _failed(self._parts) and self._operation.how != "aborted" else "failed"
+        if self._operation.how == "aborted" and self._operation.given_up.is_set():
+            outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, *wishes)
+            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._id)

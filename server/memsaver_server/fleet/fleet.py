@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import socket
 import ssl
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from typing_extensions import Unpack
@@ -23,7 +27,7 @@ from memsaver_core.contract.requests import (
     Selector,
     acts_of,
 )
-from memsaver_server.fleet.connection import EngineFailure
+from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import Locks
@@ -32,7 +36,7 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running
+from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running, Wanted
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -44,7 +48,10 @@ from memsaver_server.fleet.results import (
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.status import common_state, engine_status
 from memsaver_server.fleet.watching import Hub
+from memsaver_server.operation.history import reused
 from memsaver_server.wrong_fields import wrong_fields
+
+logger = logging.getLogger("memsaver")
 
 #: Results of finished operations that are remembered.
 _HISTORY = 64
@@ -55,7 +62,7 @@ DEFAULT_TIMEOUT_S = 60.0
 class AsyncFleet:
     """Coordinates the engines of a membership. Use it in one event loop, and one of it for a record.
 
-    It keeps no truth of its own: what the engines are is asked of them, what is wanted is in the record. Operations
+    It is not the source of truth: what the engines are is asked of them, what is wanted is in the record. Operations
     that share an engine or a GPU run one after another, others side by side.
 
     Args:
@@ -65,6 +72,7 @@ class AsyncFleet:
         lease_s: how long an engine stays prepared without this coordinator, seconds.
         silence_s: an engine that does not answer for so long counts as unreachable, seconds.
         verify: as for the client.
+        name: the coordinator's, by which engines know it as ``memsaver-coordinator NAME``; by default host and process.
     """
 
     def __init__(
@@ -76,19 +84,26 @@ class AsyncFleet:
         lease_s: float = DEFAULT_LEASE_S,
         silence_s: float = 10.0,
         verify: ssl.SSLContext | bool = True,
+        name: str = "",
     ) -> None:
         self.membership = membership
+        name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}")
         self._lease_s = lease_s
         self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self._roster = Roster(membership, self._locks, api_key, silence_s, verify)
+        self.roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
         self._hub = Hub()
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
         self._recovering = asyncio.Lock()
         self._recovered = False
-        self._reconciler = Reconciler(self._roster, self._keeper, self._locks, self._hub)
+        self._reconciler = Reconciler(
+            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
+        )
+        #: Entered while an operation may move memory, whoever wants it, and left after it.
+        self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
 
     async def release(
         self,
@@ -115,6 +130,7 @@ class AsyncFleet:
 
         Raises:
             FleetError: no engine is selected, or an option does not exist. Nothing was done.
+            IdempotencyKeyError: the id stands for another request, for a day after its end.
             MembershipError, RecordError: the members or the record cannot be read or written. Nothing was done.
         """
         return await self.run(_asked(FleetRelease, FleetReleaseKeywords, selector, tags, operation_id, options))
@@ -145,10 +161,14 @@ class AsyncFleet:
         running.given_up.set()
         return await asyncio.shield(running.task)
 
+    async def wanted(self) -> tuple[Wanted, ...]:
+        """Return what is wanted of the engines. Raises RecordError."""
+        return (await self._keeper.load()).wanted
+
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
-        parts = await (self._roster.look() if selector is None else self._roster.parts(selector))
-        wanted = (await self._keeper.load()).wanted
+        parts = await (self.roster.look() if selector is None else self.roster.parts(selector))
+        wanted = await self.wanted()
         engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
         return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
 
@@ -168,7 +188,7 @@ class AsyncFleet:
         Args:
             interval_s: how often the engines are asked, seconds.
         """
-        return self._hub.watch(self._roster, interval_s)
+        return self._hub.watch(self.roster, interval_s)
 
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
@@ -179,7 +199,11 @@ class AsyncFleet:
             if self._recovered:
                 return []
             left = (await self._keeper.load()).running
-            results = [await self._carry_on(operation_id, running) for operation_id, running in left.items()]
+            results = []
+            for operation_id, running in left.items():
+                asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
+                operation = FleetOperation.left(operation_id, running, asked)
+                results.append(await self._concluded(operation, self._carry_on(operation, running)))
             self._recovered = True
             return results
 
@@ -189,14 +213,18 @@ class AsyncFleet:
         return await self._reconciler.once()
 
     async def keep(self, interval_s: float = 5.0) -> None:
-        """Reconcile for ever: at each interval, and whenever the members change."""
-        await self._reconciler.keep(self.reconcile, interval_s)
+        """Reconcile for ever: at each interval, and whenever the members change. Engines name this coordinator then."""
+        self._coordinator.holds = True
+        try:
+            await self._reconciler.keep(self.reconcile, interval_s)
+        finally:
+            self._coordinator.holds = False
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
         running = [operation.task for operation in self._operations.values() if operation.task is not None]
         await asyncio.gather(*running, return_exceptions=True)
-        await self._roster.close()
+        await self.roster.close()
 
     async def __aenter__(self) -> AsyncFleet:
         return self
@@ -206,33 +234,44 @@ class AsyncFleet:
 
     async def run(self, asked: AskedOfFleet) -> FleetResult:
         """As ``release`` and ``resume``."""
-        ended = self._results.get(asked.operation_id or "")
+        asked = asked.resolved(DEFAULT_TIMEOUT_S)
+        named = asked.operation_id or ""
+        await self.check(asked, named, f"operation_id {named!r}", "id")
+        ended = self._results.get(named)
         if ended is not None and ended.success:
             return ended
-        operation = self._operations.get(asked.operation_id or "")
+        operation = self._operations.get(named)
         if operation is None:
-            operation = FleetOperation.of(asked.resolved(DEFAULT_TIMEOUT_S), asked.operation_id or "")
+            operation = FleetOperation.of(asked, named, self._coordinator.name)
             self.start(operation)
         assert operation.task is not None
         return await asyncio.shield(operation.task)
 
-    def start(
-        self,
-        operation: FleetOperation,
-        around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        """Begin an operation, in a task of its own; ``around`` is entered before it and left after it."""
-        operation.after_failure = self._results.pop(operation.record_id, None) is not None
-        self._operations[operation.record_id] = operation
-        operation.task = asyncio.create_task(self._perform(operation, around))
+    async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
+        """Check that an id, by the ``name`` and ``noun`` of its caller, stands for no request but ``asked``.
 
-    async def _perform(
-        self, operation: FleetOperation, around: Callable[[FleetOperation], AbstractAsyncContextManager[None]]
-    ) -> FleetResult:
+        Raises:
+            IdempotencyKeyError: it stands for another.
+            RecordError: the record cannot be read.
+        """
+        first = (await self._keeper.load()).first(operation_id, asked.digest()) if operation_id else ""
+        running = self._operations.get(operation_id)
+        if running is not None and running.request.digest() != asked.digest():
+            first = f"{running.request.operation} {operation_id}"
+        if first:
+            raise reused(name, first, noun)
+
+    def start(self, operation: FleetOperation) -> None:
+        """Begin an operation, in a separate task."""
+        self._results.pop(operation.id, None)
+        self._operations[operation.id] = operation
+        operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
+
+    async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> FleetResult:
+        """Return the result of the ``work`` that carries an operation out; record how that ends."""
+        self._operations[operation.id] = operation
         try:
-            async with around(operation):
-                await self.recover()
-                result = self._results.get(operation.record_id) or await self._selected(operation)
+            result = await work
         except BaseException as error:
             operation.conclude(None, error)
             raise
@@ -240,28 +279,49 @@ class AsyncFleet:
             operation.conclude(result)
             return result
         finally:
-            self._operations.pop(operation.record_id, None)
+            self._operations.pop(operation.id, None)
+
+    async def _perform(self, operation: FleetOperation) -> FleetResult:
+        await self.recover()
+        return self._results.get(operation.id) or await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
-        parts = await self._roster.parts(selector)
+        parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         if not parts:
             raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
         names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
-                parts = [Part(part.member, part.connection) for part in parts]
-                await asyncio.gather(*map(self._roster.ask, parts))
+                again = [Part(part.member, part.connection) if part.failure is None else part for part in parts]
+                await asyncio.gather(*(self.roster.ask(part) for part in again if part.failure is None))
+                parts = again
             operation.parts = parts
-            return await self._execute(operation)
+            async with self.around(operation):
+                return await self._execute(operation)
+
+    def _own(self, operation: FleetOperation, body: Mapping[str, Any]) -> Coroutine[Any, Any, FleetResult]:
+        return self._concluded(operation, self._alone(operation, body))
+
+    async def _alone(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
+        """Carry an operation on one engine out, whose locks the caller holds."""
+        (part,) = operation.parts
+        operation.how = "each"
+        async with self.around(operation):
+            self._report(operation, "commit")
+            await part.perform(operation.request.operation, body, "reconciling")
+            return self._finish(operation, remembered=False)
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
-        wanted = (await self._keeper.load()).wanted
-        if not operation.after_failure and any(wish.operation_id == operation.record_id for wish in wanted):
+        known = (await self._keeper.load()).ids.get(operation.id)
+        if known is not None and known.outcome != "failed":
             for part in parts:
-                part.found_done(STATES[request.operation])
+                part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")
+            if known.outcome == "cancelled":
+                operation.given_up.set()
+                return self._finish(operation, "it was cancelled", remembered=False)
             operation.how = "each"
             return self._finish(operation, remembered=False)  # a repeat finds this out again
         execution = self._execution(operation)
@@ -276,32 +336,26 @@ class AsyncFleet:
         return self._finish(operation, "it was cancelled" if cancelled else "")
 
     def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._tell)
+        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
 
-    async def _carry_on(self, operation_id: str, left: Running) -> FleetResult:
+    async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        operation = FleetOperation.of(left.wanted.asked().resolved(DEFAULT_TIMEOUT_S), operation_id)
         for name, prepared in left.engines.items():
-            member = await self._roster.find(name, prepared.url)
-            part = Part(member, self._roster.connection(member))
+            member = await self.roster.find(name, prepared.url)
+            part = Part(member, self.roster.connection(member))
             part.operation_id, part.tags = prepared.operation_id, prepared.tags
             operation.parts.append(part)
-        self._operations[operation_id] = operation
-        try:
-            execution = self._execution(operation)
-            end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+        execution = self._execution(operation)
+        end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+        async with self.around(operation):
             await end[left.stage]()
             gone = operation.how == "aborted"  # nothing was done: a repeat does it
-            result = self._finish(
-                operation, "the coordinator that had begun it is gone" if gone else "", remembered=not gone
-            )
-            operation.conclude(result)
-            return result
-        finally:
-            self._operations.pop(operation_id, None)
+            result = self._finish(operation, operation.cause if gone else "", remembered=not gone)
+        logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
+        return result
 
     def _finish(self, operation: FleetOperation, why: str = "", *, remembered: bool = True) -> FleetResult:
-        result = result_of(operation, self._lease_s, why)
+        result = result_of(operation, self._lease_s, self._coordinator.name, why)
         if remembered:
             self._results[result.operation_id] = result
         while len(self._results) > _HISTORY:
@@ -309,7 +363,7 @@ class AsyncFleet:
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, operation: FleetOperation, event: str) -> None:
+    def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
         self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
 

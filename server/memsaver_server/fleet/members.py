@@ -73,7 +73,7 @@ class StaticMembership:
     def __init__(self, members: Iterable[Member] | str | PathLike[str]) -> None:
         self._path = Path(members) if isinstance(members, (str, PathLike)) else None
         if self._path is not None:
-            import_module("yaml")  # that it is missing is told here
+            import_module("yaml")  # if it is missing, that is said here
         self._members = [] if isinstance(members, (str, PathLike)) else checked(members)
         self._seen: object = object()  # unlike any file
 
@@ -104,10 +104,15 @@ def checked(members: Iterable[Member]) -> list[Member]:
     """Return the members.
 
     Raises:
-        MembershipError: two have the same name, or an address is none.
+        MembershipError: two have the same name, or an address is none, or has credentials, which are not shown.
     """
     found: dict[str, Member] = {}
     for member in members:
+        if "@" in member.url and not member.url.startswith("unix:"):
+            name = member.name.rpartition("@")[2]
+            raise MembershipError(
+                f"the address of {name!r} has a user or a password; write the engine's key as api_key"
+            )
         if member.name in found:
             raise MembershipError(f"two members are called {member.name!r} ({found[member.name].url}, {member.url})")
         try:

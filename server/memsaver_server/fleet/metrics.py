@@ -20,6 +20,7 @@ class FleetMetrics:
 
     Attributes:
         operations: how many operations ended, by verb and outcome.
+        reconciled: those by which the coordinator brought an engine to what is wanted, likewise.
     """
 
     def __init__(self, observer: Observer, turns: Turns, callers: CallerFigures) -> None:
@@ -27,6 +28,7 @@ class FleetMetrics:
         self._turns = turns
         self._callers = callers
         self.operations: Counter[tuple[str, str]] = Counter()
+        self.reconciled: Counter[tuple[str, str]] = Counter()
         self._registry = Registry(self._collect)
 
     def scrape(self) -> bytes:
@@ -35,10 +37,12 @@ class FleetMetrics:
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._engines()
-        operations = CounterMetricFamily(
-            "memsaver_fleet_operations", "Operations of the fleet, by how they ended.", labels=["operation", "outcome"]
-        )
-        yield filled(operations, dict(sorted(self.operations.items())))
+        for name, help_text, counted in (
+            ("operations", "Operations of the fleet, by how they ended.", self.operations),
+            ("reconciliations", "Operations on engines that were not as wanted, by how they ended.", self.reconciled),
+        ):
+            family = CounterMetricFamily(f"memsaver_fleet_{name}", help_text, labels=["operation", "outcome"])
+            yield filled(family, dict(sorted(counted.items())))
         wakes = CounterMetricFamily("memsaver_fleet_wakes", "Engines woken for a request.", labels=["model"])
         yield filled(wakes, {(model,): count for model, count in sorted(self._turns.wakes.items())})
         waiting = {(model,): count for model, count in sorted(self._turns.waiting().items())}

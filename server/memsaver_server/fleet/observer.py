@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member, MembershipError
-from memsaver_server.fleet.record import RecordError
+from memsaver_server.fleet.record import RecordError, Wanted
 from memsaver_server.fleet.results import EngineStatus, FleetStatus
 from memsaver_server.fleet.status import common_state, engine_status
 
@@ -40,10 +39,12 @@ class Observer:
 
     def __init__(self, fleet: AsyncFleet, engine_key: str | None, seen: Callable[[FleetStatus], None]) -> None:
         self._fleet = fleet
+        self._roster = fleet.roster
         self._engine_key = engine_key
         self._seen = seen
-        self._first: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
+        self._late: dict[str, asyncio.Task[None]] = {}  # looks at engines that are silent
+        self._took_s = 0.0
         self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
         self.status = FleetStatus(state="", engines=[], wanted=[])
         self.members: dict[str, Member] = {}
@@ -51,29 +52,31 @@ class Observer:
         self.trouble = "the engines have not been asked yet"
         self.readings: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
-    async def begin(self) -> None:
-        """Look at each engine by itself for the first time; do not wait long for those that do not answer."""
-        try:
-            names = [member.name for member in await self._fleet.membership.members()]
-        except MembershipError as error:
-            self._complain(str(error))
-            return
-        self._first = {asyncio.create_task(self.look([name])) for name in names}
-        if self._first:
-            await asyncio.wait(self._first, timeout=GLANCE_S)
-
     async def glance(self) -> None:
-        """Look, but wait for engines that do not answer only a moment: they are as last seen."""
+        """Look, but wait only a moment: what was not read until then is as last seen."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.look())
         await asyncio.wait({self._looking}, timeout=GLANCE_S)
 
     async def look(self, names: Iterable[str] | None = None) -> None:
-        """Look at the engines ``names`` and those that share a GPU with them, or at all. Raises nothing."""
+        """Look at the engines ``names`` and those that share a GPU with them, or at all. Raises nothing.
+
+        It does not wait for engines that are silent: they are as last seen until they answer.
+        """
         began = clock.monotonic()
         try:
-            members = await self._fleet.membership.members()
-            status = await self._fleet.status(None if names is None else Selector(names=self._near(names)))
+            self.members = {member.name: member for member in await self._roster.members()}
+            wanted = await self._fleet.wanted()
+            self.keys.clear()
+            self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
+            named = set(names or ())
+            near = self.members.keys() if names is None else self._near(named)
+            looks = {
+                name: asyncio.create_task(self._see(self.members[name], wanted, began))
+                for name in near & self.members.keys()
+                if name in named or name not in self._late  # whom somebody waits for is asked anew
+            }
+            await self._until_answered(looks)
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
             return
@@ -81,38 +84,67 @@ class Observer:
             self._complain(f"internal error, {type(error).__name__}: {error}", error)
             return
         self.trouble = ""
-        self.members = {member.name: member for member in members}
-        self.keys.clear()
-        self.keys.update({member.name: member.api_key or self._engine_key for member in members})
-        self._merge(began, status)
+        self._took_s = clock.monotonic() - began
+        self._show(wanted)
         if names is None:
             self.readings.append({"at": time.time(), "used_bytes": {0: _used_bytes(self.status)}})
-        self._seen(self.status)
+
+    def failure(self, name: str) -> str:
+        """Return why an engine does not answer; empty if it did when it was asked last."""
+        return next((each.error for each in self.status.engines if each.name == name), "it is no member any more")
+
+    def silence(self) -> dict[str, float]:
+        """Return for how many seconds engines have not answered, by name."""
+        silent = {name: self._roster.connection(member).silent_s for name, member in self.members.items()}
+        return {name: seconds for name, seconds in silent.items() if seconds}
 
     async def keep(self) -> None:
         """Look for ever."""
         while True:
-            began = clock.monotonic()
             await self.look()
-            await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * (clock.monotonic() - began)))
+            await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
-    def _near(self, names: Iterable[str]) -> tuple[str, ...]:
-        found = set(names)
-        gpus = {gpu for engine in self.status.engines if engine.name in found for gpu in engine.gpus}
-        return tuple(found | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)})
+    async def _until_answered(self, looks: dict[str, asyncio.Task[None]]) -> None:
+        """Wait for looks until only silent engines are left, whose looks go on."""
+        while waits := {name: look for name, look in looks.items() if not look.done()}:
+            if waits.keys() <= self.silence().keys():
+                self._late.update(waits)
+                break
+            await asyncio.wait(waits.values(), timeout=GLANCE_S / 4)
+        await asyncio.gather(*(look for name, look in looks.items() if name not in waits))
 
-    def _merge(self, began: float, status: FleetStatus) -> None:
-        """Take what was seen; of two looks at an engine, that which began later counts."""
-        for engine in status.engines:
-            if engine.name not in self._engines or self._engines[engine.name][0] <= began:
-                self._engines[engine.name] = began, engine
+    async def _see(self, member: Member, wanted: tuple[Wanted, ...], began: float) -> None:
+        """Look at one engine; of two looks, that which began later counts."""
+        name = member.name
+        try:
+            part = await self._roster.asked(member)
+            engine = engine_status(part.member, part.before, str(part.failure or ""), wanted)
+            if name not in self._engines or self._engines[name][0] <= began:
+                self._engines[name] = began, engine
+        finally:
+            if self._late.get(name) is asyncio.current_task():
+                del self._late[name]
+                self._show(self.status.wanted)
+
+    def _show(self, wanted: Iterable[Wanted]) -> None:
+        """Have all readers know what was seen."""
         for name in self._engines.keys() - self.members.keys():
             del self._engines[name]
         engines = [
-            self._engines[name][1] if name in self._engines else engine_status(member, None, "it has not answered yet")
-            for name, member in self.members.items()
+            self._engines[each.name][1]
+            if each.name in self._engines
+            else engine_status(each, None, "it has not answered yet")
+            for each in self._roster.one_each(self.members.values())
         ]
-        self.status = status.model_copy(update={"engines": engines, "state": common_state(engines)})
+        self.status = FleetStatus(
+            state=common_state(engines), engines=engines, wanted=list(wanted), progress=self._fleet.progress
+        )
+        self._seen(self.status)
+
+    def _near(self, names: Iterable[str]) -> set[str]:
+        found = set(names)
+        gpus = {gpu for engine in self.status.engines if engine.name in found for gpu in engine.gpus}
+        return found | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)}
 
     def _complain(self, trouble: str, bug: Exception | None = None) -> None:
         if trouble != self.trouble:

@@ -12,6 +12,7 @@ from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
 from memsaver_core.contract.requests import AskedOfFleet, FleetRelease
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
 from memsaver_server.fleet.results import FleetProgress, FleetResult
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
@@ -48,34 +49,63 @@ FLEET = Table(
 )
 
 
-@dataclass(eq=False)
+#: Whose idea an operation was: a caller's, that of the models that take turns, or the reconciler's.
+Origin = Literal["caller", "turns", "reconciler"]
+
+
+@dataclass(eq=False, kw_only=True)
 class FleetOperation(Operation):
     """Use it in one event loop.
 
     Attributes:
-        record_id: its id in the record, and the key of the engines' own operations.
+        origin: whose idea it was.
+        cause: why the coordinator does it, if it was not just asked to.
+        wish: what the record is to say once it is carried out.
+        digest: of its request; empty if no caller can name it.
+        prepare_key: the Idempotency-Key under which engines prepare it: a new one for each attempt.
         given_up: set to give up; too late once it is ``committing``.
         how: how it ended; what is not ``done`` yet counts as ``aborted``.
         began: on the monotonic clock.
-        after_failure: it repeats one that has failed here.
-        result: what became of every engine; None while it runs, or if it could not be begun.
     """
 
-    record_id: str = ""
+    origin: Origin
+    cause: str
+    wish: Wanted
+    digest: str
+    prepare_key: str
     parts: list[Part] = field(default_factory=list)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     how: How = "aborted"
     began: float = field(default_factory=clock.monotonic)
     task: asyncio.Task[FleetResult] | None = None
-    after_failure: bool = False
-    result: FleetResult | None = None
 
     @classmethod
-    def of(cls, asked: AskedOfFleet, operation_id: str = "", client: str = "", prefix: str = "") -> FleetOperation:
-        """Return a new operation; ``prefix`` marks its id in the record."""
+    def of(
+        cls, asked: AskedOfFleet, operation_id: str = "", client: str = "", origin: Origin = "caller", cause: str = ""
+    ) -> FleetOperation:
+        """Return a new operation."""
         named = operation_id or uuid.uuid4().hex[:12]
-        operation = cls(named, asked, client, FLEET, record_id=f"{prefix}{named}")
+        until_asked = origin == "turns" or (isinstance(asked, FleetRelease) and asked.wake_on_request)
+        operation = cls(
+            id=named,
+            request=asked,
+            client=client,
+            table=FLEET,
+            origin=origin,
+            cause=cause,
+            wish=Wanted.of(asked, named, client, until_asked),
+            digest=asked.digest() if origin == "caller" else "",
+            prepare_key=f"{named}-{uuid.uuid4().hex[:8]}",
+        )
         operation.start("ask")
+        return operation
+
+    @classmethod
+    def left(cls, operation_id: str, left: Running, asked: AskedOfFleet) -> FleetOperation:
+        """Return the operation that another coordinator has left unfinished."""
+        cause = "the coordinator that had begun it is gone"
+        operation = cls.of(asked, operation_id, left.wanted.client, cause=cause)
+        operation.wish, operation.digest, operation.prepare_key = left.wanted, left.digest, left.key
         return operation
 
     @property
@@ -85,9 +115,13 @@ class FleetOperation(Operation):
         return self.request
 
     @property
-    def wakes(self) -> bool:
-        """Whether a request for its model resumes an engine that it has released."""
-        return isinstance(self.request, FleetRelease) and self.request.wake_on_request
+    def result(self) -> FleetResult | None:
+        """What became of every engine; None while it runs, or if it could not be begun."""
+        return self.report if isinstance(self.report, FleetResult) else None
+
+    def known(self, outcome: Outcome) -> Known:
+        """Return what the record keeps of its id."""
+        return Known(digest=self.digest, verb=self.request.operation, outcome=outcome, at=time.time())
 
     @property
     def phase(self) -> str:
@@ -102,7 +136,7 @@ class FleetOperation(Operation):
     def engines(self) -> dict[str, str]:
         """The stage of each engine, as in ``FleetProgress``."""
         if self.result is None:
-            return {part.member.name: part.stage for part in self.parts}
+            return {part.member.name: part.shown for part in self.parts}
         return {
             each.name: "done" if each.success else "failed" if each.error else "undone" for each in self.result.engines
         }
@@ -115,20 +149,26 @@ class FleetOperation(Operation):
     def conclude(self, result: FleetResult | None, error: BaseException | None = None) -> None:
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
         with self.changed:
-            self.result, self.error = result, error
+            self.report, self.error = result, error
             self.finished_at, self.seconds = time.time(), self.elapsed_s()
             if result is not None and result.success:
                 self.advance("done")
             else:
                 given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
                 self.advance("cancelled" if given_up else "failed")
-        self.tell()
+        self.answer_callers()
+
+    def audited(self) -> dict[str, object]:
+        about: dict[str, object] = {"origin": self.origin, "cause": self.cause, "engines": self.engines}
+        if self.result is not None and not self.result.success:
+            about["error"] = self.result.message
+        return about
 
     def progress_now(self) -> FleetProgress:
         """Return how far it is."""
         return FleetProgress(
             operation=self.request.operation,
-            operation_id=self.record_id,
+            operation_id=self.id,
             mode=self.asked.fleet_mode,
             stage=self.phase or "ended",
             seconds=self.elapsed_s(),

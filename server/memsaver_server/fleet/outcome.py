@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memsaver_core.contract.reports import held_by
 from memsaver_server import clock
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
@@ -13,11 +14,12 @@ from memsaver_server.fleet.results import FleetResult
 _LISTED = 8
 
 
-def result_of(operation: FleetOperation, prepared_for_s: float, why: str = "") -> FleetResult:
+def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str, why: str = "") -> FleetResult:
     """Return the answer of an operation that has ended.
 
     Args:
         prepared_for_s: how long an engine stays prepared by itself, seconds.
+        coordinator: the one that has carried it out.
         why: a reason of its failure that no engine gave.
     """
     asked, parts = operation.asked, operation.parts
@@ -26,11 +28,13 @@ def result_of(operation: FleetOperation, prepared_for_s: float, why: str = "") -
     strays = [part for part in parts if given_up and part.is_stray(asked.operation)]
     engines = [part.result(undone=given_up) for part in parts]
     states = {engine.state for engine in engines}
+    holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator}
     return FleetResult(
         success=all(engine.success for engine in engines),
-        message=_message(operation, strays, prepared_for_s, why),
+        message="".join([_message(operation, strays, prepared_for_s, why), *map(held_by, sorted(holders))]),
+        coordinator=", ".join(sorted(holders)),
         operation=asked.operation,
-        operation_id=operation.record_id,
+        operation_id=operation.id,
         state=states.pop() if len(states) == 1 else "mixed",
         released_bytes=sum(engine.released_bytes for engine in engines),
         resumed_bytes=sum(engine.resumed_bytes for engine in engines),

@@ -50,6 +50,12 @@ class Part:
         """What only one operation has at a time."""
         return {self.member.name, *self.member.gpus}
 
+    @property
+    def shown(self) -> str:
+        """Its stage, or ``silent`` while its engine does not answer."""
+        waits = self.stage not in ("done", "undone", "failed") and self.connection.silent_s
+        return "silent" if waits else self.stage
+
     def fail(self, phase: str, failure: EngineFailure) -> None:
         """Note the first failure."""
         if self.failure is None:
@@ -79,10 +85,10 @@ class Part:
             await self.look()
         self.ended()
 
-    def found_done(self, state: str) -> None:
+    def found_done(self, state: str, *, cancelled: bool) -> None:
         """Note that the operation had ended before this coordinator was started; it is not repeated."""
         self.after = self.before
-        if self.before is not None and self.before.state != state:
+        if not cancelled and self.before is not None and self.before.state != state:
             self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
 
     def ended(self) -> None:
@@ -111,7 +117,8 @@ class Part:
         now, before = self.after, self.before
         if now is None or (now.state == "failed" and (before is None or before.state != "failed")):
             return True
-        return now.operation_id is not None or bool(self.moved(verb))
+        of_others = (None, before.operation_id if before is not None else None)
+        return now.operation_id not in of_others or bool(self.moved(verb))
 
     @property
     def state(self) -> str:
@@ -125,7 +132,7 @@ class Part:
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
     def result(self, *, undone: bool) -> EngineResult:
-        """Return what the caller is told; ``undone``: the operation as a whole was given up."""
+        """Return the row of the answer; ``undone``: the operation as a whole was given up."""
         answer = None if undone else self.answer
         failure = self.failure
         return EngineResult(

@@ -1,16 +1,19 @@
-"""Brings engines that came late, or came back, to what is wanted; tells of those that are gone."""
+"""Brings engines that came late, or came back, to what is wanted; reports those that are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
+from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.locks import Locks
-from memsaver_server.fleet.members import MembershipError
+from memsaver_server.fleet.members import Member, MembershipError
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted
-from memsaver_server.fleet.results import EngineResult
+from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.status import wishes_for
 from memsaver_server.fleet.watching import Hub
@@ -24,19 +27,40 @@ AGAIN_S = 1.0
 class Reconciler:
     """Use it in one event loop."""
 
-    def __init__(self, roster: Roster, keeper: Keeper, locks: Locks, hub: Hub) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        keeper: Keeper,
+        locks: Locks,
+        hub: Hub,
+        name: str,
+        perform: Callable[[FleetOperation, Mapping[str, Any]], Awaitable[FleetResult]],
+    ) -> None:
+        """``name`` is the coordinator's; ``perform`` carries an operation on one engine out, with this body."""
+        self._name = name
+        self._perform = perform
         self._roster = roster
         self._keeper = keeper
         self._locks = locks
         self._hub = hub
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
+        self._failed: dict[str, str] = {}  # the operation that has failed, by engine
+        self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
+        self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
         """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
         trouble = ""
         while True:
+            going = asyncio.ensure_future(once())
             try:
-                await once()
+                # It ends once the silent have been waited for; the next one looks after the others.
+                await asyncio.wait({going}, timeout=interval_s)
+                if going.done():
+                    going.result()
+                else:
+                    self._late.add(going)
+                    going.add_done_callback(self._late.discard)
                 await self._changed(interval_s)
                 trouble = ""
             except Exception as error:
@@ -62,43 +86,54 @@ class Reconciler:
         Raises:
             MembershipError, RecordError: the members or the record cannot be read. Nothing was done.
         """
-        parts = await self._roster.look()
+        members = [each for each in await self._roster.members() if each.name not in self._busy]
         wanted = (await self._keeper.load()).wanted
-        idle = [part for part in parts if not self._locks.any_held(part.locks)]
-        results = await asyncio.gather(*(self._bring(part, wanted) for part in idle))
-        for name in self._troubles.keys() - {part.member.name for part in parts}:
+        results = await asyncio.gather(*(self._bring(member, wanted) for member in members))
+        for name in self._troubles.keys() - self._busy - {member.name for member in members}:
             del self._troubles[name]
         return [result for each in results for result in each]
 
-    async def _bring(self, part: Part, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
+    async def _bring(self, member: Member, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
         """Bring one engine to what is wanted; return what was done."""
-        self._tell(part)
-        if part.failure is not None:
-            return [part.result(undone=False)]
-        if not _steps(part, wanted):
-            return []
-        async with self._locks.held(part.locks):
-            return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
+        self._busy.add(member.name)
+        try:
+            part = await self._roster.asked(member)
+            self._report(part)
+            if part.failure is not None:
+                return [part.result(undone=False)]
+            if not _steps(part, wanted):
+                return []
+            async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
+                part, wanted = await self._roster.asked(member), (await self._keeper.load()).wanted
+                return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
+        finally:
+            self._busy.discard(member.name)
 
     async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
-        verb = VERBS[wish.state]
-        step = Part(part.member, part.connection)
-        await step.perform(verb, {"tags": list(tags), **wish.options}, "reconciling")
-        self._tell(step)
-        result = step.result(undone=False)
+        name, verb = part.member.name, VERBS[wish.state]
+        of = f" of {wish.client}" if wish.client else ""
+        cause = f"wanted {wish.state} since operation {wish.operation_id}{of}"
+        asked = wish.asked().model_copy(update={"tags": tags, "selector": Selector(names=(name,))})
+        # What fails is tried at each interval: all attempts are one operation.
+        operation = FleetOperation.of(asked, self._failed.pop(name, ""), self._name, "reconciler", cause)
+        operation.parts = [Part(part.member, part.connection)]
+        (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options})).engines
+        self._report(operation.parts[0])
         if result.success:
-            logger.info("engine %s was not as wanted: %s of %s", result.name, verb, ", ".join(tags))
-        self._hub.publish("reconciled", part.member.name, **result.model_dump(mode="json"))
+            logger.warning("engine %s was not as wanted: %s of %s, %s", name, verb, ", ".join(tags), cause)
+        else:
+            self._failed[name] = operation.id
+        self._hub.publish("reconciled", name, **result.model_dump(mode="json"))
         return result
 
-    def _tell(self, part: Part) -> None:
+    def _report(self, part: Part) -> None:
         """Log when an engine fails, and when it is back; once each."""
         name, trouble = part.member.name, str(part.failure or "")
         if trouble and trouble != self._troubles.get(name):
             logger.warning("engine %s: %s", name, trouble)
             self._troubles[name] = trouble
         elif not trouble and self._troubles.pop(name, ""):
-            logger.info("engine %s answers again", name)
+            logger.warning("engine %s answers again", name)
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:

@@ -18,8 +18,10 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Selector, Verb
+from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
 
+Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
 #: The operation that leaves each state.
 VERBS: dict[str, Verb] = {state: verb for verb, state in STATES.items()}
 
@@ -31,6 +33,8 @@ class Wanted(BaseModel):
         tags: None means all.
         options: what the release or resume is called with, beside tags.
         operation_id: the fleet's operation that wished it.
+        client: who asked for that.
+        until_asked: released only until the next request for its model.
         at: seconds since the epoch.
     """
 
@@ -41,10 +45,12 @@ class Wanted(BaseModel):
     tags: tuple[str, ...] | None = None
     options: dict[str, Any] = {}
     operation_id: str = ""
+    client: str = ""
+    until_asked: bool = False
     at: float = 0.0
 
     @classmethod
-    def of(cls, asked: AskedOfFleet, operation_id: str) -> Wanted:
+    def of(cls, asked: AskedOfFleet, operation_id: str, client: str, until_asked: bool) -> Wanted:
         """Return what the record is to say once ``asked`` is carried out."""
         return cls(
             selector=asked.selected(),
@@ -52,6 +58,8 @@ class Wanted(BaseModel):
             tags=asked.tags or None,
             options=asked.lasting(),
             operation_id=operation_id,
+            client=client,
+            until_asked=until_asked,
             at=time.time(),
         )
 
@@ -60,6 +68,23 @@ class Wanted(BaseModel):
         model = ASKED_OF_FLEET[VERBS[self.state]]
         known = {name: value for name, value in self.options.items() if name in model.model_fields}
         return model(selector=self.selector, tags=self.tags or (), **known)
+
+
+class Known(BaseModel):
+    """What the id of an operation stands for.
+
+    Attributes:
+        digest: of its request; empty if nobody can name it: it is the coordinator's own.
+        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended before it did.
+        at: seconds since the epoch.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    digest: str
+    verb: Verb
+    outcome: Outcome
+    at: float
 
 
 class Prepared(BaseModel):
@@ -73,23 +98,52 @@ class Prepared(BaseModel):
 
 
 class Running(BaseModel):
-    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared."""
+    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared.
+
+    Attributes:
+        key: the Idempotency-Key under which the engines prepare it, by which any coordinator can commit or abort it.
+        digest: of the request.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
+    key: str = ""
+    digest: str = ""
     engines: dict[str, Prepared]
 
 
 class RecordContent(BaseModel):
-    """The record. ``running`` has the operations in mode ``all`` that have not ended, by their id."""
+    """The record. ``running`` has the operations in mode ``all`` that have not ended, by their id.
+
+    ``ids`` has what the ids of those that have ended stand for. An id is kept for ``KEPT_S`` after the operation's end;
+    beyond ``MAX_KEPT`` those that ended longest ago are dropped. One that was dropped counts as new: its request is
+    carried out, and the answer says what that did.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     version: Literal[1] = 1
     wanted: tuple[Wanted, ...] = ()
     running: dict[str, Running] = {}
+    ids: dict[str, Known] = {}
+
+    def first(self, operation_id: str, digest: str) -> str:
+        """Return the other request for which an id stands, in words; empty if it stands for that of ``digest``, or for
+        none."""
+        known, running = self.ids.get(operation_id), self.running.get(operation_id)
+        if known is not None and known.digest != digest and known.at > time.time() - KEPT_S:
+            return f"{known.verb} {operation_id}"
+        if running is not None and running.digest not in ("", digest):
+            return f"{VERBS[running.wanted.state]} {operation_id}"
+        return ""
+
+    def knowing(self, operation_id: str, known: Known) -> RecordContent:
+        """Return the record with what an id stands for, without ids that are too old or too many."""
+        kept = {key: each for key, each in self.ids.items() if each.at > known.at - KEPT_S and key != operation_id}
+        last = list({**kept, operation_id: known}.items())[-MAX_KEPT:]
+        return self.model_copy(update={"ids": dict(last)})
 
     def wishing(self, wish: Wanted) -> RecordContent:
         """Return the record with ``wish``, without wishes that it makes void."""
@@ -205,12 +259,14 @@ class Keeper:
             lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
         )
 
-    async def ended(self, operation_id: str, *wishes: Wanted) -> None:
-        """Forget an operation that has ended, and note what is wanted from now on."""
+    async def ended(self, operation_id: str, known: Known, *wishes: Wanted) -> None:
+        """Note that an operation has ended, what its id stands for, and what is wanted from now on."""
 
         def change(content: RecordContent) -> RecordContent:
             left = {key: value for key, value in content.running.items() if key != operation_id}
             content = content.model_copy(update={"running": left})
+            if known.digest:
+                content = content.knowing(operation_id, known)
             for wish in wishes:
                 content = content.wishing(wish)
             return content

@@ -55,6 +55,8 @@ class FleetResult(OperationAnswer):
 class FleetOperationStatusAnswer(OperationStatusAnswer):
     """An operation of the fleet in any status; ``phase`` is its stage, ``engines`` that of each engine."""
 
+    origin: Literal["caller", "turns", "reconciler"] = Field(description="Whose idea it was.")
+    cause: str = Field(description="Why the coordinator does it, if no caller has asked just now; else empty.")
     answer: FleetResult | dict[str, Any] | None  # type: ignore[assignment]
     engines: dict[str, str]
 
@@ -74,7 +76,7 @@ class EngineStatus(MemberRow):
 
 class FleetProgress(Model):
     """An operation of the fleet. ``engines`` gives the stage of each: waiting, preparing, prepared, committing, done,
-    undone or failed."""
+    undone or failed; or silent while it does not answer."""
 
     operation: Literal["release", "resume"]
     operation_id: str

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
-from memsaver_server.fleet.connection import Connection, EngineFailure
+from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
@@ -18,6 +19,10 @@ from memsaver_server.fleet.parts import Part
 #: Calls of those that engines answer at once that are in flight at a time.
 SHORT_CALLS = 64
 
+#: How long two addresses count as one engine's before they are asked again, seconds.
+KNOWN_S = 60.0
+
+logger = logging.getLogger("memsaver")
 _Key = tuple[str, str, str | None]
 
 
@@ -25,9 +30,16 @@ class Roster:
     """Use it in one event loop. Its methods raise MembershipError."""
 
     def __init__(
-        self, membership: Membership, locks: Locks, api_key: str | None, silence_s: float, verify: ssl.SSLContext | bool
+        self,
+        membership: Membership,
+        locks: Locks,
+        api_key: str | None,
+        silence_s: float,
+        verify: ssl.SSLContext | bool,
+        coordinator: Coordinator,
     ) -> None:
         self.membership = membership
+        self._coordinator = coordinator
         self._locks = locks
         self._api_key = api_key
         self._silence_s = silence_s
@@ -37,18 +49,47 @@ class Roster:
         self._connections: dict[_Key, Connection] = {}
         self._round: asyncio.Future[list[Part]] | None = None
         self._round_began = 0.0
+        self._ids: dict[str, tuple[str, str, float]] = {}  # of members: address, id of the engine, until when
+        self._aliases: dict[str, str] = {}  # members that were found to be another one's engine
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
-    async def parts(self, selector: Selector) -> list[Part]:
-        """Return a part for each selected member, after asking each what it holds.
+    async def members(self) -> list[Member]:
+        """Return the members, each engine once."""
+        return self.one_each(await self.membership.members())
+
+    def one_each(self, members: Iterable[Member]) -> list[Member]:
+        """Return the members without further addresses of an engine, as far as engines have said who they are."""
+        found: dict[str, Member] = {}
+        for member in members:
+            url, engine_id, until = self._ids.get(member.name, ("", "", 0.0))
+            known = engine_id if url == member.url and clock.monotonic() < until else ""
+            first = found.setdefault(known or f"address {member.name}", member)
+            if first is not member and self._aliases.get(member.name) != first.name:
+                self._aliases[member.name] = first.name
+                logger.warning("%s and %s are addresses of one engine, which counts once", first.name, member.name)
+        return list(found.values())
+
+    async def parts(self, selector: Selector, asking: Callable[[list[Part]], None] = lambda _: None) -> list[Part]:
+        """Return a part for each selected member, after asking each what it holds; ``asking`` gets all that are asked.
 
         A member that does not answer, and never did, is selected if it may match.
         """
-        listed = await self.membership.members()
+        listed = await self.members()
         await self._drop_all_but(listed)
         candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
-        await asyncio.gather(*map(self.ask, candidates))
-        return [part for part in candidates if selector.matches(part.member) or self._is_unknown(part, selector)]
+        asking(candidates)
+        asks = {asyncio.create_task(self.ask(part)): part for part in candidates}
+        waits = set(asks)
+        try:
+            while any(self._may_be_selected(asks[ask], selector) for ask in waits):
+                _, waits = await asyncio.wait(waits, timeout=QUIET_S / 4)
+            await asyncio.gather(*(asks.keys() - waits))
+        finally:
+            for ask in asks:
+                ask.cancel()
+        asked = {part.member.name: part for ask, part in asks.items() if ask not in waits}
+        each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
+        return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
 
     async def look(self, max_age_s: float = 0.0) -> list[Part]:
         """Return a part for every member, as it was at most ``max_age_s`` seconds before this call, for reading alone:
@@ -68,8 +109,16 @@ class Roster:
         """Return the connection to a member, which is kept."""
         key = (member.name, member.url, member.api_key)
         if key not in self._connections:
-            self._connections[key] = Connection(member, self._api_key, self._silence_s, self._verify, self._turns)
+            self._connections[key] = Connection(
+                member, self._api_key, self._silence_s, self._verify, self._turns, self._coordinator
+            )
         return self._connections[key]
+
+    async def asked(self, member: Member) -> Part:
+        """Return a part for one member, after asking it."""
+        part = Part(member, self.connection(member))
+        await self.ask(part)
+        return part
 
     async def ask(self, part: Part) -> None:
         """Have a part know what its engine holds, or that it does not answer."""
@@ -85,9 +134,15 @@ class Roster:
         part.member = replace(listed, model=listed.model or model, gpus=listed.gpus or gpus)
         if part.before is not None:
             self._known[listed.name] = part.member
+            self._ids[listed.name] = listed.url, part.before.engine_id, clock.monotonic() + KNOWN_S
 
     async def close(self) -> None:
         await self._drop_all_but([])
+
+    def _may_be_selected(self, part: Part, selector: Selector) -> bool:
+        """Whether a member that is asked may be selected: not one that is silent, and when it was seen last was not."""
+        known = self._known.get(part.member.name)
+        return known is None or known.url != part.member.url or not part.connection.silent_s or selector.matches(known)
 
     def _is_unknown(self, part: Part, selector: Selector) -> bool:
         return part.failure is not None and selector.may_match(part.member)
@@ -99,3 +154,4 @@ class Roster:
             await self._connections.pop(key).close()
         for name in self._known.keys() - {member.name for member in members}:
             del self._known[name]
+        self._ids = {name: each for name, each in self._ids.items() if clock.monotonic() < each[2]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,17 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         running: the oldest operation that runs.
         requests: in flight through this coordinator, by engine.
     """
-    status = observer.status
+    status, silence = observer.status, observer.silence()
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)
     backups = [one.host_backup for one in seen]
-    sizes = ("bytes", "capacity_bytes", "limit_bytes", "file_bytes", "unused_bytes")
+    sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
+    hosts = {one.host_id: one.host_bytes for one in seen}
+    # Each engine may use most of its host, and together they have no more than that.
+    limits = [
+        min(sum(one.host_backup.limit_bytes for one in seen if one.host_id == host), size or sys.maxsize)
+        for host, size in hosts.items()
+    ]
     return FleetOccupationAnswer(
         enabled=not seen or any(one.enabled for one in seen),
         driver=_common(one.driver for one in seen),
@@ -45,9 +52,13 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         devices=devices(status),
         host_backup=HostBackup(
             **{name: sum(getattr(one, name) for one in backups) for name in sizes},
+            limit_bytes=sum(limits),
             prepared=bool(backups) and all(one.prepared for one in backups),
         ),
-        engines=tuple(_row(engine, requests.get(engine.name, 0)) for engine in status.engines),
+        host_bytes=sum(hosts.values()),
+        engines=tuple(
+            _row(engine, requests.get(engine.name, 0), silence.get(engine.name, 0.0)) for engine in status.engines
+        ),
         wanted=tuple(status.wanted),
         progress=status.progress,
     )
@@ -101,10 +112,12 @@ def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
     return tuple(Consumer(kind=kind, name=name, bytes=size) for (kind, name), size in sums.items())
 
 
-def _row(engine: EngineStatus, requests: int) -> EngineRow:
+def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
     tags = engine.occupation.tags if engine.occupation else ()
+    silent = f"no answer for {silent_s:.0f} s" if silent_s else ""
     return EngineRow(
-        **engine.model_dump(exclude={"occupation"}),
+        **engine.model_dump(exclude={"occupation", "error"}),
+        error=engine.error or silent,
         resident_bytes=sum(tag.resident_bytes for tag in tags),
         released_bytes=sum(tag.released_bytes for tag in tags),
         requests=requests,

@@ -48,7 +48,7 @@ async def _in_loop(function: Callable[[], _T]) -> _T:
 
 
 class Fleet:
-    """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a thread of its own."""
+    """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a separate thread."""
 
     _loop: asyncio.AbstractEventLoop
     _thread: threading.Thread

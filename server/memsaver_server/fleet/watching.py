@@ -97,14 +97,14 @@ class _Watcher:
                 self.put("state", name, state=state)
 
     async def _follow(self, part: Part) -> None:
-        """Tell the progress of the operation that the engine carries out."""
+        """Report the progress of the operation that the engine carries out."""
         name = part.member.name
         if part.before is None or part.before.operation_id is None:
             self._progress.pop(name, None)
             return
         try:
             now = await part.connection.operation(part.before.operation_id)
-        except EngineFailure:  # it has just ended; or the next look tells
+        except EngineFailure:  # it has just ended; or the next look shows it
             return
         data = now.model_dump(
             mode="json", include={"operation_id", "operation", "status", "phase", "seconds", "stalled", "progress"}

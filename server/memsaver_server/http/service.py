@@ -37,8 +37,7 @@ class Service:
             ServerEndsError: the server shuts down first.
             Also as Controller.submit and Controller.attend.
         """
-        key = request.headers.get("idempotency-key")
-        operation: Operation = await self.controller.submit(asked, client=caller(request), key=key)
+        operation: Operation = await self.controller.submit(asked, client=caller(request), key=key_of(request))
         if not asked.run_async:
             try:
                 await self.controller.attend(operation, prepared=asked.prepare)
@@ -55,10 +54,15 @@ class Service:
         operation = await self.operate(request, asked)
         return response_of(accepted(operation) if asked.run_async else self.controller.answer(operation))
 
-    async def commit(self, operation: Operation) -> JSONResponse:
+    async def commit(self, request: Request, operation: Operation) -> JSONResponse:
         """Carry out what is prepared, and return the response to it."""
-        await self.controller.commit(operation)
+        await self.controller.commit(operation, key_of(request))
         return response_of(self.controller.answer(operation))
+
+
+def key_of(request: Request) -> str | None:
+    """Return the caller's Idempotency-Key."""
+    return request.headers.get("idempotency-key")
 
 
 def _server_ends(operation: Operation) -> ServerEndsError:

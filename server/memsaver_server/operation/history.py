@@ -1,27 +1,38 @@
-"""The operations that are remembered, by id and by Idempotency-Key."""
+"""The operations that are remembered, and the Idempotency-Keys of their callers."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from memsaver_core.contract.errors import IdempotencyKeyError
 from memsaver_core.contract.requests import Asked
+from memsaver_server import clock
 from memsaver_server.operation.operation import Operation
 
-#: Idempotency-Keys that are remembered for each operation: those of its last callers.
-MAX_KEYS = 1024
+#: How long an Idempotency-Key, or the id of an operation, stands for its request, seconds.
+KEPT_S = 24 * 3600.0
+#: Keys, or ids, that are kept at most; a few KiB each.
+MAX_KEPT = 4096
 
 _Operation = TypeVar("_Operation", bound=Operation)
+
+
+def reused(name: str, first: str, noun: str = "key") -> IdempotencyKeyError:
+    """Return the error of a call whose ``name``, e.g. ``operation_id 'a'``, stands for another request, ``first``."""
+    return IdempotencyKeyError(f"{name} belongs to {first}, a different request; use a new {noun} for a new request")
 
 
 class History(Generic[_Operation]):
     """All operations that have not ended, and the last ones that have. One thread at a time may use it."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, on_forgotten: Callable[[_Operation], None] = lambda _: None) -> None:
         """``limit`` is how many that have ended are remembered."""
         self._limit = limit
+        self._on_forgotten = on_forgotten
         self._by_id: dict[str, _Operation] = {}
-        self._by_key: dict[str, tuple[object, _Operation]] = {}
 
     def get(self, operation_id: str) -> _Operation | None:
         return self._by_id.get(operation_id)
@@ -31,42 +42,68 @@ class History(Generic[_Operation]):
         return list(reversed(self._by_id.values()))
 
     def add(self, operation: _Operation) -> None:
+        self._by_id.pop(operation.id, None)  # one of this id has failed, and is repeated
         self._by_id[operation.id] = operation
         self.forget()
 
-    def find_repeated(self, request: Asked, key: str | None) -> _Operation | None:
-        """Return the operation that a call under ``key`` got before, unless that failed or its lease ended.
+    def forget(self) -> None:
+        """Forget the oldest that have ended, if they are more than the limit."""
+        ended = [operation for operation in self._by_id.values() if operation.has_ended]
+        for operation in ended[: max(0, len(ended) - self._limit)]:
+            del self._by_id[operation.id]
+            self._on_forgotten(operation)
+
+
+@dataclass
+class _Use:
+    """What keys stand for: an operation, as it is kept."""
+
+    operation: Operation
+
+
+class Keys:
+    """The Idempotency-Keys of an engine's callers: each stands for one request.
+
+    A key is kept for ``KEPT_S`` after it was sent last, however many operations came since; beyond ``MAX_KEPT`` those
+    sent longest ago are dropped. One that was dropped counts as new: its request is carried out, and the answer says
+    what that did. A key is never answered by the operation of another request. One thread at a time may use it.
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, tuple[str, _Use, float]] = OrderedDict()  # digest, use, when it was sent last
+        self._uses: dict[str, _Use] = {}  # of operations that are remembered, by id
+
+    def find(self, request: Asked, key: str | None) -> Operation | None:
+        """Return the operation that a call under ``key`` got before, unless that is to be tried anew.
 
         Raises:
             IdempotencyKeyError: the call before was another request.
         """
-        if key is None or key not in self._by_key:
+        self._drop()
+        if key is None or key not in self._keys:
             return None
-        first, operation = self._by_key[key]
-        if first != request.identity():
-            raise IdempotencyKeyError(
-                f"Idempotency-Key {key!r} belongs to {operation.request.operation} {operation.id}, a different "
-                "request; use a new key for a new request"
-            )
-        if operation.answers_repeats:
-            return operation
-        del self._by_key[key]
-        operation.keys.remove(key)  # which names another operation from now on
-        return None
+        digest, use, _ = self._keys[key]
+        operation = use.operation
+        if digest != request.digest():
+            raise reused(f"Idempotency-Key {key!r}", f"{operation.request.operation} {operation.id}")
+        self._note(key, digest, use)
+        return operation if operation.answers_repeats else None
 
-    def add_key(self, key: str | None, request: Asked, operation: _Operation) -> None:
-        """Remember that a call under ``key`` got ``operation``, unless another one has before."""
-        if key is None or key in self._by_key:
-            return
-        self._by_key[key] = (request.identity(), operation)
-        operation.keys.append(key)
-        if len(operation.keys) > MAX_KEYS:
-            self._by_key.pop(operation.keys.pop(0), None)
+    def add(self, key: str | None, request: Asked, operation: Operation) -> None:
+        """Note that a call under ``key`` gets ``operation``."""
+        if key is not None:
+            self._note(key, request.digest(), self._uses.setdefault(operation.id, _Use(operation)))
 
-    def forget(self) -> None:
-        """Forget the oldest that have ended, with their keys, if they are more than the limit."""
-        ended = [operation for operation in self._by_id.values() if operation.has_ended]
-        for operation in ended[: max(0, len(ended) - self._limit)]:
-            del self._by_id[operation.id]
-            for key in operation.keys:
-                self._by_key.pop(key, None)
+    def forgotten(self, operation: Operation) -> None:
+        """Keep no more of an operation than repeats need."""
+        if (use := self._uses.pop(operation.id, None)) is not None:
+            use.operation = operation.as_forgotten()
+
+    def _note(self, key: str, digest: str, use: _Use) -> None:
+        self._keys[key] = digest, use, clock.monotonic()
+        self._keys.move_to_end(key)
+
+    def _drop(self) -> None:
+        oldest = clock.monotonic() - KEPT_S
+        while self._keys and (len(self._keys) > MAX_KEPT or next(iter(self._keys.values()))[2] < oldest):
+            self._keys.popitem(last=False)

@@ -9,10 +9,17 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memsaver_core.contract.errors import LeaseEndedError, MemsaverError, OperationCancelledError, TooLateToCancelError
+from memsaver_core.contract.errors import (
+    ConflictError,
+    LeaseEndedError,
+    MemsaverError,
+    OperationCancelledError,
+    TooLateToCancelError,
+)
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
 from memsaver_core.contract.requests import Asked, DrainMode, Release
@@ -61,6 +68,7 @@ class Operation:
     Attributes:
         request: what its callers ask for together.
         client: its first caller.
+        key: the Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
         memory: what it moves, if this process knows.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
         changed: the lock of all that follows; those of one queue share it. No other lock of the service is taken in it.
@@ -68,7 +76,6 @@ class Operation:
         cancelled_by: who has cancelled it; if that was too late, it ends otherwise all the same.
         committed: it was prepared, and goes on.
         callers: how many calls it answers.
-        keys: the Idempotency-Keys of its callers.
         memory_state: the state of the memory when it ended.
     """
 
@@ -76,6 +83,7 @@ class Operation:
     request: Asked
     client: str
     table: Table
+    key: str | None = None
     memory: Moved | None = None
     phase_timeout_s: float = math.inf
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -83,7 +91,6 @@ class Operation:
     cancelled_by: str | None = None
     committed: bool = False
     callers: int = 1
-    keys: list[str] = field(default_factory=list)
     created_at: float = field(default_factory=time.time)
     started_at: float | None = None
     finished_at: float | None = None
@@ -129,8 +136,9 @@ class Operation:
 
     @property
     def answers_repeats(self) -> bool:
-        """Whether it answers a call under one of its keys; if it has failed or its lease has ended, that tries anew."""
-        return self.status != "failed" and not (self.has_ended and self.cancelled_by == LEASE_END)
+        """Whether it answers a call under one of its keys; if it has failed, or was given up while it was prepared or
+        before, that tries anew."""
+        return self.status != "failed" and not (self.status == "cancelled" and self.request.prepare)
 
     @property
     def phase(self) -> str:
@@ -173,7 +181,7 @@ class Operation:
         return Stall(phase=phase or "start", seconds=idle) if idle > limit else None
 
     def stall_message(self, stall: Stall) -> str:
-        """Return what callers and the log are told about ``stall``."""
+        """Return what callers and the log get to know of ``stall``."""
         return (
             f"{self.request.operation} {self.id} has made no progress in phase {stall.phase!r} for "
             f"{stall.seconds:.0f} s. It continues; GET /operations/{self.id} shows its result"
@@ -198,6 +206,31 @@ class Operation:
         """As ``ended``, but it is done as well once this operation is prepared, if that was asked for."""
         return on_this_loop(self._settled)
 
+    def is_shared_with(self, key: str | None, client: str) -> bool:
+        """Whether an equal call may join it. If it is to be prepared: one under its key, or without one of its client,
+        as the audit log names clients."""
+        return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
+
+    def audited(self) -> dict[str, object]:
+        """Return what the audit log has of it beside what it has of every operation."""
+        return {}
+
+    def conflict(self, refused: str, advice: str) -> ConflictError:
+        """Return the error of a call that cannot be done because of this operation: what is ``refused``, and what the
+        caller can do."""
+        verb, lease = self.request.operation, self.blocks_others
+        is_ = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s" if lease else "in progress"
+        message = f"{refused}: {verb} {self.id} of {tag_list(self.request.tags)} is {is_}. {advice}"
+        owner = (self.client, self.lease_left_s()) if lease else (None, None)
+        return ConflictError(message, verb, self.id, *owner)
+
+    def check_owner(self, key: str | None) -> None:
+        """Raise ConflictError if it is to be prepared under another key, and not committed."""
+        if self.key not in (None, key) and self.blocks_others and not self.has_ended:
+            raise self.conflict(
+                "this call does not have the Idempotency-Key of the operation's owner", "Send that key, or wait"
+            )
+
     # What callers do.
 
     def join(self, request: Asked) -> bool:
@@ -219,12 +252,17 @@ class Operation:
             if overtaken is not None:
                 self.request = overtaken
                 self._answered.append(request.identity())
+            self.renew(request)
+            self.callers += 1
+            return True
+
+    def renew(self, request: Asked) -> None:
+        """Let its lease last for that of ``request`` from now on, if that is to be prepared and ends later."""
+        with self.changed:
             if self._lease_ends is None:
                 self._lease_s = max(self._lease_s, request.lease_s)
             elif request.prepare:
                 self._lease_ends = max(self._lease_ends, clock.monotonic() + request.lease_s)
-            self.callers += 1
-            return True
 
     def expedite(self, request: Asked) -> None:
         """Overtake its drain, as ``request`` waits behind it."""
@@ -237,7 +275,7 @@ class Operation:
         """Cancel on behalf of ``by``. It ends soon, a queued one at once. Idempotent.
 
         Returns:
-            Whether it was queued and has ended now; its callers are not told yet.
+            Whether it was queued and has ended now; its callers do not know yet.
 
         Raises:
             TooLateToCancelError: it moves memory already, or has ended otherwise.
@@ -252,16 +290,18 @@ class Operation:
             self.changed.notify_all()
             return False
 
-    def commit(self) -> None:
+    def commit(self, key: str | None = None) -> None:
         """Let it go on if it is prepared. From now on it answers those who ask for the same without preparing it.
         Idempotent.
 
         Raises:
+            ConflictError: it was prepared under another key.
             LeaseEndedError: it is not prepared, and was not committed.
         """
         with self.changed:
             if self.committed:
                 return
+            self.check_owner(key)
             self._note_lease_end()
             self.advance("commit")
             self.committed = True
@@ -338,8 +378,16 @@ class Operation:
                 self.advance("error")
             return ends
 
+    def as_forgotten(self) -> Operation:
+        """Return it as it answers repeats after it is forgotten: without phases, and figures by tag and device."""
+        kept = copy(self)
+        kept.memory, kept.log = None, PhaseLog(tuple)
+        if self.report is not None:
+            kept.report = self.report.model_copy(update={"tags": (), "phases": (), "devices": ()})
+        return kept
+
     def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended; its callers are not told yet."""
+        """Record how it ended; its callers do not know yet."""
         with self.changed:
             if error is not None:
                 self.undo()
@@ -357,8 +405,8 @@ class Operation:
                 ending = "cancel" if self.status == "queued" else "cancelled"
             self.advance(ending)  # last, for readers without the lock
 
-    def tell(self) -> None:
-        """Tell its callers that it has ended."""
+    def answer_callers(self) -> None:
+        """Let its callers know that it has ended."""
         self.done.set_result(None)
         if not self._settled.done():
             self._settled.set_result(None)

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from memsaver_core.contract.errors import ConflictError, TooLateToCancelError, TooManyOperationsError
+from memsaver_core.contract.errors import TooLateToCancelError, TooManyOperationsError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import Asked
 from memsaver_core.phases import PhaseLog
 from memsaver_server.heap_reserve import reserved_heap
-from memsaver_server.operation.history import History
+from memsaver_server.operation.history import History, Keys
 from memsaver_server.operation.operation import Moved, Operation, tag_list
 from memsaver_server.operation.table import ENGINE
 from memsaver_server.threads import start_thread
@@ -46,7 +46,8 @@ class OperationQueue:
     ) -> None:
         self._memory = memory
         self._phase_timeout_s = phase_timeout_s
-        self._history: History[Operation] = History(history)
+        self._keys = Keys()
+        self._history: History[Operation] = History(history, self._keys.forgotten)
         self._pending: deque[tuple[Operation, Work]] = deque()
         #: The lock of the queue and of its operations.
         self._changed = threading.Condition()
@@ -72,21 +73,23 @@ class OperationQueue:
     def submit(self, request: Asked, work: Work, *, key: str | None, client: str) -> Operation:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
-        A call joins an operation only if nothing that would undo it is queued behind that. One that joins a prepared
-        operation renews its lease.
+        A call joins an operation only if nothing that would undo it is queued behind that. One that is to be prepared
+        is joined by its owner alone, whose repeats renew its lease.
 
         Args:
             key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,
-                however long ago that was, unless it failed or its lease ended.
+                see ``Keys``, unless that failed, or was prepared and given up.
 
         Raises:
             ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
         """
         with self._changed:
-            operation = self._history.find_repeated(request, key) or self._joined(request)
-            if operation is None:
-                operation = self._enqueue(request, work, client)
-            self._history.add_key(key, request, operation)
+            operation = self._keys.find(request, key)
+            if operation is not None:
+                operation.renew(request)
+            else:
+                operation = self._joined(request, key, client) or self._enqueue(request, work, key, client)
+                self._keys.add(key, request, operation)
         return operation
 
     def cancel(self, operation: Operation, by: str) -> None:
@@ -99,7 +102,7 @@ class OperationQueue:
             ended = operation.cancel(by)
             self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
         if ended:
-            self._tell(operation)
+            self._conclude(operation)
 
     def close(self) -> None:
         """Cancel what is prepared, and let the worker end once the queue is empty; while it lives it keeps a reference
@@ -114,25 +117,21 @@ class OperationQueue:
 
     # With the lock held.
 
-    def _joined(self, request: Asked) -> Operation | None:
+    def _joined(self, request: Asked, key: str | None, client: str) -> Operation | None:
         """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""
         for other, _ in reversed(self._pending):
-            if other.join(request):
+            if other.is_shared_with(key, client) and other.join(request):
                 return other
             if _conflict(request, other):
                 return None
         return None
 
-    def _enqueue(self, request: Asked, work: Work, client: str) -> Operation:
+    def _enqueue(self, request: Asked, work: Work, key: str | None, client: str) -> Operation:
         conflicting = next((other for other, _ in self._pending if _conflict(request, other)), None)
         if conflicting is not None and not request.wait:
-            verb, tags = conflicting.request.operation, tag_list(conflicting.request.tags)
-            raise ConflictError(
-                f"cannot {request.operation} {tag_list(request.tags)}: {verb} {conflicting.id} of {tags} is "
-                f"{'prepared' if conflicting.blocks_others else 'in progress'}. Try again when it is done, or send "
-                '"wait": true',
-                verb,
-                conflicting.id,
+            raise conflicting.conflict(
+                f"cannot {request.operation} {tag_list(request.tags)}",
+                'Try again when it is done, or send "wait": true',
             )
         if len(self._pending) >= MAX_PENDING:
             raise TooManyOperationsError(f"{MAX_PENDING} operations are waiting already; try again later")
@@ -142,7 +141,7 @@ class OperationQueue:
             for other, _ in self._pending:
                 other.expedite(request)
         operation = Operation(
-            uuid.uuid4().hex[:12], request, client, ENGINE, self._memory, self._phase_timeout_s, self._changed
+            uuid.uuid4().hex[:12], request, client, ENGINE, key, self._memory, self._phase_timeout_s, self._changed
         )
         self._pending.append((operation, work))
         self._history.add(operation)
@@ -178,16 +177,16 @@ class OperationQueue:
             operation.finish(report, error)
             self._pending.popleft()
             self._history.forget()
-        self._tell(operation)
+        self._conclude(operation)
 
-    def _tell(self, operation: Operation) -> None:
+    def _conclude(self, operation: Operation) -> None:
         """Record an operation that has ended, and notify its callers."""
         try:
             self._on_finished(operation)
         except Exception:
             logger.exception("operation %s has ended, but could not be recorded", operation.id)
         finally:
-            operation.tell()
+            operation.answer_callers()
 
 
 def _conflict(request: Asked, other: Operation) -> bool:

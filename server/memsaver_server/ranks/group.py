@@ -111,17 +111,17 @@ class Group:
         return self.deadlines.hibernation_s + max(resident, default=0) / SLOWEST_COPY
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
-        """Return each rank with the state that it last told."""
+        """Return each rank with the state that it last reported."""
         pairs = enumerate(zip(self.ranks, self.statuses, strict=True))
         alive: dict[int | None, bool] = {**dict.fromkeys(self._watch.pids, True), **dict.fromkeys(self._ended, False)}
         return tuple(
             RankStatus(
                 rank=rank,
-                pid=told.pid,
-                alive=alive.get(told.pid),
-                state=status.state if status else "failed" if told.pid else "resident",
+                pid=process.pid,
+                alive=alive.get(process.pid),
+                state=status.state if status else "failed" if process.pid else "resident",
             )
-            for rank, (told, status) in pairs
+            for rank, (process, status) in pairs
         )
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Group:
             raise GroupFailedError(self.failure)
 
     def fail(self, cause: str) -> GroupFailedError:
-        """Refuse all operations from now on, those that are waited for included. The first cause is the one told."""
+        """Refuse all operations from now on, those that are waited for included. The first cause is reported."""
         with self._failing:
             first = not self.failure
             self.failure = self.failure or f"{cause}; restart the engine"
@@ -170,7 +170,7 @@ class Group:
         return answers
 
     def wait(self, call: Future[_T], limit_s: float | None = None) -> _T:
-        """Return the result of ``call``, in which all ranks do something; ``limit_s`` and errors as of ``ask``."""
+        """Return the result of ``call``, in which all ranks do something; ``limit_s`` and errors: as ``ask``."""
         limit = self.deadlines.idle_s if limit_s is None else limit_s
         since, figures = time.monotonic(), self.progress.figures()
         waited: set[Future[Any]] = {call, self._failed}
@@ -198,10 +198,10 @@ class Group:
 
     def _others(self, first: int, failures: Mapping[int, Failure]) -> str:
         """Return what ranks besides ``first`` say that is different."""
-        told = {failures[first].message: first}
+        said = {failures[first].message: first}
         for rank, failure in failures.items():
-            told.setdefault(failure.message, rank)
-        return "".join(f"; rank {rank}: {message}" for message, rank in told.items() if rank != first)
+            said.setdefault(failure.message, rank)
+        return "".join(f"; rank {rank}: {message}" for message, rank in said.items() if rank != first)
 
     def _late(self) -> str:
         late = ""
@@ -219,5 +219,5 @@ class Group:
         self.fail(f"{self._names[pid]} has ended{during}")
 
 
-def _decoded(told: list[Plain]) -> list[Answer]:
-    return [ANSWERS.decode(each) for each in told]
+def _decoded(answers: list[Plain]) -> list[Answer]:
+    return [ANSWERS.decode(each) for each in answers]

@@ -55,7 +55,7 @@ class Steps:
     Attributes:
         reports: what the ranks reported so far.
         failed_phase: the phase that the first rank that failed was in, or an empty string.
-        phase: the phase to tell while no rank tells one.
+        phase: the phase to report while no rank reports one.
     """
 
     def __init__(self, group: Group, log: PhaseLog) -> None:
@@ -125,7 +125,7 @@ class Steps:
 class RankMemory:
     """Implements ``Memory``.
 
-    ``status`` is as of the last operation, since asking the ranks would disturb them; how far they are with the
+    ``status`` is that after the last operation, since asking the ranks would disturb them; how far they are with the
     operation in progress is read from their shared-memory records.
 
     Args:
@@ -285,7 +285,7 @@ class RankMemory:
         return self._group.wait(call)
 
     def release_awake(self, request: MemoryRequest) -> list[Answer]:
-        """Release on every rank while none is hibernated. An engine with a sleep of its own overrides this.
+        """Release on every rank while none is hibernated. An engine that has its own sleep overrides this.
 
         Raises:
             MemsaverError: the engine refused.
@@ -383,10 +383,10 @@ class RankMemory:
         asked = request.hibernate or not request.tags or COMMUNICATORS in request.tags
         return names if asked else ()
 
-    def _of_ranks(self, told: Sequence[Sequence[str]]) -> list[str]:
-        """Return what each rank told, with its number if there are several."""
+    def _of_ranks(self, said: Sequence[Sequence[str]]) -> list[str]:
+        """Return what each rank said, with its number if there are several."""
         several = self._group.several
-        return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(told) for each in all_]
+        return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(said) for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""

@@ -1,4 +1,4 @@
-"""What the ranks tell, merged: their devices, statuses, phases and tags."""
+"""What the ranks report, merged: their devices, statuses, phases and tags."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ class RankDevices:
 
     def merged_status(self, statuses: Sequence[Status | None]) -> Status:
         """Merge what each rank holds; None is a rank that does not use memsaver."""
-        told = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
-        if not told:
+        known = [(rank, status) for rank, status in enumerate(statuses) if status is not None]
+        if not known:
             return Status(enabled=False, driver="none", state="resident")
-        tags = [self._renumbered(rank, tag) for rank, status in told for tag in status.tags]
-        backups = [status.host_backup for _, status in told]
+        tags = [self._renumbered(rank, tag) for rank, status in known for tag in status.tags]
+        backups = [status.host_backup for _, status in known]
         sizes = [name for name in HostBackupStatus.model_fields if name not in ("prepared", "shared_store")]
         sums = {name: sum(getattr(backup, name) for backup in backups) for name in sizes}
         prepared = all(backup.prepared for backup in backups)
         reserved: Counter[int] = Counter()
-        for rank, status in told:
+        for rank, status in known:
             reserved.update({self.number(rank, index): size for index, size in status.reserved_by_device.items()})
         return Status(
             enabled=True,
-            driver=told[0][1].driver,
-            state=_worst(status.state for _, status in told),
-            failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in told if status.failure),
+            driver=known[0][1].driver,
+            state=_worst(status.state for _, status in known),
+            failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in known if status.failure),
             tags=merged_tags(tags),
             host_backup=HostBackupStatus(**sums, prepared=prepared, shared_store=_merged_store(backups)),
             reserved_by_device=reserved,
-            hibernated=any(status.hibernated for _, status in told),
-            communicators=tuple(each for _, status in told for each in status.communicators),
-            shared=tuple(dict.fromkeys(each for _, status in told for each in status.shared)),
+            hibernated=any(status.hibernated for _, status in known),
+            communicators=tuple(each for _, status in known for each in status.communicators),
+            shared=tuple(dict.fromkeys(each for _, status in known for each in status.shared)),
         )
 
     def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:

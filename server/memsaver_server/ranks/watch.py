@@ -1,6 +1,6 @@
 """Watches processes, so that the end of one is an event.
 
-A pidfd tells it once the kernel has taken the process's memory down, which may take seconds if tens of gigabytes are
+A pidfd reports it once the kernel has taken the process's memory down, which may take seconds if tens of gigabytes are
 pinned. So the process's state is looked at, too.
 """
 
@@ -26,7 +26,7 @@ _EXITING = 0x4
 
 
 class ProcessWatch:
-    """Calls the method ``on_end(pid)`` from a thread of its own for each of ``pids`` that ends, until it is garbage
+    """Calls the method ``on_end(pid)`` from a separate thread for each of ``pids`` that ends, until it is garbage
     collected.
 
     Attributes:
@@ -73,7 +73,7 @@ def _is_ending(pid: int) -> bool:
         state, *_, flags = _stat(pid)[:7]
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # this process has no free descriptor: it cannot be told now
+    except OSError:  # this process has no free descriptor: that cannot be reported now
         return False
     return state in "ZX" or bool(int(flags) & _EXITING)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
 from memsaver_core.contract.requests import Tagged
+from memsaver_core.contract.status import COORDINATOR_HEADER
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, takes
@@ -23,10 +24,10 @@ def router(models: Models) -> APIRouter:
 
     @routes.get("/memory_occupation", response_model=models.occupation, responses=failures(only=REFUSED))
     @reads_only
-    async def memory_occupation(controller: ControllerOf) -> JSONResponse:
+    async def memory_occupation(request: Request, controller: ControllerOf) -> JSONResponse:
         """States, tags, devices and backups. Waits for no operation; an unresponsive device or engine is shown as last
         read."""
-        return JSONResponse(await controller.occupation())
+        return JSONResponse(await controller.occupation(request.headers.get(COORDINATOR_HEADER, "")[:120]))
 
     @routes.post(
         "/content_written",

@@ -14,7 +14,7 @@ from memsaver_core.contract.requests import Fields
 from memsaver_server.controller import Controller, Models, Operation
 from memsaver_server.http.auth import caller, reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
-from memsaver_server.http.service import ControllerOf, ServiceOf, event_stream
+from memsaver_server.http.service import ControllerOf, ServiceOf, event_stream, key_of
 
 _MISSING = failures({404: "No such operation is remembered."}, only=REFUSED)
 _TOO_LATE = failures(
@@ -51,7 +51,7 @@ def router(models: Models) -> APIRouter:
         Memory and admission are then as before, and its callers get an error of type ``cancelled``. Idempotent.
         """
         found = controller.find(operation_id)
-        await controller.cancel(found, caller(request))
+        await controller.cancel(found, caller(request), key_of(request))
         return JSONResponse(controller.describe(found))
 
     @routes.post(
@@ -60,9 +60,9 @@ def router(models: Models) -> APIRouter:
         responses=failures({404: "No such operation is remembered.", 409: "It is not prepared."}),
         openapi_extra=takes(Fields),
     )
-    async def commit(service: ServiceOf, operation_id: str, _fields: _NoFields) -> JSONResponse:
+    async def commit(request: Request, service: ServiceOf, operation_id: str, _fields: _NoFields) -> JSONResponse:
         """Do what was prepared, and answer as the release or the resume. Idempotent."""
-        return await service.commit(service.controller.find(operation_id))
+        return await service.commit(request, service.controller.find(operation_id))
 
     @routes.post(
         "/operations/{operation_id}/abort",

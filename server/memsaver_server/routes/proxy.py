@@ -51,7 +51,7 @@ def _model(controller: FleetController, name: str) -> dict[str, Any]:
     models = controller.turns.models
     if name not in models:
         raise UnknownModelError(name, models)
-    engines = [{"name": seat.name, "url": seat.url, "state": seat.state} for seat in models[name]]
+    engines = [{"name": slot.name, "url": slot.url, "state": slot.state} for slot in models[name]]
     return {"id": name, "object": "model", "created": 0, "owned_by": "memsaver", "engines": engines}
 
 

@@ -59,7 +59,7 @@ def router(models: Models) -> APIRouter:
         found = operation.request.operation
         if found != verb:
             raise BadRequestError(f"operation {commit} is a {found}; commit it by POST /{found}_memory_occupation")
-        return await service.commit(operation)
+        return await service.commit(request, operation)
 
     @routes.get("/release_memory_occupation", responses=answered, openapi_extra=takes_in_query(release))
     @routes.post("/release_memory_occupation", responses=answered, openapi_extra=takes(release))

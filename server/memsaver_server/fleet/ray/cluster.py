@@ -88,8 +88,8 @@ def _cause(death: Any) -> str:
         reasons = type(about).Reason
         if about.reason not in (reasons.Value("WORKER_DIED"), reasons.Value("NODE_DIED")):
             return ""
-    told = str(getattr(about, "error_message", "") or kind.removesuffix("_context"))
-    return told.split(" Some common causes")[0].strip()
+    said = str(getattr(about, "error_message", "") or kind.removesuffix("_context"))
+    return said.split(" Some common causes")[0].strip()
 
 
 async def actor_events() -> AsyncIterator[set[str]]:

@@ -39,7 +39,9 @@ class Coordinator:
     async def __init__(self, fleet: str, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._membership = RayMembership(fleet)
         key = os.environ.get("MEMSAVER_API_KEY")
-        self._fleet = AsyncFleet(self._membership, record=RayRecord(fleet), **{"api_key": key, **options})
+        self._fleet = AsyncFleet(
+            self._membership, record=RayRecord(fleet), **{"api_key": key, "name": fleet, **options}
+        )
         self._keeping = asyncio.create_task(self._fleet.keep())
 
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:

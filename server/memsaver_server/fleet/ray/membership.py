@@ -14,8 +14,8 @@ from memsaver_server.fleet.ray.registry import Entry, entries, forget
 
 logger = logging.getLogger("memsaver")
 
-#: How long the death of an engine's actor is told, unless an engine of its name registers before; seconds.
-DEATH_TOLD_S = 3600.0
+#: How long the death of an engine's actor is listed, unless an engine of its name registers before; seconds.
+DEATH_LISTED_S = 3600.0
 #: After the stream of Ray's events broke, seconds.
 _AGAIN_S = 1.0
 
@@ -32,7 +32,7 @@ class RayMembership:
     """The engines that have called ``register``, as long as Ray knows their actors as alive or restarting.
 
     An actor that restarts is still a member, so that an operation which needs it fails and names it. One that is dead
-    for good has left; ``deaths`` tells of it. Use it in one event loop of a process connected to Ray.
+    for good has left; ``deaths`` lists it. Use it in one event loop of a process connected to Ray.
 
     Args:
         fleet: the name of the fleet.
@@ -61,7 +61,7 @@ class RayMembership:
             try:
                 seen, _ = await asyncio.to_thread(self._read)
             except MembershipError:
-                return  # members() tells why
+                return  # members() says why
             if seen != self._seen:
                 return
             await self._happened.wait()
@@ -82,7 +82,7 @@ class RayMembership:
                 actor = actor_state(entry.actor)
                 if not actor.is_dead:
                     living[entry.name] = (entry, actor.state)
-                elif actor.cause and time.time() - actor.ended_at < DEATH_TOLD_S:
+                elif actor.cause and time.time() - actor.ended_at < DEATH_LISTED_S:
                     deaths[entry.name] = Death(entry.member(), actor.cause)
                 else:
                     forget(self._fleet, entry)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ray.util import get_current_placement_group, get_node_ip_address
 
 from memsaver_server.client import Client, ClientError
-from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.members import Member, checked
 from memsaver_server.fleet.ray.cluster import NAMESPACE, actor_state, delete_key, list_keys, read_key, write_key
 from memsaver_server.fleet.results import FleetError
 
@@ -82,26 +82,28 @@ def register(
 
     Raises:
         FleetError: this is no actor, the service does not answer, or a living actor has the name.
+        MembershipError: the address is none, or has credentials.
         ConfigurationError: as for ``memsaver_server.attach``.
     """
     context = ray.get_runtime_context()
     actor = context.get_actor_id()
     if actor is None:
-        raise FleetError("register() tells the fleet which actor an engine lives in; call it inside of that actor")
+        raise FleetError("register() enters the actor that it is called in; call it inside of the actor of the engine")
     name = name or context.get_actor_name() or f"engine-{actor[:12]}"
     _check_is_free(fleet, name, actor)
     started = None if isinstance(service, str) or hasattr(service, "url") else _serve(service)
     url = service if isinstance(service, str) else (started or service).url  # type: ignore[union-attr]
+    checked([Member(name, url)])
     try:
-        told_model, told_gpus = _ask(url, api_key or os.environ.get("MEMSAVER_API_KEY"))
+        its_model, its_gpus = _ask(url, api_key or os.environ.get("MEMSAVER_API_KEY"))
         entry = Entry(
             name=name,
             url=url,
             actor=actor,
-            model=model or told_model,
+            model=model or its_model,
             labels={**_places(context), **(labels or {})},
             host=get_node_ip_address(),
-            gpus=tuple(gpus) or told_gpus,
+            gpus=tuple(gpus) or its_gpus,
         )
         write_key(_key(fleet, name), entry.model_dump_json().encode())
     except BaseException:
@@ -136,7 +138,7 @@ def coordinator_name(fleet: str) -> str:
 
 
 def notify(fleet: str) -> None:
-    """Tell the coordinator, if there is one, that the members have changed. Does not wait."""
+    """Let the coordinator, if there is one, know that the members have changed. Does not wait."""
     try:
         ray.get_actor(coordinator_name(fleet), namespace=NAMESPACE).members_changed.remote()
     except ValueError:  # it reads the members when it starts
@@ -151,7 +153,7 @@ def _check_is_free(fleet: str, name: str, actor: str) -> None:
     stored = read_key(_key(fleet, name))
     other = Entry.model_validate_json(stored).actor if stored is not None else actor
     if other != actor and not actor_state(other).is_dead:
-        raise FleetError(f"actor {other} of fleet {fleet!r} is called {name!r} already; give a name of its own")
+        raise FleetError(f"actor {other} of fleet {fleet!r} is called {name!r} already; give another name")
 
 
 def _serve(engine: Engine) -> Attachment:
@@ -164,12 +166,12 @@ def _ask(url: str, api_key: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the model and the UUIDs of the GPUs, as the service says."""
     try:
         with Client(url, api_key=api_key) as client:
-            told = client.occupation()
+            now = client.occupation()
     except ClientError as error:
         raise FleetError(
-            f"the engine cannot be registered: its service at {url} does not tell its state: {error}"
+            f"the engine cannot be registered: its service at {url} does not say its state: {error}"
         ) from error
-    return told.model, tuple(device.uuid for device in told.devices)
+    return now.model, tuple(device.uuid for device in now.devices)
 
 
 def _places(context: Any) -> dict[str, str]:

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.contract.errors import AdmissionClosedError, MemsaverError
+from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.turns.errors import NoTurnError
-from memsaver_server.fleet.turns.seat import Seat
+from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import Mover, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
 
@@ -62,35 +63,39 @@ class Proxy:
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
         for _ in range(ATTEMPTS):
-            seat = await self._turns.enter(model)
-            leave = partial(self._turns.leave, seat)
-            answer = await self._send(request, seat, body, leave)
-            headers = answer_headers(answer.headers, seat.name)
+            slot = await self._turns.enter(model)
+            leave = partial(self._turns.leave, slot)
+            answer = await self._send(request, slot, body, leave)
+            if answer.status_code == 401:  # of ours: that of the client is not passed on
+                await answer.aclose()
+                leave()
+                raise BadGatewayError(f"engine {slot.name} refuses the request{key_advice(401)}")
+            headers = answer_headers(answer.headers, slot.name)
             if answer.status_code != AdmissionClosedError.status:
                 return Relayed(answer, headers, leave)
             try:
                 content = b"".join([chunk async for chunk in answer.aiter_raw()])
                 refuses = _is_refusal(content)
                 if refuses:
-                    self._turns.failed(seat, "closed", "it refuses requests")
+                    self._turns.failed(slot, "closed", "it refuses requests")
             finally:
                 await answer.aclose()
                 leave()
             if not refuses:
                 return _whole(answer.status_code, headers, content)
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
-            await self._mover.look([seat.name])
-        raise NoTurnError(f"{seat.name} says that it is ready, but refuses requests")
+            await self._mover.look([slot.name])
+        raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
 
-    async def _send(self, request: Request, seat: Seat, body: bytes, leave: Callable[[], None]) -> httpx.Response:
-        upstream = self._upstreams.to(seat.url, self._keys.get(seat.name))
+    async def _send(self, request: Request, slot: Slot, body: bytes, leave: Callable[[], None]) -> httpx.Response:
+        upstream = self._upstreams.to(slot.url, self._keys.get(slot.name))
         try:
             return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            self._turns.failed(seat, "dead", f"it gave no answer: {reason}")
+            self._turns.failed(slot, "dead", f"it gave no answer: {reason}")
             leave()
-            raise BadGatewayError(f"engine {seat.name} at {seat.url} gave no answer: {reason}") from error
+            raise BadGatewayError(f"engine {slot.name} at {slot.url} gave no answer: {reason}") from error
         except BaseException:
             leave()
             raise

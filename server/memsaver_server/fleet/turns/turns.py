@@ -21,7 +21,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
 from memsaver_server.fleet.turns.options import TurnOptions
-from memsaver_server.fleet.turns.seat import Seat, SeatState, victims
+from memsaver_server.fleet.turns.slot import Slot, SlotState, victims
 
 logger = logging.getLogger("memsaver")
 
@@ -53,7 +53,7 @@ class Line:
     def __init__(self) -> None:
         self.looked = False
         self.short_since: float | None = None
-        self._waiting: deque[tuple[float, asyncio.Future[Seat]]] = deque()
+        self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,9 +63,9 @@ class Line:
         """When the request at its head came, on the monotonic clock."""
         return self._waiting[0][0]
 
-    def join(self) -> asyncio.Future[Seat]:
+    def join(self) -> asyncio.Future[Slot]:
         """Add a request; its turn is the future's result. A future that is cancelled leaves the line."""
-        turn: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         entry = clock.monotonic(), turn
         if not self._waiting:
             self.looked, self.short_since = False, None
@@ -73,13 +73,13 @@ class Line:
         turn.add_done_callback(lambda _: self._leave(entry))
         return turn
 
-    def serve(self, seat: Seat) -> None:
-        """Let all requests go to ``seat``."""
+    def serve(self, slot: Slot) -> None:
+        """Let all requests go to ``slot``."""
         while self._waiting:
             _, turn = self._waiting.popleft()
             if not turn.done():
-                seat.in_flight += 1
-                turn.set_result(seat)
+                slot.in_flight += 1
+                turn.set_result(slot)
 
     def fail(self, error: Exception) -> None:
         """Refuse all requests."""
@@ -88,7 +88,7 @@ class Line:
             if not turn.done():
                 turn.set_exception(error)
 
-    def _leave(self, entry: tuple[float, asyncio.Future[Seat]]) -> None:
+    def _leave(self, entry: tuple[float, asyncio.Future[Slot]]) -> None:
         if entry in self._waiting:
             self._waiting.remove(entry)
 
@@ -103,7 +103,7 @@ class Turns:
     def __init__(self, options: TurnOptions, mover: Mover) -> None:
         self.options = options
         self._mover = mover
-        self._seats: dict[str, Seat] = {}
+        self._slots: dict[str, Slot] = {}
         self._lines: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -112,11 +112,11 @@ class Turns:
         self.wakes: dict[str, int] = {}
 
     @property
-    def models(self) -> dict[str, list[Seat]]:
+    def models(self) -> dict[str, list[Slot]]:
         """The models and their engines."""
-        found: dict[str, list[Seat]] = {}
-        for seat in self._seats.values():
-            found.setdefault(seat.model, []).append(seat)
+        found: dict[str, list[Slot]] = {}
+        for slot in self._slots.values():
+            found.setdefault(slot.model, []).append(slot)
         return found
 
     def waiting(self) -> dict[str, int]:
@@ -125,9 +125,9 @@ class Turns:
 
     def in_flight(self) -> dict[str, int]:
         """Return how many requests each engine serves, by its name."""
-        return {seat.name: seat.in_flight for seat in self._seats.values()}
+        return {slot.name: slot.in_flight for slot in self._slots.values()}
 
-    async def enter(self, model: str) -> Seat:
+    async def enter(self, model: str) -> Slot:
         """Wait for an engine of ``model`` that is ready; ``leave`` gives it back.
 
         Raises:
@@ -135,16 +135,16 @@ class Turns:
             QueueFullError: too many requests wait for it.
             NoTurnError: it cannot be had now, or not within ``wait_s``.
         """
-        seats = self._engines_of(model)
+        slots = self._engines_of(model)
         options, line = self.options.of(model), self._lines.setdefault(model, Line())
         if len(line) >= options.queue_limit:
-            retry = self._retry_after_s(seats)
+            retry = self._retry_after_s(slots)
             raise QueueFullError(f"{len(line)} requests wait for {model!r} already; repeat in {retry} s", retry)
         is_first = not line
         turn = line.join()
         self._schedule()
         if is_first and not turn.done():
-            self._keep(self._look(line, seats))
+            self._keep(self._look(line, slots))
         try:
             await asyncio.wait({turn}, timeout=options.wait_s)
         except asyncio.CancelledError:
@@ -155,13 +155,13 @@ class Turns:
         if turn.done():
             return turn.result()
         self._give_up(turn)
-        states = "; ".join(f"{seat.name} is {seat.state}{seat.reason and f' ({seat.reason})'}" for seat in seats)
-        raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(seats))
+        states = "; ".join(f"{slot.name} is {slot.state}{slot.reason and f' ({slot.reason})'}" for slot in slots)
+        raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(slots))
 
-    async def _look(self, line: Line, seats: Sequence[Seat], after_s: float = 0.0) -> None:
+    async def _look(self, line: Line, slots: Sequence[Slot], after_s: float = 0.0) -> None:
         """Look at the engines of a line, so that whom to wake, and who makes room, is not decided on old figures."""
         await asyncio.sleep(after_s)
-        look = asyncio.ensure_future(self._mover.look([seat.name for seat in seats]))
+        look = asyncio.ensure_future(self._mover.look([slot.name for slot in slots]))
         await asyncio.wait({look}, timeout=LOOK_S)
         line.looked = True
         self._schedule()
@@ -171,39 +171,39 @@ class Turns:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _give_up(self, turn: asyncio.Future[Seat]) -> None:
+    def _give_up(self, turn: asyncio.Future[Slot]) -> None:
         turn.cancel()
         asyncio.get_running_loop().call_soon(self._schedule)  # once it has left the line
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, slot: Slot) -> None:
         """Take note that a request has ended."""
-        seat.in_flight -= 1
-        seat.last_used = clock.monotonic()
+        slot.in_flight -= 1
+        slot.last_used = clock.monotonic()
         self._schedule()
 
-    def failed(self, seat: Seat, state: SeatState, reason: str) -> None:
-        """Take note that ``seat`` turned out not to be ready; the next ``update`` tells its state."""
-        seat.state, seat.reason = state, reason
+    def failed(self, slot: Slot, state: SlotState, reason: str) -> None:
+        """Take note that ``slot`` turned out not to be ready; the next ``update`` shows its state."""
+        slot.state, slot.reason = state, reason
 
     @asynccontextmanager
     async def set_aside(self, names: Iterable[str]) -> AsyncIterator[None]:
         """Send no request to these engines: a caller's operation moves them."""
-        seats = [seat for name in names if (seat := self._seats.get(name))]
-        for seat in seats:
-            seat.moving += 1
+        slots = [slot for name in names if (slot := self._slots.get(name))]
+        for slot in slots:
+            slot.moving += 1
         try:
             yield
         finally:
-            for seat in seats:
-                seat.moving -= 1
+            for slot in slots:
+                slot.moving -= 1
             self._schedule()
 
     def update(self, status: FleetStatus) -> None:
         """Take note of what the engines are."""
         for engine in status.engines:
-            self._seats.setdefault(engine.name, Seat(engine.name)).update(engine, status.wanted)
-        for name in self._seats.keys() - {engine.name for engine in status.engines}:
-            del self._seats[name]
+            self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted)
+        for name in self._slots.keys() - {engine.name for engine in status.engines}:
+            del self._slots[name]
         self._schedule()
 
     def close(self) -> None:
@@ -223,45 +223,45 @@ class Turns:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for seat in self._seats.values():
-            seat.yielding = False
-        claimed = {gpu for seat in self._seats.values() if seat.moving for gpu in seat.gpus}
+        for slot in self._slots.values():
+            slot.yielding = False
+        claimed = {gpu for slot in self._slots.values() if slot.moving for gpu in slot.gpus}
         waiting = [(line.since, model) for model, line in self._lines.items() if line]
         for _, model in sorted(waiting):
             self._serve_or_claim(model, claimed)
         self._release_idle(claimed)
 
     def _serve_or_claim(self, model: str, claimed: set[str]) -> None:
-        line, seats = self._lines[model], self.models.get(model, [])
-        ready = [seat for seat in seats if seat.is_ready]
+        line, slots = self._lines[model], self.models.get(model, [])
+        ready = [slot for slot in slots if slot.is_ready]
         if ready:
-            line.serve(min(ready, key=lambda seat: seat.in_flight))
+            line.serve(min(ready, key=lambda slot: slot.in_flight))
             return
-        asleep = [seat for seat in seats if seat.state == "asleep" and not seat.moving]
+        asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
-            if all(seat.state in ("dead", "kept") and not seat.moving for seat in seats):
-                line.fail(NoTurnError(_why_not(model, seats), self._retry_after_s(seats)))
+            if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
+                line.fail(NoTurnError(_why_not(model, slots), self._retry_after_s(slots)))
             return
         if not line.looked:
-            claimed.update(gpu for seat in asleep for gpu in seat.gpus)
+            claimed.update(gpu for slot in asleep for gpu in slot.gpus)
             return
-        room = {seat: victims(seat, list(self._seats.values())) for seat in asleep if not claimed & set(seat.gpus)}
-        fits = {seat: chosen for seat, chosen in room.items() if chosen is not None}
+        room = {slot: victims(slot, list(self._slots.values())) for slot in asleep if not claimed & set(slot.gpus)}
+        fits = {slot: chosen for slot, chosen in room.items() if chosen is not None}
         if not fits:
             if len(room) == len(asleep):
                 self._no_room(line, asleep)
-            for seat in asleep:
-                claimed.update(seat.gpus)
+            for slot in asleep:
+                claimed.update(slot.gpus)
             return
         line.short_since = None
-        seat = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
-        claimed.update(seat.gpus)
-        self._claim(seat, fits[seat])
+        slot = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
+        claimed.update(slot.gpus)
+        self._claim(slot, fits[slot])
 
-    def _no_room(self, line: Line, asleep: list[Seat]) -> None:
-        """Refuse the line if no engine has fitted for a while: an engine may tell what was free a moment ago."""
+    def _no_room(self, line: Line, asleep: list[Slot]) -> None:
+        """Refuse the line if no engine has fitted for a while: what an engine says may be of a moment ago."""
         now = clock.monotonic()
-        if any(self._may_change(seat) for seat in asleep):
+        if any(self._may_change(slot) for slot in asleep):
             line.short_since = None
         elif line.short_since is None or now < line.short_since + SHORT_S:
             line.short_since = line.short_since or now
@@ -269,30 +269,30 @@ class Turns:
             self._keep(self._look(line, asleep, after_s=SHORT_S / 4))
         else:
             line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(asleep)))
-            for seat in asleep:
-                seat.extra = 0
+            for slot in asleep:
+                slot.extra = 0
 
-    def _claim(self, seat: Seat, making_room: list[Seat]) -> None:
-        """Wake ``seat`` once the others may make room and have no requests in flight."""
+    def _claim(self, slot: Slot, making_room: list[Slot]) -> None:
+        """Wake ``slot`` once the others may make room and have no requests in flight."""
         now = clock.monotonic()
-        due = max([seat.not_before, *(each.awake_since + self._awake_s(each) for each in making_room)])
+        due = max([slot.not_before, *(each.awake_since + self._awake_s(each) for each in making_room)])
         if due > now:
             self._again_in(due - now)
             return
         for each in making_room:
             each.yielding = True
         if not any(each.in_flight for each in making_room):
-            self._start(seat, making_room)
+            self._start(slot, making_room)
 
     def _release_idle(self, claimed: set[str]) -> None:
         now = clock.monotonic()
-        for seat in self._seats.values():
-            idle_s = self.options.of(seat.model).idle_release_s
-            if idle_s is None or not seat.is_ready or seat.in_flight or claimed & set(seat.gpus):
+        for slot in self._slots.values():
+            idle_s = self.options.of(slot.model).idle_release_s
+            if idle_s is None or not slot.is_ready or slot.in_flight or claimed & set(slot.gpus):
                 continue
-            due = max(seat.last_used + idle_s, seat.awake_since + self._awake_s(seat), seat.not_before)
+            due = max(slot.last_used + idle_s, slot.awake_since + self._awake_s(slot), slot.not_before)
             if due <= now:
-                self._start(None, [seat])
+                self._start(None, [slot])
             else:
                 self._again_in(due - now)
 
@@ -305,58 +305,58 @@ class Turns:
 
     # -- moving memory -------------------------------------------------------------------------------------------------
 
-    def _start(self, seat: Seat | None, making_room: list[Seat]) -> None:
-        seats = [*making_room, *([seat] if seat else [])]
-        for each in seats:
+    def _start(self, slot: Slot | None, making_room: list[Slot]) -> None:
+        slots = [*making_room, *([slot] if slot else [])]
+        for each in slots:
             each.moving += 1
-        self._keep(self._move(seat, making_room, seats))
+        self._keep(self._move(slot, making_room, slots))
 
-    async def _move(self, seat: Seat | None, making_room: list[Seat], seats: list[Seat]) -> None:
-        """Release ``making_room``, then resume ``seat``."""
+    async def _move(self, slot: Slot | None, making_room: list[Slot], slots: list[Slot]) -> None:
+        """Release ``making_room``, then resume ``slot``."""
         began = clock.monotonic()
         try:
             if making_room:
                 await self._release(making_room)
-            if seat is not None:
-                await self._resume(seat)
+            if slot is not None:
+                await self._resume(slot)
             self._last_move_s = clock.monotonic() - began
         except (NoTurnError, FleetError) as error:
             logger.warning("%s", error)
-            for each in seats:
+            for each in slots:
                 each.not_before = clock.monotonic() + RETRY_S
         except Exception as error:  # of the membership or the record
             logger.exception("turns: memory could not be moved")
-            self._fail(seat, NoTurnError(f"memory could not be moved: {error}"))
+            self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
         finally:
-            await self._mover.look([each.name for each in seats])
-            for each in seats:
+            await self._mover.look([each.name for each in slots])
+            for each in slots:
                 each.moving -= 1
             self._schedule()
 
-    async def _release(self, making_room: list[Seat]) -> None:
+    async def _release(self, making_room: list[Slot]) -> None:
         result = await self._mover.move("release", [each.name for each in making_room])
         if not result.success:  # all are as before; tried again until those who wait give up
             raise NoTurnError(f"no room was made: {result.message}")
 
-    async def _resume(self, seat: Seat) -> None:
-        result = await self._mover.move("resume", [seat.name])
+    async def _resume(self, slot: Slot) -> None:
+        result = await self._mover.move("resume", [slot.name])
         if result.success:
-            seat.woken()
-            self.wakes[seat.model] = self.wakes.get(seat.model, 0) + 1
+            slot.woken()
+            self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
             return
         if any(engine.kind == "out_of_device_memory" for engine in result.failed):
-            seat.extra += 1  # others hold more than was thought: one more makes room
+            slot.extra += 1  # others hold more than was thought: one more makes room
         else:
-            self._fail(seat, NoTurnError(f"{seat.name} was not woken: {result.message}"))
-        raise NoTurnError(f"{seat.name} was not woken: {result.message}")
+            self._fail(slot, NoTurnError(f"{slot.name} was not woken: {result.message}"))
+        raise NoTurnError(f"{slot.name} was not woken: {result.message}")
 
-    def _fail(self, seat: Seat | None, error: NoTurnError) -> None:
-        if seat is not None and seat.model in self._lines:
-            self._lines[seat.model].fail(error)
+    def _fail(self, slot: Slot | None, error: NoTurnError) -> None:
+        if slot is not None and slot.model in self._lines:
+            self._lines[slot.model].fail(error)
 
     # -- about engines -------------------------------------------------------------------------------------------------
 
-    def _engines_of(self, model: str) -> list[Seat]:
+    def _engines_of(self, model: str) -> list[Slot]:
         models = self.models
         if not models:
             raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
@@ -364,31 +364,31 @@ class Turns:
             raise UnknownModelError(model, models)
         return models[model]
 
-    def _awake_s(self, seat: Seat) -> float:
-        return self.options.of(seat.model).awake_s
+    def _awake_s(self, slot: Slot) -> float:
+        return self.options.of(slot.model).awake_s
 
-    def _may_change(self, seat: Seat) -> bool:
+    def _may_change(self, slot: Slot) -> bool:
         """Return whether an engine on the same GPUs may make room later."""
-        others = [each for each in self._seats.values() if each is not seat and set(each.gpus) & set(seat.gpus)]
+        others = [each for each in self._slots.values() if each is not slot and set(each.gpus) & set(slot.gpus)]
         return any(each.moving or each.state == "closed" for each in others)
 
-    def _retry_after_s(self, seats: Iterable[Seat]) -> int:
+    def _retry_after_s(self, slots: Iterable[Slot]) -> int:
         """Return after how many seconds a repeat may find a turn: after those before it, and one move."""
-        gpus = {gpu for seat in seats for gpu in seat.gpus}
-        ends = [each.awake_since + self._awake_s(each) for each in self._seats.values() if gpus & set(each.gpus)]
+        gpus = {gpu for slot in slots for gpu in slot.gpus}
+        ends = [each.awake_since + self._awake_s(each) for each in self._slots.values() if gpus & set(each.gpus)]
         left = max(ends, default=0.0) - clock.monotonic()
         return max(1, math.ceil(max(0.0, left) + self._last_move_s))
 
 
-def _why_not(model: str, seats: Sequence[Seat]) -> str:
-    states = "; ".join(f"{seat.name}: {seat.reason}" for seat in seats)
+def _why_not(model: str, slots: Sequence[Slot]) -> str:
+    states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
     return f"no engine of {model!r} can serve now: {states}"
 
 
-def _no_room(seat: Seat) -> str:
-    need = seat.share_of(seat.released_bytes)
-    free = ", ".join(f"{size} on {gpu}" for gpu, size in seat.free.items())
+def _no_room(slot: Slot) -> str:
+    need = slot.share_of(slot.released_bytes)
+    free = ", ".join(f"{size} on {gpu}" for gpu, size in slot.free.items())
     return (
-        f"{seat.name} needs {need} bytes of each of its GPUs, and would not fit if all engines of the fleet there were "
+        f"{slot.name} needs {need} bytes of each of its GPUs, and would not fit if all engines of the fleet there were "
         f"released; free are {free}. Free memory that others hold there"
     )

@@ -10,15 +10,12 @@ from memsaver_server.fleet.record import Wanted
 from memsaver_server.fleet.results import EngineStatus
 from memsaver_server.fleet.status import wishes_for
 
-#: Operations whose id begins with it released an engine only until the next request. Ids of callers have no slash.
-TURN_PREFIX = "turn/"
-
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
-SeatState = Literal["awake", "asleep", "kept", "closed", "dead"]
+SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
 
 
-class Seat:
+class Slot:
     """An engine, its state as last seen, and the requests that the proxy has sent to it.
 
     Attributes:
@@ -34,7 +31,7 @@ class Seat:
         self.url = ""
         self.model = ""
         self.gpus: tuple[str, ...] = ()
-        self.state: SeatState = "dead"
+        self.state: SlotState = "dead"
         self.reason = "it has not been asked yet"
         self.resident_bytes = 0
         self.released_bytes = 0
@@ -80,33 +77,33 @@ class Seat:
         return size // max(1, len(self.gpus))
 
 
-def victims(seat: Seat, seats: Sequence[Seat]) -> list[Seat] | None:
-    """Return the engines that have to be released, in whole, before ``seat`` fits; None if it would not fit even then.
+def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
+    """Return the engines that have to be released, in whole, before ``slot`` fits; None if it would not fit even then.
 
     Those without requests in flight come first, of those the one that has been idle longest.
     """
-    others = [one for one in seats if one is not seat and one.is_awake and set(one.gpus) & set(seat.gpus)]
+    others = [one for one in slots if one is not slot and one.is_awake and set(one.gpus) & set(slot.gpus)]
     others.sort(key=lambda one: (one.in_flight > 0, one.last_used))
-    short = {gpu: missing for gpu in seat.gpus if (missing := _missing(seat, gpu, seats)) > 0}
-    chosen: list[Seat] = []
+    short = {gpu: missing for gpu in slot.gpus if (missing := _missing(slot, gpu, slots)) > 0}
+    chosen: list[Slot] = []
     for one in others:
-        if not short and len(chosen) >= seat.extra:
+        if not short and len(chosen) >= slot.extra:
             break
-        if seat.extra > len(chosen) or short.keys() & set(one.gpus):
+        if slot.extra > len(chosen) or short.keys() & set(one.gpus):
             chosen.append(one)
             freed = one.share_of(one.resident_bytes)
             short = {gpu: size - freed * (gpu in one.gpus) for gpu, size in short.items()}
             short = {gpu: size for gpu, size in short.items() if size > 0}
-    return chosen if not short and len(chosen) >= seat.extra else None
+    return chosen if not short and len(chosen) >= slot.extra else None
 
 
-def _missing(seat: Seat, gpu: str, seats: Iterable[Seat]) -> int:
+def _missing(slot: Slot, gpu: str, slots: Iterable[Slot]) -> int:
     # Its own count is what its resume goes by; without one, the least that any engine counts.
-    free = seat.free.get(gpu, min((each.free[gpu] for each in seats if gpu in each.free), default=None))
-    return seat.share_of(seat.released_bytes) - free if free is not None else 0
+    free = slot.free.get(gpu, min((each.free[gpu] for each in slots if gpu in each.free), default=None))
+    return slot.share_of(slot.released_bytes) - free if free is not None else 0
 
 
-def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SeatState, str]:
+def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState, str]:
     now = status.occupation
     if now is None:
         return "dead", status.error or "it does not answer"
@@ -126,4 +123,4 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SeatState
 def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
     """Return whether a caller wants it released, not only until the next request."""
     wishes = wishes_for(status, wanted).values()
-    return any(wish.state == "released" and not wish.operation_id.startswith(TURN_PREFIX) for wish in wishes)
+    return any(wish.state == "released" and not wish.until_asked for wish in wishes)

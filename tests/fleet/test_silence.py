@@ -1,0 +1,95 @@
+"""An engine that hangs keeps nobody waiting but those who asked for it, and is named while they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from memsaver_server.fleet import AsyncFleet, StaticMembership
+from tests.waiting import wait_until
+
+from .conftest import Sites
+from .served_fleet import served
+
+#: Longer than these tests wait for anything.
+SILENCE_S = 36000.0
+
+
+@pytest.fixture
+def fleet(sites: Sites) -> Iterator[httpx.Client]:
+    """All engines, of which b was seen and hangs since, as after SIGSTOP."""
+    with served([site.member for site in sites.values()], silence_s=SILENCE_S) as http:
+        assert http.get("/readyz").is_success
+        sites["b"].wire.silence()
+        yield http
+        sites["b"].wire.heal()
+
+
+def test_others_are_released_resumed_and_looked_at(fleet: httpx.Client, sites: Sites) -> None:
+    for _ in range(2):
+        for verb in ("release", "resume"):
+            answer = fleet.post(f"/{verb}_memory_occupation", json={"selector": {"names": ["a", "c"]}}, timeout=60)
+            assert answer.json()["success"] is True
+    rows = {row["name"]: row for row in fleet.get("/memory_occupation").json()["engines"]}
+    assert [rows[name]["error"] for name in "ac"] == ["", ""]
+    wait_until(lambda: fleet.get("/memory_occupation").json()["engines"][1]["error"].startswith("no answer for "), 60)
+
+
+def test_it_is_named_while_its_operation_waits(fleet: httpx.Client, sites: Sites) -> None:
+    fleet.post("/release_memory_occupation", json={"async": True, "operation_id": "all"}).raise_for_status()
+    wait_until(lambda: fleet.get("/operations/all").json()["engines"].get("b") == "silent", 60)
+    assert fleet.get("/memory_occupation").json()["progress"]["engines"]["b"] == "silent"
+    seen: list[str] = []
+
+    def follow() -> None:
+        with fleet.stream("GET", "/operations/all/events") as events:
+            seen.extend(events.iter_lines())
+
+    following = threading.Thread(target=follow, daemon=True)
+    following.start()
+    wait_until(lambda: 'data: {"name": "b", "stage": "silent"}' in seen, 60)
+    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["a"]}}, timeout=60).is_success
+    sites["b"].wire.drop_waiting()
+    sites["b"].wire.heal()
+    following.join()
+    assert fleet.get("/operations/all").json()["status"] == "succeeded"
+
+
+def test_others_are_brought_to_what_is_wanted(fleet: httpx.Client, sites: Sites) -> None:
+    fleet.post("/release_memory_occupation", json={"selector": {"names": ["c"]}}).raise_for_status()
+    for _ in range(2):
+        sites["c"].http.post("/resume_memory_occupation").raise_for_status()
+        wait_until(lambda: sites["c"].is_released, 60)
+
+
+def test_a_call_of_every_engine_gives_up_on_it(sites: Sites) -> None:
+    """After the patience with silence, and not never."""
+    with served([site.member for site in sites.values()], silence_s=1.5) as http:
+        sites["b"].wire.silence()
+        answer = http.post("/flush_cache", timeout=60)
+        assert (answer.status_code, [engine["success"] for engine in answer.json()["engines"]]) == (
+            502,
+            [True, False, True],
+        )
+        assert "b: no answer: " in answer.json()["message"]
+
+
+def test_the_silent_keep_no_other_from_being_asked(sites: Sites) -> None:
+    """However many calls wait for them, of which only so many are sent at a time."""
+
+    async def run() -> None:
+        sites["b"].wire.silence()
+        async with AsyncFleet(StaticMembership([site.member for site in sites.values()]), silence_s=20) as fleet:
+            parts = [asyncio.create_task(fleet.roster.asked(sites["b"].member)) for _ in range(200)]
+            await asyncio.sleep(0.1)
+            part = await fleet.roster.asked(sites["a"].member)
+            assert part.before is not None
+            assert not any(task.done() for task in parts)
+            for task in parts:
+                task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
