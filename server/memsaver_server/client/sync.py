@@ -74,10 +74,6 @@ class Client:
         """See ``AsyncClient.key_of``."""
         return self._calls.key_of(operation_id)
 
-    def key_of(self, operation_id: str) -> str | None:
-        """See ``AsyncClient.key_of``."""
-        return self._calls.key_of(operation_id)
-
     release = _blocking(Calls.release)
     start_release = _blocking(Calls.start_release)
     resume = _blocking(Calls.resume)

@@ -68,7 +68,7 @@ class AsyncFleet:
     Args:
         membership: lists the engines.
         record: what is wanted, and how far operations are. By default it ends with this object.
-        api_key: the key of the engines that have none of their own in ``Member.api_key``.
+        api_key: the key of the engines without ``Member.api_key``.
         lease_s: how long an engine stays prepared without this coordinator, seconds.
         silence_s: an engine that does not answer for so long counts as unreachable, seconds.
         verify: as for the client.
@@ -102,7 +102,7 @@ class AsyncFleet:
         self._reconciler = Reconciler(
             self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
         )
-        #: Entered while an operation may move memory, whoever wants it, and left after it.
+        #: Entered while an operation may move memory, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
 
     async def release(

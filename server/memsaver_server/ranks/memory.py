@@ -139,7 +139,7 @@ class RankMemory:
         self._group = Group(channel, processes or {}, deadlines or Deadlines())
         self._operation = ""
         self._began = 0.0
-        #: The policies that a release of these tags had instead of their own.
+        #: The policies that a release had for these tags instead of their usual ones.
         self._overrides: dict[str, RestorePolicy] = {}
         self._lost: set[str] = set()
 

@@ -45,10 +45,10 @@ class Coordinator:
         self._keeping = asyncio.create_task(self._fleet.keep())
 
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
-        return self._told(await self._fleet.release(selector, **options), selector)
+        return self._with_deaths(await self._fleet.release(selector, **options), selector)
 
     async def resume(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
-        return self._told(await self._fleet.resume(selector, **options), selector)
+        return self._with_deaths(await self._fleet.resume(selector, **options), selector)
 
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
@@ -78,7 +78,7 @@ class Coordinator:
         """Return the id of the node that it is on, and of its process."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    def _told(self, result: FleetResult, selector: Selector | None) -> FleetResult:
+    def _with_deaths(self, result: FleetResult, selector: Selector | None) -> FleetResult:
         """Return the result, with those engines named that cannot be asked any more."""
         dead = [f"{death.member.name} ({death.cause})" for death in self._membership.deaths(selector)]
         if not dead:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from memsaver_core.contract.requests import Seconds
 from memsaver_server.wrong_fields import wrong_fields
 
-#: The name of the entry that holds for all models without one of their own.
+#: The name of the entry that holds for all models that have none.
 OTHERS = "*"
 
 
