@@ -100,7 +100,7 @@ class AsyncFleet:
         self._recovering = asyncio.Lock()
         self._recovered = False
         self._reconciler = Reconciler(
-            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._own
+            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._reconciled
         )
         #: Entered while an operation may move memory, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
@@ -301,17 +301,18 @@ class AsyncFleet:
             async with self.around(operation):
                 return await self._execute(operation)
 
-    def _own(self, operation: FleetOperation, body: Mapping[str, Any]) -> Coroutine[Any, Any, FleetResult]:
-        return self._concluded(operation, self._alone(operation, body))
+    async def _reconciled(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
+        """Carry an operation of the reconciler out, which holds the locks of the one engine that it is about."""
 
-    async def _alone(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
-        """Carry an operation on one engine out, whose locks the caller holds."""
-        (part,) = operation.parts
-        operation.how = "each"
-        async with self.around(operation):
-            self._report(operation, "commit")
-            await part.perform(operation.request.operation, body, "reconciling")
-            return self._finish(operation, remembered=False)
+        async def carry_out() -> FleetResult:
+            (part,) = operation.parts
+            operation.how = "each"
+            async with self.around(operation):
+                self._report(operation, "commit")
+                await part.perform(operation.request.operation, body, "reconciling")
+                return self._finish(operation, remembered=False)
+
+        return await self._concluded(operation, carry_out())
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts

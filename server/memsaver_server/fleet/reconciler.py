@@ -63,6 +63,10 @@ class Reconciler:
                     going.add_done_callback(self._late.discard)
                 await self._changed(interval_s)
                 trouble = ""
+            except asyncio.CancelledError:
+                for each in (going, *self._late):
+                    each.cancel()
+                raise
             except Exception as error:
                 if str(error) != trouble:
                     bug = None if isinstance(error, (MembershipError, RecordError)) else error

@@ -83,7 +83,7 @@ class Operation:
     request: Asked
     client: str
     table: Table
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     memory: Moved | None = None
     phase_timeout_s: float = math.inf
     changed: threading.Condition = field(default_factory=threading.Condition)
