@@ -334,3 +334,10 @@ def test_each_operation_leaves_one_line(http: httpx.Client, caplog: pytest.LogCa
     assert release["outcome"] == "success"
     assert release["released_bytes"] >= 16 << 20
     assert release["seconds"] > 0
+
+
+def test_the_read_only_key_names_no_coordinator(serve: Serve) -> None:
+    http = serve(api_key="the key", read_key="the other")
+    for key, named in (("the other", ""), ("the key", "somebody")):
+        headers = {"Authorization": f"Bearer {key}", "Memsaver-Coordinator": "somebody"}
+        assert http.get("/memory_occupation", headers=headers).json()["coordinator"] == named

@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 from memsaver_core.contract.requests import Tagged
 from memsaver_core.contract.status import COORDINATOR_HEADER
 from memsaver_server.controller import Models
-from memsaver_server.http.auth import reads_only
+from memsaver_server.http.auth import has_valid_key, reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, takes
-from memsaver_server.http.service import ControllerOf, response_of
+from memsaver_server.http.service import ControllerOf, response_of, service_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
 
@@ -27,7 +27,9 @@ def router(models: Models) -> APIRouter:
     async def memory_occupation(request: Request, controller: ControllerOf) -> JSONResponse:
         """States, tags, devices and backups. Waits for no operation; an unresponsive device or engine is shown as last
         read."""
-        return JSONResponse(await controller.occupation(request.headers.get(COORDINATOR_HEADER, "")[:120]))
+        only_reads = has_valid_key(request, service_of(request).settings.read_key)  # and so holds no engine
+        name = "" if only_reads else request.headers.get(COORDINATOR_HEADER, "")[:120]
+        return JSONResponse(await controller.occupation(name))
 
     @routes.post(
         "/content_written",
