@@ -16,14 +16,15 @@ _held: IO[bytes] | None = None
 
 
 def free_bytes() -> int:
-    """Return what is free for backups in files; 0 if their folder cannot be used."""
+    """Return what is free for backups in files, with what ``hold`` holds; 0 if their folder cannot be used."""
     folder = process.settings().file_dir
     try:
         disk = os.statvfs(folder)
     except OSError:
         return 0
     free = disk.f_bavail * disk.f_frsize
-    return min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
+    free = min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
+    return free + (0 if _held is None else os.fstat(_held.fileno()).st_size)
 
 
 def is_in_memory(folder: str) -> bool:

@@ -27,6 +27,11 @@ def reserve(request: Tagged) -> None:
 def check_release(request: MemoryRequest) -> None:
     """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
     plan_release(request)
+    hold_disk(request)
+
+
+def hold_disk(request: MemoryRequest) -> None:
+    """Hold the disk space of the backups until the release, or ``give_back_reserved``. Raises DiskFullError."""
     tags, status = _look(request.tags)
     _, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
     disk.hold(_to_fit(file.needed_bytes, 0))

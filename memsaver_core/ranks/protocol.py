@@ -19,7 +19,7 @@ from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 4
+VERSION = 5
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -62,8 +62,15 @@ class Reserve:
 
 
 @dataclass(frozen=True)
+class HoldDisk:
+    """Hold the disk space that the backups of a release need, which it uses."""
+
+    memory: MemoryRequest
+
+
+@dataclass(frozen=True)
 class GiveBackReserved:
-    """Give back the memory that ``Reserve`` took and no resume has used."""
+    """Give back what ``Reserve`` or ``HoldDisk`` took and no operation has used."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ Request = (
     | Prepare
     | Move
     | Reserve
+    | HoldDisk
     | GiveBackReserved
     | MoveCommunicators
     | HibernationStep

@@ -16,7 +16,7 @@ from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
 from memsaver_core.ranks import protocol
-from memsaver_core.ranks.plans import plan_release, plan_resume
+from memsaver_core.ranks.plans import hold_disk, plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
 
@@ -96,6 +96,9 @@ class Rank:
                 if tags or not memory.tags:
                     ms.reserve_with(Tagged(tags=tags))
                 return _NOTHING_RESUMED
+            case protocol.HoldDisk(memory):
+                hold_disk(memory)
+                return OperationReport(operation="release")
             case protocol.GiveBackReserved():
                 ms.give_back_reserved()
                 return _NOTHING_RESUMED

@@ -15,7 +15,7 @@ import pytest
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError
 from memsaver_server.fleet import FileRecord, Fleet, RecordContent, Selector
-from memsaver_server.fleet.record import Known
+from memsaver_server.fleet.record import Known, MemoryRecord
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from tests.programs import Child
 from tests.waiting import wait_until
@@ -135,6 +135,20 @@ def test_an_id_is_its_request_after_a_restart(coordinate: Callable[..., Fleet], 
             call()
     again = fleet.release(operation_id="one", tags=["kv_cache"])
     assert {engine.kind for engine in again.failed} == {"changed"}
+    assert all(site.is_serving for site in sites.values())
+
+
+def test_an_id_that_is_not_kept_any_more_is_new(
+    coordinate: Callable[..., Fleet], sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was answered by what had been done under it, a day ago, for another request."""
+    record = MemoryRecord()
+    fleet = coordinate(record=record)
+    assert fleet.release(operation_id="one").success
+    monkeypatch.setattr("memsaver_server.fleet.record.KEPT_S", 0.0)
+    assert fleet.resume(operation_id="one").resumed_bytes
+    assert coordinate(record=record).release(operation_id="one").released_bytes
+    assert coordinate(record=record).resume(operation_id="one").success
     assert all(site.is_serving for site in sites.values())
 
 

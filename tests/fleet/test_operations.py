@@ -252,6 +252,14 @@ def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> Non
 
 
 @pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_an_id_may_have_letters_of_any_alphabet(fleet: Fleet, sites: Sites, mode: Mode) -> None:
+    """Every engine "gave an answer that cannot be read", as no header could carry the id."""
+    result = fleet.release(operation_id="köln:1", mode=mode)
+    assert result.success, result.message
+    assert all(site.is_released for site in sites.values())
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
 def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, mode: Mode) -> None:
     for _ in range(2):
         sites["b"].engine.memory.fail("release", MemsaverError("no"))

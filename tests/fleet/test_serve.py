@@ -365,6 +365,18 @@ def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> N
     assert states(sites) == ["resident"] * 3
 
 
+def test_a_key_that_is_not_kept_any_more_is_new(
+    fleet: httpx.Client, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume was answered by the release that had the key a day ago."""
+    key = {"Idempotency-Key": "key 1"}
+    assert fleet.post("/release_memory_occupation", headers=key).is_success
+    for module in ("record", "operation"):
+        monkeypatch.setattr(f"memsaver_server.fleet.{module}.KEPT_S", 0.0)
+    assert fleet.post("/resume_memory_occupation", headers=key).json()["resumed_bytes"]
+    assert states(sites) == ["resident"] * 3
+
+
 # -- who may call, and what can be seen -------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ SENT: tuple[protocol.Request, ...] = (
     protocol.Move("resume", RESUME),
     protocol.Move("resume", MemoryRequest()),
     protocol.Reserve(RESUME),
+    protocol.HoldDisk(RELEASE),
     protocol.GiveBackReserved(),
     protocol.MoveCommunicators("release", ("tp", "pp"), 30.0),
     protocol.MoveCommunicators("resume", ("tp",), 30.0),

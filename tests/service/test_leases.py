@@ -308,6 +308,15 @@ def test_a_prepared_operation_has_an_owner(http: httpx.Client) -> None:
     check_refused(late, "too_late")
 
 
+def test_keys_are_bounded(http: httpx.Client) -> None:
+    """The engine's process kept thousands of 64 KiB."""
+    found = http.post(RELEASE, json={"prepare": True}, headers={"Idempotency-Key": "k" * 255}).json()["operation_id"]
+    for path in (RELEASE, f"/operations/{found}/commit", f"/operations/{found}/abort"):
+        refused = http.post(path, headers={"Idempotency-Key": "k" * 256})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request")
+        assert "send at most 255" in refused.json()["message"]
+
+
 def test_its_owner_prepares_anew_after_an_abort(http: httpx.Client) -> None:
     mine = {"Idempotency-Key": "mine"}
     first = http.post(RELEASE, json={"prepare": True}, headers=mine).json()["operation_id"]

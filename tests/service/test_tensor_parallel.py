@@ -160,6 +160,30 @@ def test_all_ranks_are_released_together(two: Served, body: dict[str, object]) -
     assert two.tokens() == two.expected
 
 
+def test_each_rank_holds_the_disk_space_of_what_is_prepared(two: Served) -> None:
+    """Nobody held it: all ranks counted on the same space, and other processes took it before the commit."""
+
+    def files(pid: int) -> set[tuple[int, int]]:
+        """Those without a name that take space."""
+        found = set()
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if "(deleted)" in os.readlink(each) and each.stat().st_blocks:
+                    found.add((each.stat().st_dev, each.stat().st_ino))
+        return found
+
+    before = {pid: files(pid) for pid in two.pids()}
+    asked = {"restore": {"weights": "file"}, "prepare": True, "lease_s": 600}
+    operation_id = two.post("/release_memory_occupation", asked)["operation_id"]
+    assert all(files(pid) - known for pid, known in before.items())
+    two.post(f"/operations/{operation_id}/abort")
+    assert not any(files(pid) - known for pid, known in before.items())
+    operation_id = two.post("/release_memory_occupation", asked)["operation_id"]
+    assert two.post(f"/operations/{operation_id}/commit")["state"] == "released"
+    two.post("/resume_memory_occupation")
+    assert two.tokens() == two.expected
+
+
 def test_nvml_is_not_asked_while_rank_0_is_hibernated(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls wait until the process wakes; rank 0 is in the service's process."""
     away: list[bool] = []

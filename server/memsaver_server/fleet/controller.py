@@ -163,7 +163,7 @@ class FleetController:
             ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
         """
         known = self._history.get(key or "")
-        if known is not None and known.answers_repeats:
+        if known is not None and known.answers(asked):
             known.callers += 1
             return known
         running = self._running()

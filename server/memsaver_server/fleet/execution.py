@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import quote
 
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
@@ -70,7 +71,8 @@ class Execution:
             for part in group:
                 if part.failure is None:
                     part.stage = "committing"
-                    await part.perform(self._request.operation, self._request.sent(), "committing", key=self._id)
+                    key = quote(self._id, safe=":")  # a header has no other letters than those of ASCII
+                    await part.perform(self._request.operation, self._request.sent(), "committing", key=key)
 
         await asyncio.gather(*map(in_turn, groups))
         await self._end()

@@ -254,7 +254,10 @@ class AsyncFleet:
             IdempotencyKeyError: it stands for another.
             RecordError: the record cannot be read.
         """
-        first = (await self._keeper.load()).first(operation_id, asked.digest()) if operation_id else ""
+        record = await self._keeper.load()
+        first = record.first(operation_id, asked.digest()) if operation_id else ""
+        if record.known(operation_id) is None and operation_id not in record.running:
+            self._results.pop(operation_id, None)  # of an id that is not kept any more
         running = self._operations.get(operation_id)
         if running is not None and running.request.digest() != asked.digest():
             first = f"{running.request.operation} {operation_id}"
@@ -316,7 +319,7 @@ class AsyncFleet:
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
-        known = (await self._keeper.load()).ids.get(operation.id)
+        known = (await self._keeper.load()).known(operation.id)
         if known is not None and known.outcome != "failed":
             for part in parts:
                 part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")

@@ -7,6 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
 from memsaver_core.contract.requests import AskedOfFleet, FleetRelease
@@ -14,6 +15,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
 from memsaver_server.fleet.results import FleetProgress, FleetResult
+from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
 
@@ -95,7 +97,7 @@ class FleetOperation(Operation):
             cause=cause,
             wish=Wanted.of(asked, named, client, until_asked),
             digest=asked.digest() if origin == "caller" else "",
-            prepare_key=f"{named}-{uuid.uuid4().hex[:8]}",
+            prepare_key=f"{quote(named, safe=':')}-{uuid.uuid4().hex[:8]}",
         )
         operation.start("ask")
         return operation
@@ -118,6 +120,11 @@ class FleetOperation(Operation):
     def result(self) -> FleetResult | None:
         """What became of every engine; None while it runs, or if it could not be begun."""
         return self.report if isinstance(self.report, FleetResult) else None
+
+    def answers(self, asked: AskedOfFleet) -> bool:
+        """Whether a call under its id gets its result: one of the same request, as long as the id is kept."""
+        kept = self.finished_at is None or self.finished_at > time.time() - KEPT_S
+        return kept and self.answers_repeats and self.request.digest() == asked.digest()
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""

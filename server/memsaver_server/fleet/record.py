@@ -7,7 +7,6 @@ fleet has begun to commit.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable
@@ -129,11 +128,16 @@ class RecordContent(BaseModel):
     running: dict[str, Running] = {}
     ids: dict[str, Known] = {}
 
+    def known(self, operation_id: str) -> Known | None:
+        """Return what the id of an operation that has ended stands for, as long as it is kept."""
+        known = self.ids.get(operation_id)
+        return known if known is not None and known.at > time.time() - KEPT_S else None
+
     def first(self, operation_id: str, digest: str) -> str:
         """Return the other request for which an id stands, in words; empty if it stands for that of ``digest``, or for
         none."""
-        known, running = self.ids.get(operation_id), self.running.get(operation_id)
-        if known is not None and known.digest != digest and known.at > time.time() - KEPT_S:
+        known, running = self.known(operation_id), self.running.get(operation_id)
+        if known is not None and known.digest != digest:
             return f"{known.verb} {operation_id}"
         if running is not None and running.digest not in ("", digest):
             return f"{VERBS[running.wanted.state]} {operation_id}"
@@ -204,15 +208,15 @@ class FileRecord:
             raise RecordError(f"the record {self._path} cannot be read: {why}; repair or remove it") from None
 
     async def save(self, content: RecordContent) -> None:
-        text = json.dumps(content.model_dump(mode="json"), indent=1) + "\n"
+        text = content.model_dump_json(indent=1).encode() + b"\n"  # of 4096 ids json takes 10 times as long
         try:
             await asyncio.to_thread(self._replace, text)
         except OSError as error:
             raise RecordError(f"the record {self._path} cannot be written: {error}") from None
 
-    def _replace(self, text: str) -> None:
+    def _replace(self, text: bytes) -> None:
         new = self._path.with_name(self._path.name + ".new")
-        with open(new, "w") as file:
+        with open(new, "wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -151,7 +151,8 @@ class Roster:
         """Close the connections that no member has, and no operation uses."""
         keys = {(member.name, member.url, member.api_key) for member in members}
         for key in [key for key in self._connections if key not in keys and not self._locks.any_held(key[:1])]:
-            await self._connections.pop(key).close()
+            if (connection := self._connections.pop(key, None)) is not None:  # else another call closes it
+                await connection.close()
         for name in self._known.keys() - {member.name for member in members}:
             del self._known[name]
         self._ids = {name: each for name, each in self._ids.items() if clock.monotonic() < each[2]}

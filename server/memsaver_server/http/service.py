@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from memsaver_core.contract.errors import ServerEndsError
+from memsaver_core.contract.errors import BadRequestError, ServerEndsError
 from memsaver_core.contract.requests import Asked
 from memsaver_server.controller import Answer, Controller, Operation, accepted
 from memsaver_server.http.auth import caller
@@ -17,6 +17,9 @@ from memsaver_server.http.connection_limits import Connections
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
 from memsaver_server.settings import Settings
+
+#: Longest Idempotency-Key, characters: thousands are kept for a day.
+MAX_KEY = 255
 
 
 class Service:
@@ -61,8 +64,15 @@ class Service:
 
 
 def key_of(request: Request) -> str | None:
-    """Return the caller's Idempotency-Key."""
-    return request.headers.get("idempotency-key")
+    """Return the caller's Idempotency-Key, or None.
+
+    Raises:
+        BadRequestError: it is too long to be kept.
+    """
+    key = request.headers.get("idempotency-key") or None
+    if key is not None and len(key) > MAX_KEY:
+        raise BadRequestError(f"the Idempotency-Key has {len(key)} characters; send at most {MAX_KEY}")
+    return key
 
 
 def _server_ends(operation: Operation) -> ServerEndsError:

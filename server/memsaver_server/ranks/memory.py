@@ -32,6 +32,7 @@ from memsaver_core.ranks.protocol import (
     Answer,
     GiveBackReserved,
     HibernationStep,
+    HoldDisk,
     Move,
     MoveCommunicators,
     Plan,
@@ -244,9 +245,12 @@ class RankMemory:
         return self._merged_report("resume", steps.reports, log)
 
     def check_release(self, request: MemoryRequest) -> None:
-        """Raise what ``release`` would raise now because it is impossible; changes nothing."""
+        """Raise what ``release`` would raise now because it is impossible; holds the disk space that it needs."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(request, self._plans(steps, request))
+            if not self._hibernated:
+                undo = partial(self.ask, GiveBackReserved())
+                steps.take("reservation", Phase.CHECK, partial(self.ask, HoldDisk(request)), undo)
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none.
