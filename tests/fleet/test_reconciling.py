@@ -377,3 +377,11 @@ def test_what_a_dead_coordinator_had_begun_is_listed_too(sites: Sites, caplog: p
         listed = http.get("/operations/one").json()
         assert (listed["client"], "had begun it is gone" in listed["cause"]) == ("somebody", True)
         wait_until(lambda: any("which another coordinator had begun" in message for message in caplog.messages))
+
+
+def test_a_record_is_private(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
+    """It has the keys of what is prepared."""
+    path = tmp_path / "record.json"
+    path.with_name("record.json.new").touch(0o644)  # which a crash left
+    coordinate(record=FileRecord(path)).release()
+    assert path.stat().st_mode & 0o777 == 0o600

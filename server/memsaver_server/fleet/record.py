@@ -216,7 +216,9 @@ class FileRecord:
 
     def _replace(self, text: bytes) -> None:
         new = self._path.with_name(self._path.name + ".new")
-        with open(new, "wb") as file:
+        # A process that can read the keys of what is prepared can commit it.
+        with open(new, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            os.fchmod(file.fileno(), 0o600)  # one that a crash left, or an earlier version
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
