@@ -12,6 +12,7 @@ from itertools import product
 import pytest
 
 from memsaver_core import MemsaverError
+from memsaver_server import clock
 from memsaver_server.fleet import AsyncFleet, Fleet, FleetResult, MemoryRecord, StaticMembership
 from tests.waiting import wait_until
 
@@ -21,6 +22,19 @@ from .conftest import Site, Sites
 STEPS = {"asking": "GET /memory_occupation", "preparing": '"prepare":true', "committing": "/commit"}
 #: Faults of the network to engine b, once or from then on.
 FAULTS = ["reset once", "reset_answer once", "silence once", "silence_answer once", "dead", "cut off"]
+
+
+def after(seconds: float, call: Callable[[], object]) -> None:
+    """Have a thread call once so much time has passed on the clock by which the fleet's patience ends, too."""
+    due, changed = clock.monotonic() + seconds, threading.Condition()
+
+    def wait() -> None:
+        with changed:
+            while (left := due - clock.monotonic()) > 0:
+                clock.wait(changed, left)
+        call()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def inject(site: Site, step: str, fault: str) -> None:
@@ -102,7 +116,7 @@ def test_the_network_fails_while_a_commit_is_undone(
     sites["b"].engine.memory.fail(verb, MemsaverError("no"))
     away = sites["b"] if undoing == "/abort" else sites["c"]
     sites["c"].wire.on("/commit", "delay", times=1, then=lambda: inject(away, undoing, fault))
-    threading.Timer(0.2, sites["c"].wire.go_on).start()
+    after(0.2, sites["c"].wire.go_on)
     result = run(fleet, verb)
     assert not result.success
     check(result, sites, verb)
@@ -123,7 +137,7 @@ def test_an_engine_fails_at_each_step(fleet: Fleet, sites: Sites, verb: str, ste
     else:
         memory.hold(step)
     if kind == "is slow":
-        threading.Timer(0.3, memory.heal).start()
+        after(0.3, memory.heal)
     result = run(fleet, verb)
     check(result, sites, verb)
     assert result.success == (kind == "is slow")
