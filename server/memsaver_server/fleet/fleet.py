@@ -254,8 +254,10 @@ class AsyncFleet:
             IdempotencyKeyError: it stands for another.
             RecordError: the record cannot be read.
         """
+        if not operation_id:
+            return
         record = await self._keeper.load()
-        first = record.first(operation_id, asked.digest()) if operation_id else ""
+        first = record.first(operation_id, asked.digest())
         if record.known(operation_id) is None and operation_id not in record.running:
             self._results.pop(operation_id, None)  # of an id that is not kept any more
         running = self._operations.get(operation_id)
