@@ -20,6 +20,7 @@ import pytest
 
 from memsaver_core import _native
 from memsaver_server.client import Client
+from tests.amount import amount
 from tests.unit.saver_memory import MIB, content, fill
 
 from .serving import HeldServe
@@ -148,6 +149,7 @@ def port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("over", ["tcp", "unix"])
 @pytest.mark.guards("a process was killed in the middle of an operation", "backup files were left behind")
 def test_killed_in_each_phase(host: Host, tmp_path: Path, over: str, port: int) -> None:
@@ -157,7 +159,7 @@ def test_killed_in_each_phase(host: Host, tmp_path: Path, over: str, port: int) 
     where = ("--uds", str(path)) if over == "unix" else ("--port", str(port))
     tenant = Tenant(host)
     expected: list[list[int]] = []
-    for phase, call in PLACES:
+    for phase, call in PLACES[over == "unix" :: amount(2, long=1)]:
         with (
             HeldServe(*SMALL, *where, changes=host.environment(), phase=phase, call=call) as engine,
             Client(engine.url) as client,

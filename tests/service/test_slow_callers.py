@@ -159,7 +159,7 @@ def test_a_body_that_trickles_is_answered(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent byte by byte, a small body could take forever without ever being idle."""
-    monkeypatch.setattr(connection_limits, "BODY_S", 0.2)
+    monkeypatch.setattr(connection_limits, "BODY_S", 0.02)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"60000") + b"\r\n")
     for _ in range(50_000):  # together less than the minimum upload rate requires
@@ -218,7 +218,7 @@ def test_an_answer_that_came_before_the_body_ends_the_connection(
     http: httpx.Client, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soon, however much of the body still comes."""
-    monkeypatch.setattr(connection_limits, "REST_S", 0.2)
+    monkeypatch.setattr(connection_limits, "REST_S", 0.02)
     one = connect()
     one.sendall(HEAD.replace(b"100", b"1000000000000") + b"\r\n")
     select.select([one], [], [], 60)

@@ -22,6 +22,7 @@ from memsaver_core.contract.errors import (
     OutOfDeviceMemoryError,
     OutOfHostMemoryError,
 )
+from tests.amount import amount
 from tests.dirty_pages import GARBAGE, dirty_pages
 from tests.unit.saver_memory import MIB, PAGE, content, fill, view
 from tests.waiting import wait_until
@@ -480,6 +481,7 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     assert tag_status(saver, "t")["allocations"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.guards("memory grew with every cycle")
 @pytest.mark.parametrize("shared", [False, True])
 def test_thousand_cycles_are_flat(shared: bool) -> None:
@@ -498,7 +500,7 @@ def test_thousand_cycles_are_flat(shared: bool) -> None:
             return int(file.read().split()[1]) * PAGE
 
     steady: tuple[int, ...] = ()
-    for cycle in range(1000):
+    for cycle in range(amount(300, long=1000)):
         expected = fill(blocks[cycle % 8], 256 * 1024, cycle)
         release(saver)
         resume(saver)
