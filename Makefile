@@ -151,8 +151,8 @@ $(READY): constraints.txt pyproject.toml CMakeLists.txt $(NATIVE) | $(BIN)/pytho
 	  echo 'A C++17 compiler is needed; on Debian and Ubuntu: apt install g++' >&2; exit 1; }
 	@echo 'Setting up $(VENV) (some minutes the first time; torch is the largest download) ...'
 	@echo '1 of 2: the tools of the build'
-	@$(SHOWN_PIP) install -c constraints.txt $(BUILD_TOOLS) | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
+	@$(SHOWN_PIP) install --no-compile -c constraints.txt $(BUILD_TOOLS) | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
 	@echo '2 of 2: memsaver, which is compiled, and what it and its tests need'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(SHOWN_PIP) install -c constraints.txt --no-build-isolation \
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(SHOWN_PIP) install --no-compile -c constraints.txt --no-build-isolation \
 	  -e '.[test,lint,docs]' | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
 	@touch $@
