@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ Start = Callable[..., TransformersEngine]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
+    gc.collect()  # a closed engine is part of a reference cycle, and ten of them do not fit on a GPU of 80 GiB
     engines: list[TransformersEngine] = []
 
     def begin(**options: Any) -> TransformersEngine:
