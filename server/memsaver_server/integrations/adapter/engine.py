@@ -688,25 +688,26 @@ class SchedulerMemory(RankMemory):
             super().give_back_reserved()
 
     def run(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command.
+        """Have every rank carry out a command, after the operation in progress, which has its own limits of time.
 
         Raises:
             GroupFailedError: the ranks have failed.
             MemsaverError: the command failed on some rank, or the event loop has ended.
         """
-        self._group.raise_if_failed()
-        with self._failing_if_late():
-            number = self._loop.run(name, *arguments)
-        with self._asking_after(number):
-            self._group.step = f"command {name}"
-            try:
-                self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
-            finally:
-                self._group.step = ""
+        with self._asking:
+            self._group.raise_if_failed()
+            with self._failing_if_late():
+                number = self._loop.run(name, *arguments)
+            with self._asking_after(number):
+                self._group.step = f"command {name}"
+                try:
+                    self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
+                finally:
+                    self._group.step = ""
 
     def _at_rest(self, operate: Callable[[], OperationReport]) -> OperationReport:
-        self._group.raise_if_failed()
         with self._asking:
+            self._group.raise_if_failed()
             if any(status is not None and status.hibernated for status in self._group.statuses):
                 # Device calls are blocked until the wake-up, so a loop inside one could not come to rest. It has no
                 # request to compute.
@@ -716,13 +717,13 @@ class SchedulerMemory(RankMemory):
 
     @contextmanager
     def _asking_after(self, number: int) -> Iterator[None]:
-        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``."""
-        with self._asking:
-            self._after = number
-            try:
-                yield
-            finally:
-                self._after = 0
+        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``. The
+        caller holds the lock."""
+        self._after = number
+        try:
+            yield
+        finally:
+            self._after = 0
 
     @contextmanager
     def _failing_if_late(self) -> Iterator[None]:

@@ -54,9 +54,10 @@ class Plugin:
             settings, options: see ``memsaver_server.attach``.
 
         Raises:
-            ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
+            ConfigurationError: this scheduler cannot be served or is not the first rank's, or the address cannot be
+                bound.
         """
-        return _attach(self._lead(scheduler, service=True), settings, **options)
+        return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
         """Let the service on the first rank release this rank's memory. Call it before the event loop runs.
@@ -89,14 +90,18 @@ class Plugin:
         with _attach(engine, None, **address(where, self._variable)) if where else _without_service(engine):
             yield
 
-    def _lead(self, scheduler: Any, service: bool) -> Any:
-        """On the first rank return the engine. On another have it do what the first rank sends, and return None."""
+    def _lead(self, scheduler: Any, *, service: bool, attached: bool = False) -> Any:
+        """On the first rank return the engine. On another have it do what the first rank sends, and return None, or
+        raise ConfigurationError if it shall be ``attached``."""
         from memsaver_server.integrations.adapter.engine import join
 
         engine: type[LoopEngine] = resolve_name(self._engine)
         ours = engine.scheduler_class(scheduler)
         ours.check(service=service)
-        return engine(ours) if ours.group.rank_in_group == 0 else join(ours)
+        rank = ours.group.rank_in_group
+        if rank and attached:
+            raise ConfigurationError(f"attach() is for the first rank, and this is rank {rank}: call follow() instead")
+        return join(ours) if rank else engine(ours)
 
 
 def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> Attachment:
