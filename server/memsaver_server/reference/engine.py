@@ -11,17 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-import memsaver_core as ms
 from memsaver_server.engine import memory_of
-from memsaver_server.reference.builtin_model import byte_level, small_checkpoint
+from memsaver_server.reference.builtin_model import byte_level
 from memsaver_server.reference.ranks import RankGroup
 from memsaver_server.reference.requests import Request, Sampling
-from memsaver_server.reference.runner import ModelRunner
+from memsaver_server.reference.runner import ModelRunner, Options
 from memsaver_server.reference.scheduler import Scheduler
-from memsaver_server.reference.weights import check_divisible, load_config
 
 
 class TransformersEngine(Scheduler):
@@ -32,75 +29,32 @@ class TransformersEngine(Scheduler):
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
-        memory: of all ranks; only if there are several.
+        memory: of all ranks; only if there are several. Rank 0 is this process; it starts the others.
     """
 
     name = "transformers"
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        random_weights: str | Path | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        kv_cache_bytes: int | None = None,
-        max_len: int | None = None,
-        batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-        enforce_eager: bool = False,
-        seed: int = 0,
-        tensor_parallel: int = 1,
-    ) -> None:
+    def __init__(self, model: str | Path | None = None, **given: Any) -> None:
         """Load the model and capture its graphs; return once requests can be served.
 
         Args:
-            model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
-            random_weights: a config.json to serve with random weights, instead of ``model``.
-            device: None: the first device of memsaver's driver.
-            dtype: of weights and KV cache; None: the checkpoint's.
-            kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
-            max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
-            batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
-            enforce_eager: run without CUDA graphs.
-            seed: of the random weights.
-            tensor_parallel: the number of ranks among which the model is divided. Rank 0 is this process. It starts the
-                others: on CUDA on the devices after its own, on the host driver on the same one.
+            model, given: see ``Options``.
 
         Raises:
             ValueError: an option is invalid; the message says which, and what is valid.
             RuntimeError: a graph could not be captured.
             RanksFailedError: the process of a rank has ended, or does not answer.
         """
-        if model is not None and random_weights is not None:
-            raise ValueError("give either model or random_weights, not both")
-        if not batch_sizes or min(batch_sizes) < 1:
-            raise ValueError(f"batch_sizes must name positive numbers, not {list(batch_sizes)}")
-        self.device = torch.device(device) if device is not None else ms.torch_device()
-        if tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, not {tensor_parallel}")
-        needed = (self.device.index or 0) + tensor_parallel
-        if self.device.type == "cuda" and needed > (there := torch.cuda.device_count()):
-            raise ValueError(f"tensor_parallel={tensor_parallel} needs {needed} devices; there are {there}")
-        path = Path(random_weights or model or small_checkpoint())
-        self.model_name = str(path) if random_weights or model else path.name
-        self._tokenizer = byte_level() if random_weights is not None else _load_tokenizer(path)
+        options = Options(model, **given)
+        self.device = options.device_of(0)
+        self.model_name = str(options.path) if options.random_weights or model else options.path.name
+        self._tokenizer = byte_level() if options.random_weights is not None else _load_tokenizer(options.path)
         self._updating = threading.Lock()
         self._group: RankGroup | None = None
-        options: dict[str, Any] = {
-            "model": str(path),
-            "seed": None if random_weights is None else seed,
-            "device": str(self.device),
-            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-            "kv_cache_bytes": kv_cache_bytes,
-            "max_len": max_len,
-            "batch_sizes": list(batch_sizes),
-            "enforce_eager": enforce_eager,
-        }
-        if tensor_parallel == 1:
-            super().__init__(partial(ModelRunner, **options))
+        if options.tensor_parallel == 1:
+            super().__init__(partial(ModelRunner, options))
         else:
-            check_divisible(load_config(path), tensor_parallel)
-            group = self._group = RankGroup(tensor_parallel, options)
+            group = self._group = RankGroup(options)
             try:
                 super().__init__(group.make_runner, group.load)
             except BaseException as error:

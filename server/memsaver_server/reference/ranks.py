@@ -7,9 +7,9 @@ protocol.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -33,7 +33,7 @@ from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
-from memsaver_server.reference.runner import ModelRunner, Row, device_of
+from memsaver_server.reference.runner import ModelRunner, Options, Row
 from memsaver_server.threads import start_thread
 
 dist: Any = torch.distributed  # typed in part
@@ -75,7 +75,7 @@ class RankGroup:
 
     memory: RankMemory
 
-    def __init__(self, ranks: int, options: dict[str, Any]) -> None:
+    def __init__(self, options: Options) -> None:
         """Start the processes; each makes its runner with ``options``.
 
         Raises:
@@ -86,8 +86,7 @@ class RankGroup:
                 "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its "
                 "default process group, so serve it in a separate process"
             )
-        self._ranks = ranks
-        self._options = options
+        ranks, self._options = options.tensor_parallel, options
         self.failed: Future[RanksFailedError] = Future()
         self._channel = SocketChannel(None, ())
         self._closed = threading.Event()
@@ -100,7 +99,7 @@ class RankGroup:
         # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        command = [sys.executable, "-m", __name__, self._listener.path, meeting, str(ranks), json.dumps(options)]
+        command = [sys.executable, "-m", __name__, self._listener.path, meeting, pickle.dumps(options).hex()]
         self._processes = {  # they write to standard error alone: standard output belongs to the service
             rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
@@ -110,8 +109,8 @@ class RankGroup:
 
     def make_runner(self) -> ModelRunner:
         """Return rank 0's runner once every other rank has made its own; raises as ``load``."""
-        _join(self._store, 0, self._ranks, self._options["device"])
-        runner = LeadingRunner(self, ranks=self._ranks, **self._options)
+        _join(self._store, 0, self._options)
+        runner = LeadingRunner(self, self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
         self._first(connected)
         self.check()
@@ -248,9 +247,9 @@ class RankGroup:
 class LeadingRunner(ModelRunner):
     """Rank 0's runner: has every other rank do the same."""
 
-    def __init__(self, group: RankGroup, **options: Any) -> None:
+    def __init__(self, group: RankGroup, options: Options) -> None:
         self._group = group
-        super().__init__(**options)
+        super().__init__(options)
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
         with self._group.together("step", "compute", rows=rows):
@@ -289,18 +288,17 @@ def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
     return answer
 
 
-def _join(store: Any, rank: int, ranks: int, first: str) -> None:
-    """Join torch's default process group of all ranks by ``store``; ``first`` is rank 0's device."""
-    device = device_of(first, rank)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+def _join(store: Any, rank: int, options: Options) -> None:
+    """Join torch's default process group of all ranks by ``store``."""
+    device = options.device_of(rank)
+    backend: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         for name in _OFF:
             os.environ.setdefault(name, "0")
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
-    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
+        backend = {"backend": "nccl", "device_id": device}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    dist.init_process_group(**backend, store=store, rank=rank, world_size=options.tensor_parallel)
 
 
 def _in_group() -> bool:
@@ -308,24 +306,24 @@ def _in_group() -> bool:
     return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
 
 
-def main(path: str, meeting: str, ranks: str, options: str, rank: str) -> None:
+def main(path: str, meeting: str, pickled: str, number: str) -> None:
     """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection.
 
     Ends at once with rank 0's process, even in the middle of a step.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent by a terminal or a service manager: rank 0 ends this process
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
+        signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
-    settings = json.loads(options)
-    _join(dist.FileStore(meeting, int(ranks)), int(rank), int(ranks), settings["device"])
-    runner = ModelRunner(rank=int(rank), ranks=int(ranks), **settings)
-    answer = _answer_for(runner)
+    options: Options = pickle.loads(bytes.fromhex(pickled))
+    rank = int(number)
+    _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)
+    answer = _answer_for(ModelRunner(options, rank))
 
     def reply(message: Plain) -> Plain | None:
         answered = answer(message)
         return None if message.get("engine") in _UNANSWERED else answered
 
-    serve(path, int(rank), reply)
+    serve(path, rank, reply)
     os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks
 
 

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,7 @@ def load_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(str(path))
 
 
-def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
+def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """Return the whole causal language model in ``folder``, in host memory.
 
     Not on its device, as transformers loads tensors in other threads, to which a region does not apply.
@@ -171,7 +170,7 @@ def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
 
 
 def load_part(
-    path: Path, device: torch.device, dtype: str | None, seed: int | None, rank: int, ranks: int
+    path: Path, device: torch.device, dtype: torch.dtype | None, seed: int | None, rank: int, ranks: int
 ) -> tuple[Any, Partition]:
     """Return one rank's part of a model, on ``device``. Call it inside the region.
 
@@ -187,19 +186,10 @@ def load_part(
         partition = divide(model, rank, ranks)
         return model.to(device), partition
     config = load_config(path)
-    with torch.device("meta"):
-        model = _Models.from_config(
-            config, dtype=dtype or config.dtype or torch.float32, attn_implementation=ATTENTION_NAME
-        )
-    _ready(model)
-    model.tie_weights()
+    dtype = dtype or config.dtype or torch.float32
+    with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model = _ready(_Models.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
     partition = divide(model, rank, ranks)
-    # Not Module.to_empty, which would allocate tied weights twice.
-    model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
-    model.tie_weights()
-    # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are replaced.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.initialize_weights()
     fill_random(model, seed, partition)
     return model, partition
 
