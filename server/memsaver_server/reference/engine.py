@@ -22,10 +22,8 @@ from memsaver_server.reference.scheduler import Scheduler
 
 
 class TransformersEngine(Scheduler):
-    """Serves a causal language model by transformers, with weights, KV cache, graphs and workspaces in regions.
-
-    Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine``. Close it when done; the interpreter's
-    exit closes it too.
+    """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
+    cache, graphs and workspaces in regions. Close it when done; the interpreter's exit closes it too.
 
     Attributes:
         model_name: the folder or configuration file served, or the built-in model's name.
@@ -62,7 +60,7 @@ class TransformersEngine(Scheduler):
                 group.close()
                 raise
             self.memory = group.memory
-            group.failed.add_done_callback(lambda failed: self.fail(failed.result()))
+            group.failed.add_done_callback(lambda _: self.fail(group.error()))
         atexit.register(self.close)
 
     # What ``Scheduler`` lacks of ``Engine``.
@@ -71,10 +69,7 @@ class TransformersEngine(Scheduler):
         return super().is_alive() and memory_of(self).status().state != "failed"
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
-        """See ``Engine``. Lost graphs are captured again, and what the model computes at load is restored.
-
-        Lost weights must be written by `update_weights_from_disk` or `update_weights_from_tensor`.
-        """
+        """See ``Engine``. Lost graphs are captured again; lost weights are left to an update."""
 
         def repair() -> None:
             self.runner.repair(lost)
@@ -93,19 +88,13 @@ class TransformersEngine(Scheduler):
         return self.runner.unwritten_weights
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """See ``Engine``; ``rid`` names the request.
-
-        Raises:
-            AdmissionClosedError: the engine takes no requests now.
-            ValueError: the request cannot be served; the message says why.
-            EngineDeadError: the engine is dead.
-        """
+        """See ``GeneratingEngine``; ``rid`` names the request. Also raises EngineDeadError."""
         return self._answer(await asyncio.wrap_future(self.submit(request)))
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """See ``Engine``; raises RuntimeError if the weights are released."""
+        """See ``UpdatableEngine``; raises RuntimeError if the weights are released."""
         return self._update(flush_cache, abort_all_requests, folder=str(Path(model_path).absolute()))
 
     def update_weights_from_tensor(
@@ -116,11 +105,8 @@ class TransformersEngine(Scheduler):
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """See ``Engine``; raises RuntimeError if the weights are released.
-
-        The request has SGLang's shape, but one payload for all ranks: base64 of a **safetensors** image of whole
-        tensors. The pickles that SGLang's clients send are refused, as reading one runs code of its sender.
-        """
+        """As above, with one payload for all ranks: base64 of a **safetensors** image of whole tensors. The pickles
+        that SGLang's clients send are refused, as reading one runs code of its sender."""
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     # For programs in this process.
@@ -189,16 +175,12 @@ class TransformersEngine(Scheduler):
             raise ValueError(f"the prompt must be a list of one or more ids from 0 to {vocabulary - 1}")
         if len(ids) >= self.runner.length:
             raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self.runner.length}")
-        parsed = Request(prompt=ids, sampling=Sampling.parse(request.get("sampling_params")))
-        if isinstance(request.get("rid"), str):
-            parsed.name = request["rid"]
-        return parsed
+        name = {"name": request["rid"]} if isinstance(request.get("rid"), str) else {}
+        return Request(ids, Sampling.parse(request.get("sampling_params")), **name)
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        text = ""
-        if self._tokenizer is not None:
-            skip = request.sampling.skip_special_tokens
-            text = self._tokenizer.decode(request.output, skip_special_tokens=skip)
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
+        text = decode(request.output, skip_special_tokens=request.sampling.skip_special_tokens)
         return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}
 
 

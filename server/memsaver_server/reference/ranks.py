@@ -1,8 +1,7 @@
 """The ranks of a tensor-parallel engine: rank 0 starts the other processes, and all compute every step together.
 
-Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order. A message of the
-engine is ``{"engine": METHOD, ...}``: a method of the rank's runner and its arguments. All others belong to the rank
-protocol.
+Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order: those of the rank
+protocol, and ``{"engine": METHOD, ...}``, a method of the rank's runner and its arguments.
 """
 
 from __future__ import annotations
@@ -60,16 +59,12 @@ class RanksFailedError(MemsaverError):
 
     kind = "ranks_failed"
 
-    def __init__(self, why: str) -> None:
-        self.why = why
-        super().__init__(f"{why}; restart the engine")
-
 
 class RankGroup:
     """The processes of ranks 1 and up.
 
     Attributes:
-        failed: done once the ranks can compute nothing more; its result says why.
+        failed: why the ranks can compute nothing more, once that is so.
         memory: that of all ranks; set once they are loaded.
     """
 
@@ -87,7 +82,7 @@ class RankGroup:
                 "default process group, so serve it in a separate process"
             )
         ranks, self._options = options.tensor_parallel, options
-        self.failed: Future[RanksFailedError] = Future()
+        self.failed: Future[str] = Future()
         self._channel = SocketChannel(None, ())
         self._closed = threading.Event()
         self._aborting = threading.Lock()
@@ -116,16 +111,11 @@ class RankGroup:
         self.check()
         self._channel = SocketChannel(_answer_for(runner), connected.result())
         self.memory = RankMemory(self._channel)
-        self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result().why))
+        self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result()))
         return runner
 
     def load(self, runner: Future[ModelRunner]) -> ModelRunner:
-        """Return the result of a thread that calls ``make_runner``.
-
-        Raises:
-            RanksFailedError: a rank's process has ended, or does not answer.
-            ValueError, RuntimeError: see ``ModelRunner``.
-        """
+        """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
             self._first(runner)
         wait_for({runner}, END_S)  # the thread ends after a failure too, unless it waits for a rank to join the group
@@ -134,12 +124,7 @@ class RankGroup:
         return runner.result()
 
     def ask(self, method: str, **fields: Any) -> list[Plain]:
-        """Have every rank call ``method``; return the answers in the order of the ranks.
-
-        Raises:
-            ValueError, RuntimeError: it failed on a rank, which the message names.
-            RanksFailedError: a rank has ended, or did not answer in time.
-        """
+        """Have every rank call ``method``; return their answers, or raise the ValueError or RuntimeError of one."""
         with self.together("update"):
             answers = self._channel.start({"engine": method, **fields}).result()
         for rank, answer in enumerate(answers):
@@ -149,11 +134,8 @@ class RankGroup:
 
     @contextmanager
     def together(self, what: str, method: str = "", **fields: Any) -> Iterator[None]:
-        """Have the other ranks call ``method``, if any, while the block does the same on this one.
-
-        Raises:
-            RanksFailedError: a rank has failed, or the block has: the ranks may then be at different points of a step.
-        """
+        """Have the other ranks call ``method``, if any, while the block does the same on this one. If a rank or the
+        block fails, so does the group: the ranks may then be at different points of a step."""
         self.check()
         if method:
             with suppress(OSError):  # a process has ended: the watch reports that
@@ -168,9 +150,12 @@ class RankGroup:
             raise
 
     def check(self) -> None:
-        """Raise RanksFailedError if the ranks can compute nothing more."""
+        """Raise RanksFailedError if they have failed."""
         if self.failed.done():
-            raise self.failed.result()
+            raise self.error()
+
+    def error(self) -> RanksFailedError:
+        return RanksFailedError(f"{self.failed.result()}; restart the engine")
 
     def kill(self, why: str) -> None:
         """Fail because of ``why``, and kill the other ranks, which ends every wait for one of them."""
@@ -200,11 +185,8 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit.
-
-        The limit is counted in looks, not by a clock, so that time in which this process itself was stopped is left
-        out.
-        """
+        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit. That
+        is counted in looks, not by a clock, to leave out time in which this process itself was stopped."""
         self._waits[what] = self._looks
         try:
             yield
@@ -216,10 +198,10 @@ class RankGroup:
         if self._closed.is_set():
             return
         try:
-            self.failed.set_result(RanksFailedError(why))
+            self.failed.set_result(why)
         except InvalidStateError:  # the first reason counts
             return
-        log.critical("%s", self.failed.result())
+        log.critical("%s", self.error())
         # A backend that cannot abort fails by itself when the connection to a rank ends.
         with self._aborting, suppress(AttributeError, RuntimeError):
             if _in_group():
@@ -266,24 +248,26 @@ class LeadingRunner(ModelRunner):
         return list(self._group.ask("write_update")[0]["result"])
 
 
-def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
-    """Return the function by which a rank with ``runner`` answers a message."""
+def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
+    """Return the function by which a rank with ``runner`` answers a message; None is no answer.
+
+    An error of ``read_update`` is the answer. Any other is raised, and ends the rank's process: it would no longer be
+    at the same step as the other ranks.
+    """
     rank = Rank()
 
-    def answer(message: Plain) -> Plain:
-        """Return an error of ``read_update`` as the answer. Raise any other, which ends the process of a rank: it would
-        no longer be at the same step as the other ranks."""
-        method = message.get("engine")
-        if method is None:
+    def answer(message: Plain) -> Plain | None:
+        if "engine" not in message:
             return rank.answer(message)
-        fields = {name: value for name, value in message.items() if name != "engine"}
+        method = message.pop("engine")
         try:
             with torch.no_grad():
-                return {"result": getattr(ModelRunner, method)(runner, **fields)}
+                result = getattr(ModelRunner, method)(runner, **message)
         except Exception as error:
             if method != "read_update":
                 raise
             return {"error": str(error), "invalid": isinstance(error, (ValueError, OSError))}
+        return None if method in _UNANSWERED else {"result": result}
 
     return answer
 
@@ -307,28 +291,19 @@ def _in_group() -> bool:
 
 
 def main(path: str, meeting: str, pickled: str, number: str) -> None:
-    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection.
-
-    Ends at once with rank 0's process, even in the middle of a step.
-    """
+    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection. Ends at
+    once with rank 0's process, even in the middle of a step."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
     options: Options = pickle.loads(bytes.fromhex(pickled))
     rank = int(number)
     _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)
-    answer = _answer_for(ModelRunner(options, rank))
-
-    def reply(message: Plain) -> Plain | None:
-        answered = answer(message)
-        return None if message.get("engine") in _UNANSWERED else answered
-
-    serve(path, rank, reply)
+    serve(path, rank, _answer_for(ModelRunner(options, rank)))
     os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks
 
 
 def _end_with(parent: int) -> None:
-    """End this process when ``parent`` has ended."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os._exit(1)

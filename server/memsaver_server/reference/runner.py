@@ -83,11 +83,11 @@ class Options:
 class ModelRunner:
     """A model, its slots, and the static inputs and outputs of its steps, each in its region.
 
-    Prompts are computed in chunks of one shape. Next tokens are computed in batches of a few shapes, padded with rows
-    on a spare slot. On a CUDA device each shape is captured as a graph once.
+    Prompts are computed in chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare
+    slot. On a CUDA device each shape is captured as a graph once.
 
-    Only the thread that makes a runner may use it: regions apply to one thread, and each thread has its own cuBLAS
-    handle, whose workspace is in a region.
+    Only the thread that makes a runner may use it: regions apply to one thread, and so does a cuBLAS handle, whose
+    workspace is in a region.
 
     Attributes:
         graphs: by shape: the rows, and the tokens of each.
@@ -134,11 +134,8 @@ class ModelRunner:
             ms.prepare_backup()  # if there is one rank, the service does this
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
-        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each.
-
-        Returns:
-            For each row the likeliest next token.
-        """
+        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each; return the
+        likeliest next token of each."""
         tokens = self.chunk if len(rows[0][2]) > 1 else 1
         batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
         # A chunk is padded after its tokens; those positions are overwritten before anything attends to them.
@@ -160,10 +157,10 @@ class ModelRunner:
         return ids[_VERIFY_PROMPT:]
 
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
-        """Read a checkpoint folder, or the payload of a request, for ``write_update``; check that it fits the model.
+        """Read a checkpoint folder, or the payload of a request, for ``write_update``.
 
         Raises:
-            ValueError, OSError: it does not fit, or cannot be read.
+            ValueError, OSError: it does not fit the model, or cannot be read.
             RuntimeError: the weights are released.
         """
         if folder:
@@ -183,10 +180,7 @@ class ModelRunner:
         return list(parts)
 
     def repair(self, lost: Sequence[str]) -> None:
-        """Restore what came back without its content under the tags ``lost``.
-
-        Of the weights only what is computed at load: updates overwrite the rest.
-        """
+        """Restore what the tags ``lost`` had; of the weights only what is computed at load: updates write the rest."""
         with torch.no_grad(), self._on_stream:
             if "weights" in lost:
                 self.unwritten_weights = frozenset(name for name, _ in self.model.named_parameters())

@@ -41,9 +41,8 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 class Partition:
     """The part of a model that ``rank`` of ``ranks`` holds.
 
-    Attributes:
-        dims: the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum over
-            the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
+    ``dims`` has the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum
+    over the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
     """
 
     rank: int
@@ -51,11 +50,7 @@ class Partition:
     dims: Mapping[str, int]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the tensor ``name``: a view of ``whole``, or zeros.
-
-        Raises:
-            ValueError: it cannot be divided.
-        """
+        """Return this rank's part of the tensor ``name``, a view or zeros; raise ValueError if it cannot be divided."""
         dim = self.dims.get(name)
         if dim is None:
             return whole
@@ -151,12 +146,9 @@ def load_config(path: Path) -> Any:
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the whole causal language model in ``folder``, in host memory.
+    """Return the whole causal language model in ``folder``; raise ValueError if that has none that can be served.
 
-    Not on its device, as transformers loads tensors in other threads, to which a region does not apply.
-
-    Raises:
-        ValueError: the folder holds no checkpoint that this engine can serve.
+    It is in host memory, as transformers loads tensors in other threads, to which a region does not apply.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
@@ -172,15 +164,8 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
 def load_part(
     path: Path, device: torch.device, dtype: torch.dtype | None, seed: int | None, rank: int, ranks: int
 ) -> tuple[Any, Partition]:
-    """Return one rank's part of a model, on ``device``. Call it inside the region.
-
-    Args:
-        path: a checkpoint folder or, with a ``seed``, a configuration.
-        seed: of random weights; all ranks' parts together are the model that a single rank would have.
-
-    Raises:
-        ValueError: this engine cannot serve what is there.
-    """
+    """Return one rank's part of a model, on ``device``; raise ValueError if it cannot be served. Call it inside the
+    region. ``path`` is a checkpoint folder or, with a ``seed`` of random weights, a configuration."""
     if seed is None:
         model = load_checkpoint(path, dtype)
         partition = divide(model, rank, ranks)
@@ -251,10 +236,7 @@ def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, T
 def check_update(
     model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor ``given``.
-
-    Args:
-        complete: whether all tensors of the model must be given.
+    """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all.
 
     Raises:
         ValueError: names or shapes differ from the model's, or a dtype cannot carry weights.
