@@ -274,7 +274,7 @@ def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
     memory = SchedulerMemory(loop, SocketChannel(answer, []))
     with subprocess.Popen(["sleep", "600"]) as other:
         stopped = RankStatus(rank=1, pid=other.pid, alive=True, state="resident")
-        monkeypatch.setattr(memory._group, "rank_statuses", lambda: (stopped,))
+        monkeypatch.setattr(memory, "rank_statuses", lambda: (stopped,))
         other.send_signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(other.pid))
         with pytest.raises(GroupFailedError, match=rf"next iteration.*rank 1 .process {other.pid}."):

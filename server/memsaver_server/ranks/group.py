@@ -14,16 +14,7 @@ from typing import Any, Protocol, TypeVar
 from memsaver_core.contract.errors import GroupFailedError, OutOfDeviceMemoryError
 from memsaver_core.contract.status import RankStatus, Status
 from memsaver_core.ranks.progress import GroupProgress
-from memsaver_core.ranks.protocol import (
-    ANSWERS,
-    REQUESTS,
-    Answer,
-    Failure,
-    Introduce,
-    Introduction,
-    Plain,
-    Request,
-)
+from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduce, Introduction, Plain, Request
 from memsaver_server.ranks.merging import RankDevices
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 
@@ -63,7 +54,7 @@ class Deadlines:
 
 
 class Group:
-    """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name.
+    """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
 
     Attributes:
         failure: why no operation is possible any more, or an empty string.

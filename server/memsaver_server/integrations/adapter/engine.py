@@ -659,7 +659,7 @@ class SchedulerMemory(RankMemory):
 
     def __init__(self, loop: LeadingLoop, channel: SocketChannel) -> None:
         self._loop = loop
-        self._channel = channel
+        self._sockets = channel
         self._after = 0
         self._asking = threading.RLock()
         super().__init__(self)
@@ -667,7 +667,7 @@ class SchedulerMemory(RankMemory):
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         """Of the protocol ``Channel``."""
-        return self._channel.start({"after": self._after, "message": message})
+        return self._sockets.start({"after": self._after, "message": message})
 
     def release(self, options: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().release, options, log=log))
@@ -695,20 +695,20 @@ class SchedulerMemory(RankMemory):
             MemsaverError: the command failed on some rank, or the event loop has ended.
         """
         with self._asking:
-            self._group.raise_if_failed()
+            self.raise_if_failed()
             with self._failing_if_late():
                 number = self._loop.run(name, *arguments)
             with self._asking_after(number):
-                self._group.step = f"command {name}"
+                self.step = f"command {name}"
                 try:
-                    self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
+                    self.check(self.ask(Introduce(), self.deadlines.prepare_s))
                 finally:
-                    self._group.step = ""
+                    self.step = ""
 
     def _at_rest(self, operate: Callable[[], OperationReport]) -> OperationReport:
         with self._asking:
-            self._group.raise_if_failed()
-            if any(status is not None and status.hibernated for status in self._group.statuses):
+            self.raise_if_failed()
+            if self.hibernated:
                 # Device calls are blocked until the wake-up, so a loop inside one could not come to rest. It has no
                 # request to compute.
                 return operate()
@@ -730,8 +730,8 @@ class SchedulerMemory(RankMemory):
         try:
             yield
         except LateError as error:
-            stopped = stopped_ranks(self._group.rank_statuses())
-            raise self._group.fail(f"{error}{stopped and f'; {stopped}'}") from error
+            stopped = stopped_ranks(self.rank_statuses())
+            raise self.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:

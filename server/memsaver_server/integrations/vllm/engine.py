@@ -67,7 +67,7 @@ class VllmMemory(RankMemory):
             return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
-        self._group.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
+        self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self._ranks.sleep(level))
         except GroupFailedError:
