@@ -231,11 +231,7 @@ class Codec(Generic[_Message]):
         return {"version": VERSION, "type": name, "fields": self._adapters[name].dump_python(message, mode="json")}
 
     def decode(self, data: Plain) -> _Message:
-        """Return the message in ``data``.
-
-        Raises:
-            ConfigurationError: it is of another version, or no such message.
-        """
+        """Return the message in ``data``; raise ConfigurationError if it is of another version, or no such message."""
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise ConfigurationError(

@@ -72,12 +72,7 @@ class Rank:
         )
 
     def carry_out(self, request: protocol.Request) -> Result:
-        """Do what ``request`` asks for.
-
-        Raises:
-            UnsupportedError: this kind of rank does not know such a message.
-            Also what the functions of memsaver_core raise.
-        """
+        """Do what ``request`` asks for; raise UnsupportedError if this kind of rank does not know such a message."""
         match request:
             case protocol.Introduce():
                 obstacles = tuple(hibernation.obstacles(suspending=True))

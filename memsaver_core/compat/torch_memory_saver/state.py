@@ -36,10 +36,7 @@ class MisuseError(ConfigurationError, AssertionError):
 
 def flag(name: str) -> bool:
     """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
-
-    Raises:
-        ConfigurationError: it has another value.
-    """
+    Raises ConfigurationError for another value."""
     value = os.environ.get(name, "0")
     if value in ("0", "false", "FALSE", "no", "NO"):
         return False
@@ -49,11 +46,8 @@ def flag(name: str) -> bool:
 
 
 def check_backend(value: str, name: str = "a CPU backup backend") -> str:
-    """Return ``value``, a kind of backup memory, or empty for the default one. ``name`` is for the message.
-
-    Raises:
-        ConfigurationError: there is no such kind.
-    """
+    """Return ``value``, a kind of backup memory, or empty for the default one; raise ConfigurationError, with ``name``,
+    if there is no such kind."""
     if value not in ("", "pinned", "mmap"):
         raise ConfigurationError(f"{name} is 'pinned' or 'mmap', not {value!r}")
     return value
@@ -163,11 +157,8 @@ class State:
         return self._library
 
     def initialize(self) -> None:
-        """Make the saver and apply the environment variables. Idempotent.
-
-        Raises:
-            ConfigurationError: an environment variable cannot be used.
-        """
+        """Make the saver and apply the environment variables; raise ConfigurationError if one cannot be used.
+        Idempotent."""
         with self._lock:
             if self._initialized:
                 return
@@ -240,11 +231,8 @@ class State:
 
 
 def set_disk_folder(folder: str) -> None:
-    """Put backups on disk into ``folder`` from now on; creates it if it is missing.
-
-    Raises:
-        ConfigurationError: paused memory has its backup in the present folder.
-    """
+    """Put backups on disk into ``folder`` from now on; creates it if it is missing. Raises ConfigurationError if paused
+    memory has its backup in the present folder."""
     os.makedirs(folder, exist_ok=True)
     if process.enabled():
         process.saver().set_file_folder(folder)

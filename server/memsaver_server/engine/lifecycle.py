@@ -149,12 +149,8 @@ class Lifecycle:
 
     def _drain(self, operation: Operation) -> None:
         """Drain the engine for a release with the mode and the deadline that its callers ask for now, and take the
-        memory lock. A weight update counts as a request in flight.
-
-        Raises:
-            DrainTimeoutError: requests or a weight update did not end in time.
-            OperationCancelledError: the release was cancelled.
-        """
+        memory lock; a weight update counts as a request in flight. Raises DrainTimeoutError or
+        OperationCancelledError."""
         # Engines written for version 0.1 have no such parameter; their drains go on until they end by themselves.
         can_give_up = "given_up" in inspect.signature(self._engine.drain).parameters
         while True:
@@ -265,11 +261,8 @@ class Lifecycle:
             self._engine.drain(timeout_s, mode)
 
     def continue_generation(self) -> str:
-        """Undo ``pause``; while memory is released this is remembered, and admission opens when it is back.
-
-        Returns:
-            Why admission is still closed, or an empty string.
-        """
+        """Undo ``pause``, at once or when all memory is back; return why admission is still closed, or an empty
+        string."""
         return self._admission.unpause()
 
     @contextmanager
@@ -301,15 +294,9 @@ class Lifecycle:
             self._moving.release()
 
     def content_written(self, tags: Sequence[str]) -> str:
-        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written.
-
-        Returns:
-            Why admission is still closed, or an empty string.
-
-        Raises:
-            UnknownTagError: a tag does not exist.
-            NotResidentError: a tag is released.
-        """
+        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
+        admission is still closed, or an empty string. Raises UnknownTagError, or NotResidentError if a tag is
+        released."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
@@ -362,12 +349,8 @@ class Lifecycle:
         return True
 
     def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
-        """Take the memory lock.
-
-        Raises:
-            MemoryBusyError: a weight update has not ended within the phase timeout.
-            OperationCancelledError: the resume was cancelled.
-        """
+        """Take the memory lock. Raises MemoryBusyError if a weight update has not ended within the phase timeout, or
+        OperationCancelledError."""
         if self._moving.acquire(blocking=False):
             return
         with log.phase(Phase.WAIT_FOR_WEIGHTS):

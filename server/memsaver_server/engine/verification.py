@@ -55,12 +55,9 @@ class Verification:
                 self._expected = self._engine.verify_tokens()
 
     def after_resume(self, request: Resume, log: PhaseLog, *, resumed: bool) -> None:
-        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet.
-
-        Raises:
-            VerificationError: they differ, or cannot be computed. Admission stays closed, and the next resume compares
-                again.
-        """
+        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet. If
+        they differ, or cannot be computed, raise VerificationError: admission stays closed, and the next resume
+        compares again."""
         expected = self._expected
         self._due = self._due or (resumed and expected is not None and self._is_asked(request))
         if not self._due or not self._resident or self._engine is None or expected is None:

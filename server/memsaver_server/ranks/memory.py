@@ -192,11 +192,7 @@ class RankMemory(Group):
         return self._merged_report("release", steps.reports, log)
 
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.resume_with``, on every rank or on none.
-
-        Raises:
-            As ``release``.
-        """
+        """As ``memsaver_core.resume_with``, on every rank or on none; raises likewise."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         if not self.enabled():
@@ -224,11 +220,7 @@ class RankMemory(Group):
             self._hold(steps, Phase.CHECK, HoldDisk(request))
 
     def reserve(self, request: Tagged) -> None:
-        """Take the device memory that a resume needs, on every rank or on none.
-
-        Raises:
-            As ``resume``.
-        """
+        """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(Prepare("resume", memory))
@@ -246,11 +238,8 @@ class RankMemory(Group):
         return any(status is not None and status.hibernated for status in self.statuses)
 
     def release_awake(self, request: MemoryRequest) -> list[Answer]:
-        """Release on every rank while none is hibernated. An engine that has its own sleep overrides this.
-
-        Raises:
-            MemsaverError: the engine refused.
-        """
+        """Release on every rank while none is hibernated; raise MemsaverError if the engine refuses. An engine that has
+        its own sleep overrides this."""
         return self.ask(Move("release", request))
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
@@ -331,11 +320,8 @@ class RankMemory(Group):
         )
 
     def _to_suspend(self, request: MemoryRequest, plans: Sequence[Plan]) -> tuple[str, ...]:
-        """Return the communicators that a release suspends.
-
-        Raises:
-            UnsupportedError: it is to hibernate, and something stands in the way.
-        """
+        """Return the communicators that a release suspends; raise UnsupportedError if something stands in the way of a
+        hibernation."""
         names, reasons = _suspendable(plans)
         if request.hibernate:
             found = self._of_ranks([plan.obstacles for plan in plans])

@@ -67,13 +67,9 @@ def slot_attention(
     sliding_window: int | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns.
-
-    Query heads that share a key head are stacked along the query axis, so that keys and values are not repeated.
-
-    Raises:
-        NotImplementedError: the model needs a kind of attention that this is not.
-    """
+    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns. Raises
+    NotImplementedError for a kind of attention that this is not. Query heads that share a key head are stacked along
+    the query axis, so that keys and values are not repeated."""
     for unsupported in ("s_aux", "position_bias"):
         if other.get(unsupported) is not None:
             raise NotImplementedError(f"{type(module).__name__} passes {unsupported}, which slots do not support")

@@ -71,11 +71,7 @@ class RankGroup:
     memory: RankMemory
 
     def __init__(self, options: Options) -> None:
-        """Start the processes; each makes its runner with ``options``.
-
-        Raises:
-            RuntimeError: this process has a default process group already.
-        """
+        """Start the processes; raise RuntimeError if this process has a default process group already."""
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its "
@@ -103,7 +99,7 @@ class RankGroup:
         start_thread("memsaver-rank-waits", self._look)
 
     def make_runner(self) -> ModelRunner:
-        """Return rank 0's runner once every other rank has made its own; raises as ``load``."""
+        """Return rank 0's runner once every other rank has made its own; raise as ``load``."""
         _join(self._store, 0, self._options)
         runner = LeadingRunner(self, self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))

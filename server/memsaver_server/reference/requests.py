@@ -51,11 +51,8 @@ class Sampling(BaseModel, frozen=True):
 
     @classmethod
     def parse(cls, given: Any) -> Sampling:
-        """Read a request's ``sampling_params``. Unknown names are ignored; None stands for the default.
-
-        Raises:
-            ValueError: a value is out of range, or needs something that this engine does not support.
-        """
+        """Read a request's ``sampling_params``; None stands for the default, unknown names are ignored. Raises
+        ValueError if a value is out of range, or needs something that this engine does not support."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"sampling_params must be an object, not {type(given).__name__}")
         values = {name: value for name, value in (given or {}).items() if value is not None}

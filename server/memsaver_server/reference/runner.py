@@ -96,12 +96,8 @@ class ModelRunner:
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
-        """Load the model and capture its graphs; if there are several ranks, all do so at the same time.
-
-        Raises:
-            ValueError: the options do not fit the model; the message says which and what would.
-            RuntimeError: a graph could not be captured.
-        """
+        """Load the model and capture its graphs; if there are several ranks, all do so at the same time. Raises
+        ValueError if the options do not fit the model, RuntimeError if a graph cannot be captured."""
         self.ranks = options.tensor_parallel
         self._device = options.device_of(rank)
         on_gpu = self._device.type == "cuda"
@@ -157,12 +153,8 @@ class ModelRunner:
         return ids[_VERIFY_PROMPT:]
 
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
-        """Read a checkpoint folder, or the payload of a request, for ``write_update``.
-
-        Raises:
-            ValueError, OSError: it does not fit the model, or cannot be read.
-            RuntimeError: the weights are released.
-        """
+        """Read a checkpoint folder, or the payload of a request, for ``write_update``. Raises ValueError or OSError if
+        it does not fit the model or cannot be read, RuntimeError if the weights are released."""
         if folder:
             whole = weights.load_checkpoint(Path(folder)).state_dict()
         else:

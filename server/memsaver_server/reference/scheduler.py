@@ -100,12 +100,7 @@ class Scheduler:
         return self._failure is None and self._thread.is_alive()
 
     def enqueue(self, request: Request) -> Future[Request]:
-        """Queue a request. Cancelling the future ends the request.
-
-        Raises:
-            AdmissionClosedError: the engine takes no requests now.
-            EngineDeadError: the engine is dead.
-        """
+        """Queue a request; cancelling the future ends it. Raises AdmissionClosedError or EngineDeadError."""
         with self._changed:
             self._check_alive()
             if self._closed is None:
@@ -132,12 +127,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """See ``Engine``. Frozen requests continue from the KV cache; if that was not kept, it is computed again.
-
-        Raises:
-            DrainTimeoutError: it took longer; the engine continues as before.
-            ValueError: the mode is unknown.
-        """
+        """See ``Engine``. Frozen requests continue from the KV cache; if that was not kept, it is computed again."""
         check_drain_mode(mode)
         deadline = time.monotonic() + timeout_s
         with self._changed:

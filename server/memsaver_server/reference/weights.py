@@ -86,14 +86,9 @@ def check_divisible(config: Any, ranks: int) -> None:
 
 
 def divide(model: Any, rank: int, ranks: int) -> Partition:
-    """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says.
-
-    A linear layer is divided by its outputs ("colwise"), or by its inputs ("rowwise"), followed by a sum over the
-    ranks. Tied weights stay whole.
-
-    Raises:
-        ValueError: the model has no plan, or one that this engine does not support.
-    """
+    """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says: a linear
+    layer is divided by its outputs ("colwise"), or by its inputs ("rowwise"), followed by a sum over the ranks. Tied
+    weights stay whole. Raises ValueError if it has no plan, or one that this engine does not support."""
     if ranks == 1:
         return WHOLE
     plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in (model.tp_plan or {}).items()}
@@ -236,12 +231,8 @@ def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, T
 def check_update(
     model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all.
-
-    Raises:
-        ValueError: names or shapes differ from the model's, or a dtype cannot carry weights.
-        RuntimeError: the weights are released.
-    """
+    """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all. Raises ValueError if
+    names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
     state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
     if state != "resident":
         raise RuntimeError(f"the weights are {state}; resume them before updating them")

@@ -231,11 +231,7 @@ class EventLoop:
 
     def wait_for(self, number: int) -> None:
         """Return once command ``number`` is done and its iteration is over: this rank then waits for a broadcast.
-
-        Raises:
-            MemsaverError: the iteration did not end in ``ARRIVAL_S``.
-            Exception: what the command raised.
-        """
+        Raises what the command raised, or MemsaverError if the iteration did not end in ``ARRIVAL_S``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= number, ARRIVAL_S):
                 raise MemsaverError(f"the scheduler did not come to the next iteration in {ARRIVAL_S:g} s")
@@ -350,9 +346,7 @@ class LeadingLoop(EventLoop):
     @contextmanager
     def standstill(self) -> Iterator[int]:
         """Keep every rank between two iterations while the block runs; gives the number of the command that stops them.
-
-        This rank does not begin its next broadcast, so all others wait in it.
-        """
+        This rank does not begin its next broadcast, so all others wait in it."""
         over = threading.Event()
         try:
             yield self.run("", over=over)
@@ -362,11 +356,7 @@ class LeadingLoop(EventLoop):
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
     ) -> bool:
-        """See ``calls.is_done``.
-
-        Raises:
-            MemsaverError: the event loop has ended, or the ranks have failed.
-        """
+        """See ``calls.is_done``; raises MemsaverError once the event loop has ended, or the ranks have failed."""
 
         def is_hopeless() -> bool:
             if not self.is_alive():
@@ -525,11 +515,8 @@ class LoopEngine(LeadingLoop, Engine):
         given_up: Callable[[], bool] = never,
     ) -> None:
         """Call ``begin`` at once, and ``then`` once no request is in flight, before another one enters; return after
-        that. If it takes too long, ``undo`` is called instead. All three run in the scheduler's thread.
-
-        Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``, or was given up. ``then`` was not called.
-        """
+        that. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. All three
+        run in the scheduler's thread."""
         begun_at = time.monotonic()
         done: Future[None] = Future()
         still = (done, then)
@@ -666,7 +653,7 @@ class SchedulerMemory(RankMemory):
         loop.failure = lambda: self.failure
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        """Of the protocol ``Channel``."""
+        """See ``Channel``."""
         return self._sockets.start({"after": self._after, "message": message})
 
     def release(self, options: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:
@@ -689,11 +676,7 @@ class SchedulerMemory(RankMemory):
 
     def run(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command, after the operation in progress, which has its own limits of time.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-            MemsaverError: the command failed on some rank, or the event loop has ended.
-        """
+        Raises MemsaverError if it fails on some rank, or the event loop has ended."""
         with self._asking:
             self.raise_if_failed()
             with self._failing_if_late():
@@ -735,11 +718,8 @@ class SchedulerMemory(RankMemory):
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks. Called on the first one.
-
-    Raises:
-        MemsaverError: another rank did not ``join`` in ``CONNECT_S``.
-    """
+    """Return the memory of all ranks. Called on the first one. Raises MemsaverError if another did not ``join`` in
+    ``CONNECT_S``."""
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
     _answer(group, loop, listener.path)

@@ -60,21 +60,15 @@ class Plugin:
         return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
-        """Let the service on the first rank release this rank's memory. Call it before the event loop runs.
-
-        Raises:
-            ConfigurationError: this scheduler cannot be served.
-        """
+        """Let the service on the first rank release this rank's memory. Call it before the event loop runs. Raises
+        ConfigurationError if this scheduler cannot be served."""
         self._lead(scheduler, service=False)
 
     @contextmanager
     def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
         """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
-        carry out the engine's own memory calls, if it ``saves_memory`` and can be served.
-
-        Raises:
-            ConfigurationError: an address is set that cannot be bound, or the scheduler cannot be served.
-        """
+        carry out the engine's own memory calls, if it ``saves_memory`` and can be served. Raises ConfigurationError if
+        an address is set that cannot be bound, or the scheduler cannot be served there."""
         where = os.environ.get(self._variable, "")
         engine: Any = None
         try:

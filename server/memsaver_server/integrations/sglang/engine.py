@@ -293,12 +293,9 @@ class SglangEngine(base.LoopEngine):
         self.run_on_all("save_buffers")
 
     def verify_tokens(self) -> list[int]:
-        """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix.
-
-        Raises:
-            UnsupportedError: the engine generates no tokens.
-            MemsaverError: they were not computed within ``VERIFICATION_S``.
-        """
+        """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix. Raises
+        UnsupportedError if the engine generates no tokens, MemsaverError if that takes longer than
+        ``VERIFICATION_S``."""
         if not getattr(self._own, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
         prompt = VerificationPrompt(self._own)

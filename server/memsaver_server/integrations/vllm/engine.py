@@ -154,12 +154,8 @@ class VllmEngine(Gate):
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
-        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment.
-
-        Raises:
-            UnsupportedError: requests are frozen.
-            MemsaverError: the tokens were not computed in ``VERIFICATION_S``.
-        """
+        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment. Raises UnsupportedError if requests
+        are frozen, MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if frozen := self.pending():
             raise UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
