@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,16 @@ def load_part(
         return model.to(device), partition
     config = load_config(path)
     dtype = dtype or config.dtype or torch.float32
-    with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.device("meta"):
         model = _ready(_Models.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
+    model.tie_weights()
     partition = divide(model, rank, ranks)
+    # Not Module.to_empty, which would allocate tied weights twice.
+    model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
+    model.tie_weights()
+    # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are replaced.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.initialize_weights()
     fill_random(model, seed, partition)
     return model, partition
 

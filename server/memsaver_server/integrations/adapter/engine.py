@@ -29,13 +29,14 @@ import torch
 import memsaver_core as ms
 from memsaver_core.contract.errors import ConfigurationError, DrainTimeoutError, MemsaverError, NoThreadError
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged
+from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
+from memsaver_server.ranks.memory import Steps
 from memsaver_server.ranks.watch import stopped_ranks
 from memsaver_server.settings import Settings
 from memsaver_server.threads import start_thread
@@ -447,10 +448,6 @@ class IdleRest:
             os.eventfd_read(self._wake)
 
 
-def _nothing() -> None:
-    pass
-
-
 class _NotWrittenError(Exception):
     """The engine has answered that it wrote no weights."""
 
@@ -508,10 +505,10 @@ class LoopEngine(LeadingLoop, Engine):
     def when_still(
         self,
         timeout_s: float,
-        then: Callable[[], None] = _nothing,
+        then: Callable[[], None] = lambda: None,
         *,
-        begin: Callable[[], None] = _nothing,
-        undo: Callable[[], None] = _nothing,
+        begin: Callable[[], None] = lambda: None,
+        undo: Callable[[], None] = lambda: None,
         given_up: Callable[[], bool] = never,
     ) -> None:
         """Call ``begin`` at once, and ``then`` once no request is in flight, before another one enters; return after
@@ -578,12 +575,9 @@ class LoopEngine(LeadingLoop, Engine):
 
     def _operate(self, request: Any) -> None:
         try:
-            tags = tuple(request.tags or ())
-            if type(request).__name__.startswith("Release"):
-                asked = Release(tags=tags, wait=True).resolved(self._settings.drain_timeout_s)
-                operation = self._lifecycle.start(asked, client=self.name)
-            else:
-                operation = self._lifecycle.start(Resume(tags=tags, wait=True), client=self.name)
+            kind = Release if type(request).__name__.startswith("Release") else Resume
+            asked = kind(tags=tuple(request.tags or ()), wait=True).resolved(self._settings.drain_timeout_s)
+            operation = self._lifecycle.start(asked, client=self.name)
             operation.done.result()
             error = operation.error
         except Exception as refused:
@@ -662,13 +656,10 @@ class SchedulerMemory(RankMemory):
     def resume(self, options: Tagged, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().resume, options, log=log))
 
-    def check_release(self, options: MemoryRequest) -> None:
-        with self._asking:
-            super().check_release(options)
-
-    def reserve(self, options: Tagged) -> None:
-        with self._asking:
-            super().reserve(options)
+    @contextmanager
+    def _operating(self, operation: Verb, log: ms.PhaseLog) -> Iterator[Steps]:
+        with self._asking, super()._operating(operation, log) as steps:
+            yield steps
 
     def give_back_reserved(self) -> None:
         with self._asking:
