@@ -140,12 +140,7 @@ class ProgressLocation:
 
 @dataclass(frozen=True)
 class Introduction:
-    """A rank; all fields are empty if memsaver is not in use there.
-
-    Attributes:
-        devices: readings of the devices that it uses.
-        obstacles: what prevents its hibernation.
-    """
+    """A rank, the devices that it uses, and what prevents its hibernation; empty if memsaver is not in use there."""
 
     devices: tuple[DeviceMemory, ...] = ()
     obstacles: tuple[str, ...] = ()
@@ -155,13 +150,8 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an operation would do on one rank.
-
-    Attributes:
-        host_bytes_needed: pinned memory for backups.
-        communicators: what NCCL holds, and whether it can be suspended.
-        obstacles: what prevents a hibernation that was asked for.
-    """
+    """What an operation would do on one rank: the pinned memory for its backups, what NCCL holds and whether that can
+    be suspended, and what prevents a hibernation that was asked for."""
 
     host_bytes_needed: int = 0
     communicators: tuple[CommunicatorStatus, ...] = ()
@@ -170,13 +160,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank.
-
-    Attributes:
-        error: the name of its class in ``memsaver_core.contract.errors``.
-        attributes: what its class documents.
-        phase: the phase that failed, or an empty string outside an operation.
-    """
+    """An error of a rank: its class in ``memsaver_core.contract.errors``, the attributes that this documents, and the
+    phase that failed, empty outside an operation."""
 
     error: str
     message: str
@@ -203,15 +188,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank answers to any request.
-
-    Attributes:
-        status: what it holds now, or None if memsaver is not in use there.
-        introduction: to ``Introduce``.
-        plan: to ``Prepare``.
-        report: of the operation or step that the request asked for.
-        failure: the error that ended the request.
-    """
+    """What one rank answers to any request: its status, or None if memsaver is not in use there, and what the request
+    asked for, or the error that ended it."""
 
     status: Status | None
     introduction: Introduction | None = None

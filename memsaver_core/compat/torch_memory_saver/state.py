@@ -131,17 +131,10 @@ class State:
         self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
 
     def attach_library(self) -> str:
-        """Connect the preload library, if this process was started with it, to the saver.
-
-        Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
-        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time.
-
-        Returns:
-            The library's path, or an empty string.
-
-        Raises:
-            ConfigurationError: the library is another version's, or an environment variable cannot be used.
-        """
+        """Connect the preload library, if this process was started with it, to the saver; return its path, or an empty
+        string. Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless
+        ``MEMSAVER_PRELOAD_INHERIT=1``. With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at
+        any time. Raises ConfigurationError if it is another version's, or an environment variable cannot be used."""
         with self._lock:
             if self._library is not None:
                 return self._library

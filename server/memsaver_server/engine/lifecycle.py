@@ -248,15 +248,9 @@ class Lifecycle:
                     return
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
-        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
-
-        Args:
-            asleep: report the pause as ``is_sleeping``.
-
-        Raises:
-            DrainTimeoutError: requests still run. Generation is as before.
-            PauseEndedError: generation was continued meanwhile.
-        """
+        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain. ``asleep``:
+        report the pause as ``is_sleeping``. Raises DrainTimeoutError if requests still run, and generation is as
+        before, or PauseEndedError if generation was continued meanwhile."""
         with self._admission.pausing(asleep=asleep):
             self._engine.drain(timeout_s, mode)
 
@@ -267,15 +261,10 @@ class Lifecycle:
 
     @contextmanager
     def writing(self, tag: str = "weights") -> Iterator[None]:
-        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks.
-
-        Content that a release had discarded counts as written afterwards, unless the block raised, or the engine says
-        that weights are still missing.
-
-        Raises:
-            NotResidentError: the tag is released. The block was not run.
-            MemoryBusyError: an operation stalls, or another update has not ended. The block was not run.
-        """
+        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks. What a
+        release had discarded counts as written afterwards, unless the block raised, or the engine says that weights are
+        still missing. The block is not run, and this raises, if the tag is released (NotResidentError), or if an
+        operation stalls or another update has not ended (MemoryBusyError)."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")

@@ -55,11 +55,8 @@ class Deadlines:
 
 class Group:
     """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
-
-    Attributes:
-        failure: why no operation is possible any more, or an empty string.
-        step: what the ranks do now, as messages call it, or an empty string.
-    """
+    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now, as messages call it; or
+    empty."""
 
     def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
         self._channel = channel
@@ -138,14 +135,9 @@ class Group:
         return GroupFailedError(self.failure)
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
-        """Send ``request`` to every rank, and take over the status that each answers.
-
-        Args:
-            limit_s: deadline; None is ``Deadlines.idle_s`` without progress.
-
-        Raises:
-            GroupFailedError: the ranks have failed, before or by this step.
-        """
+        """Send ``request`` to every rank, and take over the status that each answers. ``limit_s`` is a deadline; None
+        is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed, before or by this
+        step."""
         self.raise_if_failed()
         self.progress.asking()
         try:

@@ -48,13 +48,8 @@ Act = Callable[[], list[Answer]]
 
 
 class Steps:
-    """Takes steps on every rank of ``group``, and adds their phases to ``log``.
-
-    Attributes:
-        reports: what the ranks reported so far.
-        failed_phase: the phase that the first rank that failed was in, or an empty string.
-        phase: the phase to report while no rank reports one.
-    """
+    """Takes steps on every rank of ``group``, and adds their phases to ``log``: ``reports`` are the ranks',
+    ``failed_phase`` that of the first rank that failed, ``phase`` the one to report while no rank reports one."""
 
     def __init__(self, group: Group, log: PhaseLog) -> None:
         self._group = group
@@ -72,17 +67,9 @@ class Steps:
         return [answer.plan or Plan() for answer in answers]
 
     def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
-        """Have every rank do ``act``.
-
-        Args:
-            name: what messages call the step.
-            phase: see the attribute.
-            undo: takes back what ``act`` did, on the ranks on which it did anything.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-            MemsaverError: a rank could not do it; all ranks are as before the operation.
-        """
+        """Have every rank do ``act``, in a step that messages call ``name``; ``undo`` takes it back on the ranks on
+        which it did anything. Raises GroupFailedError if the ranks have failed; or MemsaverError, and all are as before
+        the operation."""
         self.phase, self._group.step = phase.value, name
         self._undo.append((name, undo))
         try:
@@ -170,12 +157,8 @@ class RankMemory(Group):
         """Do nothing: each rank prepares its own once it is loaded."""
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.release_with``, on every rank or on none.
-
-        Raises:
-            GroupFailedError: a rank has ended, hangs, or could not undo what it did. All later calls are refused.
-            Also as ``memsaver_core.release_with``, the message naming the rank. All ranks are as before.
-        """
+        """As ``memsaver_core.release_with``, on every rank or on none; errors name the rank. GroupFailedError: a rank
+        has ended, hangs, or could not undo what it did; all later calls are refused."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         self.check_tags(list(request.restore))

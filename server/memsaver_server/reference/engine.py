@@ -23,26 +23,15 @@ from memsaver_server.reference.scheduler import Scheduler
 
 class TransformersEngine(Scheduler):
     """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
-    cache, graphs and workspaces in regions. Close it when done; the interpreter's exit closes it too.
-
-    Attributes:
-        model_name: the folder or configuration file served, or the built-in model's name.
-        memory: of all ranks; only if there are several. Rank 0 is this process; it starts the others.
-    """
+    cache, graphs and workspaces in regions. Close it when done; the interpreter's exit closes it too. If there are
+    several ranks, ``memory`` is that of all; rank 0 is this process, and starts the others."""
 
     name = "transformers"
 
     def __init__(self, model: str | Path | None = None, **given: Any) -> None:
-        """Load the model and capture its graphs; return once requests can be served.
-
-        Args:
-            model, given: see ``Options``.
-
-        Raises:
-            ValueError: an option is invalid; the message says which, and what is valid.
-            RuntimeError: a graph could not be captured.
-            RanksFailedError: the process of a rank has ended, or does not answer.
-        """
+        """Load the model and capture its graphs; return once requests can be served. For ``given`` and ValueError see
+        ``Options``. Raises RuntimeError if a graph cannot be captured, RanksFailedError if a rank ends or does not
+        answer."""
         options = Options(model, **given)
         self.device = options.device_of(0)
         self.model_name = str(options.path) if options.random_weights or model else options.path.name

@@ -61,12 +61,8 @@ class RanksFailedError(MemsaverError):
 
 
 class RankGroup:
-    """The processes of ranks 1 and up.
-
-    Attributes:
-        failed: why the ranks can compute nothing more, once that is so.
-        memory: that of all ranks; set once they are loaded.
-    """
+    """The processes of ranks 1 and up. ``failed`` is done, with the reason, once the ranks can compute nothing more;
+    ``memory`` is that of all ranks, set once they are loaded."""
 
     memory: RankMemory
 

@@ -68,12 +68,9 @@ class LateError(MemsaverError):
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of an engine, and this one's place among them.
-
-    Attributes:
-        ranks: their numbers in torch's default process group; the first receives the engine's requests.
-        cpu_group: torch's group of all of them, for host memory.
-    """
+    """The processes of an engine, and this one's place among them: ``ranks`` are their numbers in torch's default
+    process group, of which the first receives the engine's requests; ``cpu_group`` is torch's group of all, for host
+    memory."""
 
     world_size: int
     ranks: Sequence[int]
@@ -123,14 +120,8 @@ class Scheduler(ABC):
         """Yield the reasons why it cannot be served; ``service``: see ``check``."""
 
     def check(self, *, service: bool = False) -> None:
-        """Check that this scheduler can be served.
-
-        Args:
-            service: whether a service is to release the engine's memory, or only the engine's own calls.
-
-        Raises:
-            ConfigurationError: it cannot; the message says why.
-        """
+        """Raise ConfigurationError, with the reason, if this scheduler cannot be served; ``service``: whether a service
+        is to release the engine's memory, or only the engine's own calls."""
         if missing := self.missing():
             raise ConfigurationError(
                 f"this version of {self.engine} cannot be served: it has no {', '.join(missing)}; "
@@ -200,12 +191,8 @@ def lacking(owner: Any, paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
-    """Yield the reasons why the memory of an engine cannot be released.
-
-    Args:
-        saves_memory: whether the engine puts its memory into regions of ``torch_memory_saver``.
-        module: the engine's module that imports ``torch_memory_saver``.
-    """
+    """Yield the reasons why the memory of an engine cannot be released: ``saves_memory`` says whether it is in regions
+    of ``torch_memory_saver``, which the engine's ``module`` imports."""
     if not ms.enabled():
         return
     if not saves_memory:
@@ -279,13 +266,8 @@ class EventLoop:
 
 
 class LeadingLoop(EventLoop):
-    """The event loop of rank 0, which receives and admits requests for all ranks.
-
-    Any thread may call its methods, except those below the comment "In the scheduler's thread".
-
-    Attributes:
-        failure: returns why the ranks have failed, or an empty string.
-    """
+    """The event loop of rank 0, which receives and admits requests for all ranks; ``failure()`` says why they have
+    failed. Any thread may call its methods, except those below the comment "In the scheduler's thread"."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._thread: threading.Thread | None = None
@@ -320,16 +302,9 @@ class LeadingLoop(EventLoop):
         self.send(Command(0, name, arguments))
 
     def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
-        """Have every rank carry out a command; return its number once this rank has carried it out.
-
-        Args:
-            over: if given, this rank begins its next iteration only once it is set.
-
-        Raises:
-            LateError: this rank did not carry it out in ``COMMAND_S``.
-            MemsaverError: the event loop ended first, or the ranks have failed.
-            Exception: what the command raised on this rank.
-        """
+        """Have every rank carry out a command; return its number once this rank has carried it out, which begins its
+        next iteration only once ``over`` is set. Raises what the command raised here, LateError after ``COMMAND_S``, or
+        MemsaverError if the event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
         with self._numbering:
             self._last += 1
@@ -415,13 +390,9 @@ class IdleRest:
     """
 
     def __init__(self, sockets: Sequence[Any], nothing_to_do: Callable[[], bool], iterations: int = 1) -> None:
-        """
-        Args:
-            sockets: those that the scheduler receives from; None is left out.
-            nothing_to_do: returns whether an iteration of the event loop would do nothing; called in the scheduler's
-                thread.
-            iterations: how many of those the scheduler needs after its last work before it may rest.
-        """
+        """``sockets`` are those that the scheduler receives from; None is left out. ``nothing_to_do()``, called in its
+        thread, says whether an iteration would do nothing; ``iterations`` of those are needed after its last work
+        before it may rest."""
         self._nothing_to_do = nothing_to_do
         self._settling = iterations
         self._idle = 0

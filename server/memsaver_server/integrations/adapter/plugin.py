@@ -46,17 +46,10 @@ class Plugin:
         return found is not None and "memsaver_core" in (found.origin or "")
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
-        """Serve the engine's own ``scheduler`` from a thread of its process. Call it before the event loop runs.
-
-        Args:
-            scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks must
-                call ``follow`` at the same time.
-            settings, options: see ``memsaver_server.attach``.
-
-        Raises:
-            ConfigurationError: this scheduler cannot be served or is not the first rank's, or the address cannot be
-                bound.
-        """
+        """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
+        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine that was started
+        with ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this
+        scheduler cannot be served or is not the first rank's, or the address cannot be bound."""
         return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:

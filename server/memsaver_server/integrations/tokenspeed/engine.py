@@ -34,11 +34,7 @@ _SHARED = (
 
 class TokenspeedScheduler(base.Scheduler):
     """Closes admission by tokenspeed's ``PauseController``: while that is not UNPAUSED, requests wait unless they are
-    refused.
-
-    Attributes:
-        frozen: whether nothing is computed until ``open``.
-    """
+    refused. While it is ``frozen`` nothing is computed."""
 
     engine = "tokenspeed"
 
