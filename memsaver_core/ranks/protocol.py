@@ -56,21 +56,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Take the device memory that a resume needs, which it uses. The rank is not hibernated."""
+    """Take what an operation needs, which it uses: a resume's device memory, or the disk space of a release's backups.
+    The rank is not hibernated."""
 
-    memory: MemoryRequest
-
-
-@dataclass(frozen=True)
-class HoldDisk:
-    """Hold the disk space that the backups of a release need, which it uses."""
-
+    operation: Verb
     memory: MemoryRequest
 
 
 @dataclass(frozen=True)
 class GiveBackReserved:
-    """Give back what ``Reserve`` or ``HoldDisk`` took and no operation has used."""
+    """Give back what ``Reserve`` took and no operation has used."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,6 @@ Request = (
     | Prepare
     | Move
     | Reserve
-    | HoldDisk
     | GiveBackReserved
     | MoveCommunicators
     | HibernationStep

@@ -31,7 +31,6 @@ from memsaver_core.ranks.protocol import (
     Answer,
     GiveBackReserved,
     HibernationStep,
-    HoldDisk,
     Move,
     MoveCommunicators,
     Plan,
@@ -200,18 +199,18 @@ class RankMemory(Group):
         """Raise what ``release`` would raise now because it is impossible; holds the disk space that it needs."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(request, self._plans(steps, request))
-            self._hold(steps, Phase.CHECK, HoldDisk(request))
+            self._hold(steps, Phase.CHECK, Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(Prepare("resume", memory))
-            self._hold(steps, Phase.RESERVE, Reserve(memory))
+            self._hold(steps, Phase.RESERVE, Reserve("resume", memory))
 
-    def _hold(self, steps: Steps, phase: Phase, request: Request) -> None:
+    def _hold(self, steps: Steps, phase: Phase, held: Reserve) -> None:
         if not self.hibernated:
-            steps.take("reservation", phase, partial(self.ask, request), partial(self.ask, GiveBackReserved()))
+            steps.take("reservation", phase, partial(self.ask, held), partial(self.ask, GiveBackReserved()))
 
     def give_back_reserved(self) -> None:
         self.check(self.ask(GiveBackReserved()))
