@@ -59,7 +59,7 @@ class Group:
     empty."""
 
     def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
-        self._channel = channel
+        self.channel = channel
         self.deadlines = deadlines
         self.failure = ""
         self._failing = threading.Lock()
@@ -141,7 +141,7 @@ class Group:
         self.raise_if_failed()
         self.progress.asking()
         try:
-            answers = _decoded(self.wait(self._channel.start(REQUESTS.encode(request)), limit_s))
+            answers = _decoded(self.wait(self.channel.start(REQUESTS.encode(request)), limit_s))
         except GroupFailedError:
             raise
         except Exception as error:
