@@ -23,16 +23,9 @@ _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hoo
 
 
 def install(*, subprocesses: bool = False) -> None:
-    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not.
-
-    Call it before any import of ``torch_memory_saver``. Further calls do nothing.
-
-    Args:
-        subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
-
-    Raises:
-        ConfigurationError: another ``torch_memory_saver`` was imported already.
-    """
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not;
+    ``subprocesses``: also in Python processes started from now on, by ``PYTHONPATH``. Further calls do nothing. Raises
+    ConfigurationError if another ``torch_memory_saver`` was imported already."""
     ours = importlib.import_module(_OURS)
     present = sys.modules.get(_NAME)
     if present is not None and present is not ours and not getattr(present, "MEMSAVER_FORWARDER", False):

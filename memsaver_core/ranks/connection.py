@@ -38,11 +38,8 @@ class SocketChannel:
         return started(lambda: self._ask(message))
 
     def send(self, message: Plain) -> None:
-        """Send a message that is not answered to the other ranks, after all that was sent before.
-
-        Raises:
-            OSError: a rank has closed its connection.
-        """
+        """Send a message that is not answered to the other ranks, after all that was sent before; raise OSError if a
+        rank has closed its connection."""
         with self._lock:
             self._send(message)
 
@@ -71,11 +68,8 @@ class SocketChannel:
 
 
 def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None:
-    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer.
-
-    Raises:
-        OSError: the service cannot be reached.
-    """
+    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer. Raises
+    OSError if the service cannot be reached."""
     with connect(path, rank) as connection, connection.makefile("r") as messages:
         for line in messages:
             if (reply := answer(json.loads(line))) is not None:

@@ -38,13 +38,8 @@ def hold_disk(request: MemoryRequest) -> None:
 
 
 def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
-    """Return what a release would do; for ``exact`` see ``Prepare``.
-
-    Raises:
-        ContextLostError: as ``memsaver_core.release``.
-        OutOfHostMemoryError: the backups would not fit in host memory.
-        DiskFullError: they would not fit on disk.
-    """
+    """Return what a release would do; for ``exact`` see ``Prepare``. Raises ContextLostError, or OutOfHostMemoryError
+    or DiskFullError if the backups would not fit."""
     tags, status = _look(request.tags)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
     needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
@@ -66,12 +61,8 @@ def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
 
 
 def plan_resume(request: Tagged) -> Plan:
-    """Return what a resume would do.
-
-    Raises:
-        ContextLostError: as ``memsaver_core.resume``.
-        OutOfDeviceMemoryError: a device has less free memory than the tags need.
-    """
+    """Return what a resume would do. Raises ContextLostError, or OutOfDeviceMemoryError if a device has less free
+    memory than the tags need."""
     tags, status = _look(request.tags)
 
     def short() -> DeviceRoom | None:

@@ -56,21 +56,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Take the device memory that a resume needs, which it uses. The rank is not hibernated."""
+    """Take what an operation needs, which it uses: a resume's device memory, or the disk space of a release's backups.
+    The rank is not hibernated."""
 
-    memory: MemoryRequest
-
-
-@dataclass(frozen=True)
-class HoldDisk:
-    """Hold the disk space that the backups of a release need, which it uses."""
-
+    operation: Verb
     memory: MemoryRequest
 
 
 @dataclass(frozen=True)
 class GiveBackReserved:
-    """Give back what ``Reserve`` or ``HoldDisk`` took and no operation has used."""
+    """Give back what ``Reserve`` took and no operation has used."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,6 @@ Request = (
     | Prepare
     | Move
     | Reserve
-    | HoldDisk
     | GiveBackReserved
     | MoveCommunicators
     | HibernationStep
@@ -140,12 +134,7 @@ class ProgressLocation:
 
 @dataclass(frozen=True)
 class Introduction:
-    """A rank; all fields are empty if memsaver is not in use there.
-
-    Attributes:
-        devices: readings of the devices that it uses.
-        obstacles: what prevents its hibernation.
-    """
+    """A rank, the devices that it uses, and what prevents its hibernation; empty if memsaver is not in use there."""
 
     devices: tuple[DeviceMemory, ...] = ()
     obstacles: tuple[str, ...] = ()
@@ -155,13 +144,8 @@ class Introduction:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an operation would do on one rank.
-
-    Attributes:
-        host_bytes_needed: pinned memory for backups.
-        communicators: what NCCL holds, and whether it can be suspended.
-        obstacles: what prevents a hibernation that was asked for.
-    """
+    """What an operation would do on one rank: the pinned memory for its backups, what NCCL holds and whether that can
+    be suspended, and what prevents a hibernation that was asked for."""
 
     host_bytes_needed: int = 0
     communicators: tuple[CommunicatorStatus, ...] = ()
@@ -170,13 +154,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank.
-
-    Attributes:
-        error: the name of its class in ``memsaver_core.contract.errors``.
-        attributes: what its class documents.
-        phase: the phase that failed, or an empty string outside an operation.
-    """
+    """An error of a rank: its class in ``memsaver_core.contract.errors``, the attributes that this documents, and the
+    phase that failed, empty outside an operation."""
 
     error: str
     message: str
@@ -203,15 +182,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank answers to any request.
-
-    Attributes:
-        status: what it holds now, or None if memsaver is not in use there.
-        introduction: to ``Introduce``.
-        plan: to ``Prepare``.
-        report: of the operation or step that the request asked for.
-        failure: the error that ended the request.
-    """
+    """What one rank answers to any request: its status, or None if memsaver is not in use there, and what the request
+    asked for, or the error that ended it."""
 
     status: Status | None
     introduction: Introduction | None = None
@@ -231,11 +203,7 @@ class Codec(Generic[_Message]):
         return {"version": VERSION, "type": name, "fields": self._adapters[name].dump_python(message, mode="json")}
 
     def decode(self, data: Plain) -> _Message:
-        """Return the message in ``data``.
-
-        Raises:
-            ConfigurationError: it is of another version, or no such message.
-        """
+        """Return the message in ``data``; raise ConfigurationError if it is of another version, or no such message."""
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise ConfigurationError(

@@ -72,12 +72,7 @@ class Rank:
         )
 
     def carry_out(self, request: protocol.Request) -> Result:
-        """Do what ``request`` asks for.
-
-        Raises:
-            UnsupportedError: this kind of rank does not know such a message.
-            Also what the functions of memsaver_core raise.
-        """
+        """Do what ``request`` asks for; raise UnsupportedError if this kind of rank does not know such a message."""
         match request:
             case protocol.Introduce():
                 obstacles = tuple(hibernation.obstacles(suspending=True))
@@ -91,14 +86,14 @@ class Rank:
             case protocol.Move("resume", memory):
                 tags = _here(memory.tags)
                 return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
-            case protocol.Reserve(memory):
+            case protocol.Reserve("release", memory):
+                hold_disk(memory)
+                return OperationReport(operation="release")
+            case protocol.Reserve("resume", memory):
                 tags = _here(memory.tags)
                 if tags or not memory.tags:
                     ms.reserve_with(Tagged(tags=tags))
                 return _NOTHING_RESUMED
-            case protocol.HoldDisk(memory):
-                hold_disk(memory)
-                return OperationReport(operation="release")
             case protocol.GiveBackReserved():
                 ms.give_back_reserved()
                 return _NOTHING_RESUMED

@@ -497,6 +497,11 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
         plugin.attach(scheduler)
 
 
+def test_only_the_first_rank_is_attached(make: type[standin.Scheduler]) -> None:
+    with pytest.raises(ConfigurationError, match=r"rank 1: call follow\(\)"):
+        plugin.attach(make(tp_size=2, tp_rank=1))
+
+
 def test_a_version_that_lacks_a_name(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported at the start, not when the name is needed."""
     scheduler = make()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +274,7 @@ def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
     memory = SchedulerMemory(loop, SocketChannel(answer, []))
     with subprocess.Popen(["sleep", "600"]) as other:
         stopped = RankStatus(rank=1, pid=other.pid, alive=True, state="resident")
-        monkeypatch.setattr(memory._group, "rank_statuses", lambda: (stopped,))
+        monkeypatch.setattr(memory, "rank_statuses", lambda: (stopped,))
         other.send_signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(other.pid))
         with pytest.raises(GroupFailedError, match=rf"next iteration.*rank 1 .process {other.pid}."):
@@ -283,6 +283,37 @@ def test_a_scheduler_that_comes_to_no_iteration_fails_its_ranks(
     assert "kill -CONT" in memory.failure
     with pytest.raises(GroupFailedError):
         memory.run("flush")
+
+
+def test_a_command_waits_for_the_operation_in_progress(
+    standin_scheduler: standin.Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release may take longer than a command may."""
+    releasing, go_on = threading.Event(), threading.Event()
+
+    def answer(message: Any) -> Any:
+        if isinstance(protocol.REQUESTS.decode(message["message"]), protocol.Move):
+            releasing.set()
+            go_on.wait(600)
+        return Rank().answer(message["message"])
+
+    loop = event_loop.LeadingLoop(SglangScheduler(standin_scheduler))
+    memory = SchedulerMemory(loop, SocketChannel(answer, []))
+    thread = threading.Thread(target=standin_scheduler.run_event_loop, daemon=True)
+    thread.start()
+    with ThreadPoolExecutor(2) as pool:
+        release = pool.submit(memory.release, MemoryRequest())
+        assert releasing.wait(600)
+        with monkeypatch.context() as hurried:
+            hurried.setattr(event_loop, "COMMAND_S", 0.1)
+            flush = pool.submit(memory.run, "flush")
+            assert not wait([flush], 0.5).done
+        go_on.set()
+        release.result()
+        flush.result()
+    memory.resume(MemoryRequest())
+    standin_scheduler.received.put(standin.Exit())
+    thread.join(600)
 
 
 @pytest.mark.guards(

@@ -95,11 +95,8 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Leave the region: what is allocated inside the block is ordinary memory, given back at the end of it.
-
-        Raises:
-            ConfigurationError: the thread is in no region.
-        """
+        """Leave the region, or raise ConfigurationError if the thread is in none: what is allocated inside the block is
+        ordinary memory, given back at the end of it."""
         with self._ensure_initialized()._binary_wrapper.cdll.region_left():
             yield
 
@@ -202,11 +199,8 @@ class TorchMemorySaver:
             return copy
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Put backups on disk into this folder from now on, for the whole process; creates it if it is missing.
-
-        Raises:
-            ConfigurationError: paused memory has its backup in the present folder.
-        """
+        """Put backups on disk into this folder from now on, for the whole process; creates it if it is missing. Raises
+        ConfigurationError if paused memory has its backup in the present folder."""
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_disk_backup_dir(str(path).encode())
 
     def _ensure_initialized(self) -> _TorchMemorySaverImpl:

@@ -36,10 +36,7 @@ class MisuseError(ConfigurationError, AssertionError):
 
 def flag(name: str) -> bool:
     """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
-
-    Raises:
-        ConfigurationError: it has another value.
-    """
+    Raises ConfigurationError for another value."""
     value = os.environ.get(name, "0")
     if value in ("0", "false", "FALSE", "no", "NO"):
         return False
@@ -49,11 +46,8 @@ def flag(name: str) -> bool:
 
 
 def check_backend(value: str, name: str = "a CPU backup backend") -> str:
-    """Return ``value``, a kind of backup memory, or empty for the default one. ``name`` is for the message.
-
-    Raises:
-        ConfigurationError: there is no such kind.
-    """
+    """Return ``value``, a kind of backup memory, or empty for the default one; raise ConfigurationError, with ``name``,
+    if there is no such kind."""
     if value not in ("", "pinned", "mmap"):
         raise ConfigurationError(f"{name} is 'pinned' or 'mmap', not {value!r}")
     return value
@@ -137,17 +131,10 @@ class State:
         self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
 
     def attach_library(self) -> str:
-        """Connect the preload library, if this process was started with it, to the saver.
-
-        Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
-        With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time.
-
-        Returns:
-            The library's path, or an empty string.
-
-        Raises:
-            ConfigurationError: the library is another version's, or an environment variable cannot be used.
-        """
+        """Connect the preload library, if this process was started with it, to the saver; return its path, or an empty
+        string. Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless
+        ``MEMSAVER_PRELOAD_INHERIT=1``. With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at
+        any time. Raises ConfigurationError if it is another version's, or an environment variable cannot be used."""
         with self._lock:
             if self._library is not None:
                 return self._library
@@ -163,11 +150,8 @@ class State:
         return self._library
 
     def initialize(self) -> None:
-        """Make the saver and apply the environment variables. Idempotent.
-
-        Raises:
-            ConfigurationError: an environment variable cannot be used.
-        """
+        """Make the saver and apply the environment variables; raise ConfigurationError if one cannot be used.
+        Idempotent."""
         with self._lock:
             if self._initialized:
                 return
@@ -240,11 +224,8 @@ class State:
 
 
 def set_disk_folder(folder: str) -> None:
-    """Put backups on disk into ``folder`` from now on; creates it if it is missing.
-
-    Raises:
-        ConfigurationError: paused memory has its backup in the present folder.
-    """
+    """Put backups on disk into ``folder`` from now on; creates it if it is missing. Raises ConfigurationError if paused
+    memory has its backup in the present folder."""
     os.makedirs(folder, exist_ok=True)
     if process.enabled():
         process.saver().set_file_folder(folder)

@@ -55,12 +55,8 @@ def is_wanted(model_config: Any) -> bool:
 
 @dataclass
 class WorkerConfig:
-    """What was decided for the worker of this process.
-
-    Attributes:
-        enabled: whether the worker's memory is memsaver's.
-        tags_cache_alone: while the KV cache is made, whether its tag is for the cache alone, or for all that is made.
-    """
+    """What was decided for the worker of this process: whether its memory is memsaver's; and, while the KV cache is
+    made, whether its tag is for the cache alone, or for all that is made."""
 
     enabled: bool = False
     tags_cache_alone: bool = False

@@ -77,10 +77,7 @@ class Admission:
     @contextmanager
     def pausing(self, *, asleep: bool) -> Iterator[None]:
         """Pause generation until ``unpause``, by the block, which drains the engine. If it raises, the pause is undone.
-
-        Raises:
-            PauseEndedError: ``unpause`` was called meanwhile.
-        """
+        Raises PauseEndedError if ``unpause`` was called meanwhile."""
         own = object()
         with self._lock:
             self._pausing.add(own)

@@ -30,13 +30,7 @@ from memsaver_core.contract.reports import (
     held_by,
 )
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
-from memsaver_core.contract.status import (
-    AdmissionStatus,
-    HealthAnswer,
-    OccupationAnswer,
-    OccupiedDevice,
-    PreparedState,
-)
+from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
@@ -248,16 +242,13 @@ class EngineController:
         return Answer.of(plan_resume(self.lifecycle, asked, (await self._monitor.fresh()).devices))
 
     def _prepared(self, operation: Operation) -> PreparedAnswer:
-        request = operation.request
-        if isinstance(request, Release):
-            plan = plan_release(self.lifecycle, request)
-        else:
-            plan = plan_resume(self.lifecycle, request, ())
+        asked, of = operation.request, self.lifecycle
+        plan = plan_release(of, asked) if isinstance(asked, Release) else plan_resume(of, asked, ())
         path = f"/{plan.operation}_memory_occupation"
         return PreparedAnswer(
             message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
             f"does it; POST /operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
-            **dict(_prepared_state(operation)),
+            **dict(operation.prepared_state()),
             expected_s=expected_s(plan, self.recent()),
             tags=plan.tags,
         )
@@ -364,7 +355,6 @@ class EngineController:
         """Return what the process holds now, with the devices as in ``sample``."""
         now = self.lifecycle.snapshot()
         status = now.status
-        prepared = now.running if now.running and now.running.status == "prepared" else None
         more = {
             "state": now.state,
             "tags": [
@@ -380,7 +370,7 @@ class EngineController:
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running else None,
-            prepared=_prepared_state(prepared) if prepared else None,
+            prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
             coordinator=self._coordinator,
             shared_by_ranks=status.shared,
             devices=tuple(
@@ -482,15 +472,6 @@ def _kind(error: BaseException) -> str:
 
 def _health(now: Snapshot, reason: str) -> HealthAnswer:
     return HealthAnswer(status="unavailable" if reason else "ok", state=now.state, reason=reason)
-
-
-def _prepared_state(operation: Operation) -> PreparedState:
-    return PreparedState(
-        operation_id=operation.id,
-        client=operation.client,
-        operation=operation.request.operation,
-        lease_s=operation.lease_left_s(),
-    )
 
 
 def _progress(operation: Operation) -> ProgressAnswer | None:

@@ -21,7 +21,8 @@ from memsaver_server.threads import on_this_loop, start_thread
 
 logger = logging.getLogger("memsaver")
 
-#: How long samples are kept, seconds.
+#: Interval of samples, and how long they are kept, seconds.
+INTERVAL_S = 1.0
 HISTORY_S = 900.0
 #: How long a request waits for a new sample at most, seconds. A device answers within a few milliseconds unless it is
 #: mapping memory.
@@ -49,14 +50,13 @@ class Sample:
 
 
 class DeviceMonitor:
-    """Samples every ``interval_s``, or later if the driver blocks. Readers never block on the driver."""
+    """Samples every ``INTERVAL_S``, or later if the driver blocks. Readers never block on the driver."""
 
-    def __init__(self, interval_s: float = 1.0, memory: Memory = LOCAL_MEMORY) -> None:
+    def __init__(self, memory: Memory = LOCAL_MEMORY) -> None:
         self._memory = memory
-        self._interval_s = interval_s
         self._changed = threading.Condition()
         self._latest = Sample(0.0)
-        self._history: deque[Sample] = deque(maxlen=int(HISTORY_S / interval_s))
+        self._history: deque[Sample] = deque(maxlen=int(HISTORY_S / INTERVAL_S))
         self._waiting: list[Future[None]] = []
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -94,11 +94,10 @@ class DeviceMonitor:
             for each in devices
             if isinstance(each, MeteredDelta)
         )
-        if not read:
-            return
-        sample = _sample(time.time(), read, self._memory)
-        with self._changed:
-            self._latest = sample
+        if read:
+            sample = _sample(time.time(), read, self._memory)
+            with self._changed:
+                self._latest = sample
 
     async def fresh(self, timeout_s: float = FRESH_S) -> Sample:
         """Return a sample taken after this call, or the last one if that takes longer than ``timeout_s``."""
@@ -118,8 +117,7 @@ class DeviceMonitor:
             with self._changed:
                 waiting, self._waiting = self._waiting, []
             try:
-                began = time.time()
-                sample = _sample(began, self._memory.read_devices(), self._memory)
+                sample = _sample(time.time(), self._memory.read_devices(), self._memory)
                 failing = False
             except Exception:
                 if not failing:
@@ -133,10 +131,10 @@ class DeviceMonitor:
                 taken.set_result(None)
             with self._changed:
                 # Extra samples for requests must not displace the history.
-                if sample.at - remembered_at >= 0.9 * self._interval_s:
+                if sample.at - remembered_at >= 0.9 * INTERVAL_S:
                     self._history.append(sample)
                     remembered_at = sample.at
-                self._changed.wait_for(lambda: self._stopping or self._waiting, self._interval_s)
+                self._changed.wait_for(lambda: self._stopping or self._waiting, INTERVAL_S)
                 if self._stopping:
                     return
 

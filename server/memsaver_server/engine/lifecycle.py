@@ -149,12 +149,8 @@ class Lifecycle:
 
     def _drain(self, operation: Operation) -> None:
         """Drain the engine for a release with the mode and the deadline that its callers ask for now, and take the
-        memory lock. A weight update counts as a request in flight.
-
-        Raises:
-            DrainTimeoutError: requests or a weight update did not end in time.
-            OperationCancelledError: the release was cancelled.
-        """
+        memory lock; a weight update counts as a request in flight. Raises DrainTimeoutError or
+        OperationCancelledError."""
         # Engines written for version 0.1 have no such parameter; their drains go on until they end by themselves.
         can_give_up = "given_up" in inspect.signature(self._engine.drain).parameters
         while True:
@@ -252,37 +248,23 @@ class Lifecycle:
                     return
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
-        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain.
-
-        Args:
-            asleep: report the pause as ``is_sleeping``.
-
-        Raises:
-            DrainTimeoutError: requests still run. Generation is as before.
-            PauseEndedError: generation was continued meanwhile.
-        """
+        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain. ``asleep``:
+        report the pause as ``is_sleeping``. Raises DrainTimeoutError if requests still run, and generation is as
+        before, or PauseEndedError if generation was continued meanwhile."""
         with self._admission.pausing(asleep=asleep):
             self._engine.drain(timeout_s, mode)
 
     def continue_generation(self) -> str:
-        """Undo ``pause``; while memory is released this is remembered, and admission opens when it is back.
-
-        Returns:
-            Why admission is still closed, or an empty string.
-        """
+        """Undo ``pause``, at once or when all memory is back; return why admission is still closed, or an empty
+        string."""
         return self._admission.unpause()
 
     @contextmanager
     def writing(self, tag: str = "weights") -> Iterator[None]:
-        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks.
-
-        Content that a release had discarded counts as written afterwards, unless the block raised, or the engine says
-        that weights are still missing.
-
-        Raises:
-            NotResidentError: the tag is released. The block was not run.
-            MemoryBusyError: an operation stalls, or another update has not ended. The block was not run.
-        """
+        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks. What a
+        release had discarded counts as written afterwards, unless the block raised, or the engine says that weights are
+        still missing. The block is not run, and this raises, if the tag is released (NotResidentError), or if an
+        operation stalls or another update has not ended (MemoryBusyError)."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
@@ -301,15 +283,9 @@ class Lifecycle:
             self._moving.release()
 
     def content_written(self, tags: Sequence[str]) -> str:
-        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written.
-
-        Returns:
-            Why admission is still closed, or an empty string.
-
-        Raises:
-            UnknownTagError: a tag does not exist.
-            NotResidentError: a tag is released.
-        """
+        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
+        admission is still closed, or an empty string. Raises UnknownTagError, or NotResidentError if a tag is
+        released."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
@@ -362,12 +338,8 @@ class Lifecycle:
         return True
 
     def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
-        """Take the memory lock.
-
-        Raises:
-            MemoryBusyError: a weight update has not ended within the phase timeout.
-            OperationCancelledError: the resume was cancelled.
-        """
+        """Take the memory lock. Raises MemoryBusyError if a weight update has not ended within the phase timeout, or
+        OperationCancelledError."""
         if self._moving.acquire(blocking=False):
             return
         with log.phase(Phase.WAIT_FOR_WEIGHTS):

@@ -18,8 +18,8 @@ def break_down(device: DeviceMemory, sample: Sample) -> list[Consumer]:
     used = device.used_bytes
     if status.driver == "host":
         # A host device holds only regions; its process_bytes are the process's resident pages, which it does not hold.
-        own = _cut(_regions(device, sample), used)
-        return [*own, _held("others", "other processes", used - _sum(own))]
+        own, left = _cut(_regions(device, sample), used)
+        return [*own, _held("others", "other processes", left)]
     found = [*_regions(device, sample), *_outside_regions(device, sample)]
     rest = "context and modules"
     rest += ", NCCL" if sample.nccl else ""
@@ -28,12 +28,11 @@ def break_down(device: DeviceMemory, sample: Sample) -> list[Consumer]:
         found = [consumer.model_copy(update={"bytes": 0}) for consumer in found]
         rest = "what the driver keeps of a hibernated process"
     if device.process_bytes is None:
-        own = _cut(found, used)
-        return [*own, _held("unexplained", f"{rest}, other processes", used - _sum(own))]
+        own, left = _cut(found, used)
+        return [*own, _held("unexplained", f"{rest}, other processes", left)]
     process = min(device.process_bytes, used)
-    own = _cut(found, process)
-    own.append(_held("process", rest, process - _sum(own)))
-    return [*own, _held("others", "other processes", used - process)]
+    own, left = _cut(found, process)
+    return [*own, _held("process", rest, left), _held("others", "other processes", used - process)]
 
 
 def _regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
@@ -64,15 +63,11 @@ def _outside_regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
     ]
 
 
-def _sum(found: list[Consumer]) -> int:
-    return sum(consumer.bytes for consumer in found)
-
-
-def _cut(found: list[Consumer], limit: int) -> list[Consumer]:
-    """Limit the sum to ``limit``: the counts were not taken at the same instant."""
+def _cut(found: list[Consumer], limit: int) -> tuple[list[Consumer], int]:
+    """Limit the sum to ``limit``, as the counts were not taken at the same instant; also return what is left of it."""
     cut = []
     for consumer in found:
         size = max(0, min(consumer.bytes, limit))
         limit -= size
         cut.append(consumer.model_copy(update={"bytes": size}))
-    return cut
+    return cut, limit

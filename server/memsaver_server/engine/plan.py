@@ -24,12 +24,8 @@ _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
 
 
 def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
-    """Return what the release would do.
-
-    Raises:
-        UnknownTagError: a tag does not exist.
-        NotEnoughToReleaseError: the tags hold less than was asked for.
-    """
+    """Return what the release would do; raise UnknownTagError, or NotEnoughToReleaseError if the tags hold less than
+    was asked for."""
     memory = lifecycle.memory
     memory.check_tags((*request.tags, *request.restore))
     now = lifecycle.snapshot()
@@ -47,11 +43,7 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
 
 
 def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceMemory]) -> PlanAnswer:
-    """Return what the resume would do; ``devices`` are their present readings.
-
-    Raises:
-        UnknownTagError: a tag does not exist.
-    """
+    """Return what the resume would do, with the present readings of ``devices``; raise UnknownTagError."""
     lifecycle.memory.check_tags(request.tags)
     now = lifecycle.snapshot()
     asked = lifecycle.tags_to_resume(request.tags)

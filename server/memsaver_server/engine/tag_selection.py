@@ -50,11 +50,8 @@ def needs_writing(tag: TagStatus, request: MemoryRequest) -> bool:
 
 
 def narrowed(request: Release, tags: Iterable[TagStatus]) -> Release:
-    """Return ``request``, narrowed to the cheapest tags that hold ``at_least_bytes`` if it is given.
-
-    Raises:
-        NotEnoughToReleaseError: they hold less.
-    """
+    """Return ``request``, narrowed to the cheapest tags that hold ``at_least_bytes`` if it is given; raise
+    NotEnoughToReleaseError if they hold less."""
     if request.at_least_bytes is None:
         return request
     candidates = [tag for tag in tags if tag.resident_bytes and (not request.tags or tag.tag in request.tags)]

@@ -12,17 +12,6 @@ from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.settings import Settings
 
 
-def _differs(expected: list[int], got: list[int], cause: str) -> VerificationError:
-    found = f"could not be computed ({cause})" if cause else f"are {got}"
-    return VerificationError(
-        f"the tokens of the verification prompt {found} after the resume; before the release they were {expected}. "
-        "The memory is resident, and no requests are accepted until a resume passes the check or the weights are "
-        "updated: release and resume again, update the weights, or restart the engine",
-        expected,
-        got,
-    )
-
-
 class Verification:
     """Compares the tokens of the engine's verification prompt. Operations call it one at a time."""
 
@@ -55,27 +44,28 @@ class Verification:
                 self._expected = self._engine.verify_tokens()
 
     def after_resume(self, request: Resume, log: PhaseLog, *, resumed: bool) -> None:
-        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet.
-
-        Raises:
-            VerificationError: they differ, or cannot be computed. Admission stays closed, and the next resume compares
-                again.
-        """
+        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet. If
+        they differ, or cannot be computed, raise VerificationError: admission stays closed, and the next resume
+        compares again."""
         expected = self._expected
         self._due = self._due or (resumed and expected is not None and self._is_asked(request))
         if not self._due or not self._resident or self._engine is None or expected is None:
             return
         got: list[int] = []
-        cause = ""
         with log.phase(Phase.VERIFY):
             try:
                 got = self._engine.verify_tokens()
+                found = f"are {got}"
             except Exception as error:
-                cause = str(error)
+                found = f"could not be computed ({error})"
             if got != expected and expected is self._expected:  # else the weights were updated meanwhile
-                failed = _differs(expected, got, cause)
-                self._admission.unverified(str(failed))
-                raise failed
+                failed = (
+                    f"the tokens of the verification prompt {found} after the resume; before the release they were "
+                    f"{expected}. The memory is resident, and no requests are accepted until a resume passes the check "
+                    "or the weights are updated: release and resume again, update the weights, or restart the engine"
+                )
+                self._admission.unverified(failed)
+                raise VerificationError(failed, expected, got)
         self._due = False
         self._admission.unverified("")
 

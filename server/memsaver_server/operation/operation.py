@@ -23,7 +23,7 @@ from memsaver_core.contract.errors import (
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
 from memsaver_core.contract.requests import Asked, DrainMode, Release
-from memsaver_core.contract.status import DeviceMemory, Progress, Status
+from memsaver_core.contract.status import DeviceMemory, PreparedState, Progress, Status
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
 from memsaver_server.operation.table import Table
@@ -167,6 +167,11 @@ class Operation:
     def lease_left_s(self) -> float:
         """Seconds until its lease ends; those of the whole lease before it is prepared."""
         return self._lease_s if self._lease_ends is None else max(0.0, self._lease_ends - clock.monotonic())
+
+    def prepared_state(self) -> PreparedState:
+        """Return it as others see it while it is prepared."""
+        verb, lease_s = self.request.operation, self.lease_left_s()
+        return PreparedState(operation_id=self.id, client=self.client, operation=verb, lease_s=lease_s)
 
     def stall(self) -> Stall | None:
         """Return the stall it is in, if any. Progress is detected between calls, so call this regularly."""

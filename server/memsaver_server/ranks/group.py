@@ -14,16 +14,7 @@ from typing import Any, Protocol, TypeVar
 from memsaver_core.contract.errors import GroupFailedError, OutOfDeviceMemoryError
 from memsaver_core.contract.status import RankStatus, Status
 from memsaver_core.ranks.progress import GroupProgress
-from memsaver_core.ranks.protocol import (
-    ANSWERS,
-    REQUESTS,
-    Answer,
-    Failure,
-    Introduce,
-    Introduction,
-    Plain,
-    Request,
-)
+from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduce, Introduction, Plain, Request
 from memsaver_server.ranks.merging import RankDevices
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 
@@ -63,15 +54,12 @@ class Deadlines:
 
 
 class Group:
-    """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name.
-
-    Attributes:
-        failure: why no operation is possible any more, or an empty string.
-        step: what the ranks do now, as messages call it, or an empty string.
-    """
+    """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
+    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now, as messages call it; or
+    empty."""
 
     def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
-        self._channel = channel
+        self.channel = channel
         self.deadlines = deadlines
         self.failure = ""
         self._failing = threading.Lock()
@@ -147,18 +135,13 @@ class Group:
         return GroupFailedError(self.failure)
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
-        """Send ``request`` to every rank, and take over the status that each answers.
-
-        Args:
-            limit_s: deadline; None is ``Deadlines.idle_s`` without progress.
-
-        Raises:
-            GroupFailedError: the ranks have failed, before or by this step.
-        """
+        """Send ``request`` to every rank, and take over the status that each answers. ``limit_s`` is a deadline; None
+        is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed, before or by this
+        step."""
         self.raise_if_failed()
         self.progress.asking()
         try:
-            answers = _decoded(self.wait(self._channel.start(REQUESTS.encode(request)), limit_s))
+            answers = _decoded(self.wait(self.channel.start(REQUESTS.encode(request)), limit_s))
         except GroupFailedError:
             raise
         except Exception as error:

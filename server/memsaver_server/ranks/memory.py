@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from memsaver_core import PhaseLog
 from memsaver_core.contract.errors import (
@@ -32,7 +31,6 @@ from memsaver_core.ranks.protocol import (
     Answer,
     GiveBackReserved,
     HibernationStep,
-    HoldDisk,
     Move,
     MoveCommunicators,
     Plan,
@@ -44,20 +42,13 @@ from memsaver_core.release_resume import available_host_bytes
 from memsaver_server.ranks.group import Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
-_T = TypeVar("_T")
-
 #: Something that every rank does; returns their answers.
 Act = Callable[[], list[Answer]]
 
 
 class Steps:
-    """Takes steps on every rank of ``group``, and adds their phases to ``log``.
-
-    Attributes:
-        reports: what the ranks reported so far.
-        failed_phase: the phase that the first rank that failed was in, or an empty string.
-        phase: the phase to report while no rank reports one.
-    """
+    """Takes steps on every rank of ``group``, and adds their phases to ``log``: ``reports`` are the ranks',
+    ``failed_phase`` that of the first rank that failed, ``phase`` the one to report while no rank reports one."""
 
     def __init__(self, group: Group, log: PhaseLog) -> None:
         self._group = group
@@ -68,28 +59,16 @@ class Steps:
         self.phase = Phase.PREPARE.value
 
     def prepare(self, request: Request) -> list[Plan]:
-        """Have every rank check the operation; nothing is changed.
-
-        Raises:
-            MemsaverError: it is impossible on some rank.
-        """
+        """Have every rank check the operation; raise MemsaverError if it is impossible. Nothing is changed."""
         self._group.step = "preparation"
         answers = self._group.ask(request, self._group.deadlines.prepare_s)
         self._check(answers)
         return [answer.plan or Plan() for answer in answers]
 
     def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
-        """Have every rank do ``act``.
-
-        Args:
-            name: what messages call the step.
-            phase: see the attribute.
-            undo: takes back what ``act`` did, on the ranks on which it did anything.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-            MemsaverError: a rank could not do it; all ranks are as before the operation.
-        """
+        """Have every rank do ``act``, in a step that messages call ``name``; ``undo`` takes it back on the ranks on
+        which it did anything. Raises GroupFailedError if the ranks have failed; or MemsaverError, and all are as before
+        the operation."""
         self.phase, self._group.step = phase.value, name
         self._undo.append((name, undo))
         try:
@@ -123,49 +102,29 @@ class Steps:
                 raise self._group.fail(f"{error}; and the {name} cannot be undone: {left}") from error
 
 
-class RankMemory:
-    """Implements ``Memory``.
+class RankMemory(Group):
+    """Implements ``WatchedMemory``.
 
     ``status`` is that after the last operation, since asking the ranks would disturb them; how far they are with the
     operation in progress is read from their shared-memory records.
-
-    Args:
-        channel: reaches the ranks.
-        processes: ids of other processes that the engine cannot do without, by name; they are watched, too.
     """
 
     def __init__(
         self, channel: Channel, processes: Mapping[str, int] | None = None, deadlines: Deadlines | None = None
     ) -> None:
-        self._group = Group(channel, processes or {}, deadlines or Deadlines())
+        super().__init__(channel, processes or {}, deadlines or Deadlines())
         self._operation = ""
         self._began = 0.0
         #: The policies that a release had for these tags instead of their usual ones.
         self._overrides: dict[str, RestorePolicy] = {}
         self._lost: set[str] = set()
 
-    @property
-    def failure(self) -> str:
-        """Why no operation is possible any more, or an empty string."""
-        return self._group.failure
-
-    def close(self) -> None:
-        """Call before the engine ends its processes, which is then no failure."""
-        self._group.close()
-
-    def fail(self, cause: str) -> None:
-        """Call if the engine's ranks have failed: refuses all operations from now on."""
-        self._group.fail(cause)
-
-    def on_failure(self, call: Callable[[], None]) -> None:
-        self._group.on_failure(call)
-
     def take_lost(self) -> set[str]:
         lost, self._lost = self._lost, set()
         return lost
 
     def enabled(self) -> bool:
-        return any(rank.pid is not None for rank in self._group.ranks)
+        return any(rank.pid is not None for rank in self.ranks)
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
         names = list(dict.fromkeys(tags or ()))
@@ -176,33 +135,29 @@ class RankMemory:
         return names
 
     def status(self) -> Status:
-        status = self._group.devices.merged_status(self._group.statuses)
+        status = self.devices.merged_status(self.statuses)
         if self.failure:
             status = status.model_copy(update={"state": "failed", "failure": self.failure})
         if self._operation:
             seconds = time.monotonic() - self._began
-            progress = self._group.progress.progress(self._operation, seconds)
+            progress = self.progress.progress(self._operation, seconds)
             status = status.model_copy(update={"progress": progress})
-        return status.model_copy(update={"enabled": self.enabled(), "ranks": self._group.rank_statuses()})
+        return status.model_copy(update={"enabled": self.enabled(), "ranks": self.rank_statuses()})
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
-        pids = frozenset(rank.pid for rank in self._group.ranks if rank.pid is not None)
-        return tuple(read_again(device, pids) for device in self._group.devices.readings)
+        pids = frozenset(rank.pid for rank in self.ranks if rank.pid is not None)
+        return tuple(read_again(device, pids) for device in self.devices.readings)
 
     def hibernation_obstacles(self) -> list[str]:
         """Return what the ranks reported at the start; each rank checks again before anything is released."""
-        return self._of_ranks([rank.obstacles for rank in self._group.ranks])
+        return self._of_ranks([rank.obstacles for rank in self.ranks])
 
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.release_with``, on every rank or on none.
-
-        Raises:
-            GroupFailedError: a rank has ended, hangs, or could not undo what it did. All later calls are refused.
-            Also as ``memsaver_core.release_with``, the message naming the rank. All ranks are as before.
-        """
+        """As ``memsaver_core.release_with``, on every rank or on none; errors name the rank. GroupFailedError: a rank
+        has ended, hangs, or could not undo what it did; all later calls are refused."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         self.check_tags(list(request.restore))
@@ -210,7 +165,7 @@ class RankMemory:
             return self._merged_report("release", (), log)
         with self._operating("release", log) as steps:
             plans = self._plans(steps, request)
-            if self._hibernated:
+            if self.hibernated:
                 again = Move("release", _awake(request, request.tags))
                 steps.take("release", Phase.PAUSE, partial(self.ask, again), list)
             else:
@@ -219,11 +174,7 @@ class RankMemory:
         return self._merged_report("release", steps.reports, log)
 
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.resume_with``, on every rank or on none.
-
-        Raises:
-            As ``release``.
-        """
+        """As ``memsaver_core.resume_with``, on every rank or on none; raises likewise."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         if not self.enabled():
@@ -231,12 +182,12 @@ class RankMemory:
         memory = MemoryRequest(tags=request.tags)
         with self._operating("resume", log) as steps:
             plans = steps.prepare(Prepare("resume", memory))
-            if self._hibernated:
+            if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
                 self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
             if names := _suspended(plans):
                 self._take_communicators(steps, "resume", names)
-            before = self._group.statuses
+            before = self.statuses
             act = partial(self.ask, Move("resume", memory))
             steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
         for tag in merged_tags(tag for report in steps.reports for tag in report.tags):
@@ -248,52 +199,29 @@ class RankMemory:
         """Raise what ``release`` would raise now because it is impossible; holds the disk space that it needs."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(request, self._plans(steps, request))
-            if not self._hibernated:
-                undo = partial(self.ask, GiveBackReserved())
-                steps.take("reservation", Phase.CHECK, partial(self.ask, HoldDisk(request)), undo)
+            self._hold(steps, Phase.CHECK, Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
-        """Take the device memory that a resume needs, on every rank or on none.
-
-        Raises:
-            As ``resume``.
-        """
+        """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(Prepare("resume", memory))
-            if not self._hibernated:
-                undo = partial(self.ask, GiveBackReserved())
-                steps.take("reservation", Phase.RESERVE, partial(self.ask, Reserve(memory)), undo)
+            self._hold(steps, Phase.RESERVE, Reserve("resume", memory))
+
+    def _hold(self, steps: Steps, phase: Phase, held: Reserve) -> None:
+        if not self.hibernated:
+            steps.take("reservation", phase, partial(self.ask, held), partial(self.ask, GiveBackReserved()))
 
     def give_back_reserved(self) -> None:
-        self._group.check(self.ask(GiveBackReserved()))
+        self.check(self.ask(GiveBackReserved()))
 
     @property
-    def _hibernated(self) -> bool:
-        return any(status is not None and status.hibernated for status in self._group.statuses)
-
-    def ask(self, request: Request) -> list[Answer]:
-        """Have every rank release or resume.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-        """
-        return self._group.ask(request)
-
-    def wait(self, call: Future[_T]) -> _T:
-        """Return the result of ``call``, a call of the engine in which all of its ranks release memory.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-        """
-        return self._group.wait(call)
+    def hibernated(self) -> bool:
+        return any(status is not None and status.hibernated for status in self.statuses)
 
     def release_awake(self, request: MemoryRequest) -> list[Answer]:
-        """Release on every rank while none is hibernated. An engine that has its own sleep overrides this.
-
-        Raises:
-            MemsaverError: the engine refused.
-        """
+        """Release on every rank while none is hibernated; raise MemsaverError if the engine refuses. An engine that has
+        its own sleep overrides this."""
         return self.ask(Move("release", request))
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
@@ -303,7 +231,7 @@ class RankMemory:
         kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
         asked = request.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
-        if not self._group.several and not communicators:
+        if not self.several and not communicators:
             kept, rest = (), kept + rest
         if kept:
             self._take_release(steps, "kept content", _awake(request, kept, request.trims and not rest))
@@ -316,17 +244,17 @@ class RankMemory:
             self._take_hibernation(steps, "checkpoint", Phase.HIBERNATE, "restore")
 
     def _take_release(self, steps: Steps, what: str, request: MemoryRequest) -> None:
-        before = self._group.statuses
+        before = self.statuses
         undo = partial(self._resume_again, before, request)
         steps.take(f"release of {what}", Phase.PAUSE, partial(self.release_awake, request), undo)
 
     def _take_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> None:
         """NCCL times out first, so that ranks can report who is missing. To undo it, all ranks call again: those inside
         return only when the last one has entered."""
-        limit = self._group.deadlines.communicators_s
+        limit = self.deadlines.communicators_s
 
         def move(verb: Verb) -> list[Answer]:
-            return self._group.ask(MoveCommunicators(verb, names, limit), 1.5 * limit)
+            return self.ask(MoveCommunicators(verb, names, limit), 1.5 * limit)
 
         releasing = operation == "release"
         steps.take(
@@ -337,10 +265,11 @@ class RankMemory:
         )
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: Phase, undo: _Step) -> None:
-        limit = self._group.hibernation_limit_s()
+        def act(step: _Step) -> Act:
+            return partial(self.ask, HibernationStep(step), limit)
 
-        ask = self._group.ask
-        steps.take(step, phase, lambda: ask(HibernationStep(step), limit), lambda: ask(HibernationStep(undo), limit))
+        limit = self.hibernation_limit_s()
+        steps.take(step, phase, act(step), act(undo))
 
     def _plans(self, steps: Steps, request: MemoryRequest) -> list[Plan]:
         """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
@@ -357,8 +286,8 @@ class RankMemory:
         What is in a shared store is not counted: what the store lacks shows only while content is saved.
         """
         needed = 0
-        for rank in self._group.progress.seen:
-            status = self._group.statuses[rank]
+        for rank in self.progress.seen:
+            status = self.statuses[rank]
             if status is not None and status.host_backup.shared_store is None:
                 backup = status.host_backup
                 growing = max(0, backup.target_bytes - backup.capacity_bytes)
@@ -373,11 +302,8 @@ class RankMemory:
         )
 
     def _to_suspend(self, request: MemoryRequest, plans: Sequence[Plan]) -> tuple[str, ...]:
-        """Return the communicators that a release suspends.
-
-        Raises:
-            UnsupportedError: it is to hibernate, and something stands in the way.
-        """
+        """Return the communicators that a release suspends; raise UnsupportedError if something stands in the way of a
+        hibernation."""
         names, reasons = _suspendable(plans)
         if request.hibernate:
             found = self._of_ranks([plan.obstacles for plan in plans])
@@ -389,38 +315,38 @@ class RankMemory:
 
     def _of_ranks(self, said: Sequence[Sequence[str]]) -> list[str]:
         """Return what each rank said, with its number if there are several."""
-        several = self._group.several
+        several = self.several
         return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(said) for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""
-        tags = _changed(before, self._group.statuses)
+        tags = _changed(before, self.statuses)
         policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **request.restore}
         self._lost.update(tag for tag in tags if not keeps_all(policies[tag]))
         return self.ask(Move("resume", MemoryRequest(tags=tags))) if tags else []
 
     def _release_again(self, before: Sequence[Status | None]) -> list[Answer]:
         """Release what was resumed since ``before``; with its content, of which the engine may have restored parts."""
-        tags = _changed(self._group.statuses, before)
+        tags = _changed(self.statuses, before)
         restore = {tag: self._overrides[tag] for tag in tags if tag in self._overrides}
         return self.ask(Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
 
     @contextmanager
     def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
         """The steps of ``operation`` are taken inside."""
-        self._group.raise_if_failed()
-        self._group.progress.begin()
+        self.raise_if_failed()
+        self.progress.begin()
         self._operation, self._began = operation, time.monotonic()
-        steps = Steps(self._group, log)
+        steps = Steps(self, log)
         try:
-            with log.running(lambda: self._group.progress.phase or steps.phase):
+            with log.running(lambda: self.progress.phase or steps.phase):
                 yield steps
         except MemsaverError:
             if steps.failed_phase:
                 log.failed = steps.failed_phase
             raise
         finally:
-            self._operation = self._group.step = ""
+            self._operation = self.step = ""
 
     def _merged_report(self, operation: Verb, reports: Sequence[OperationReport], log: PhaseLog) -> OperationReport:
         tags = merged_tags(tag for report in reports for tag in report.tags)

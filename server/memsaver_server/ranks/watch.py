@@ -27,11 +27,7 @@ _EXITING = 0x4
 
 class ProcessWatch:
     """Calls the method ``on_end(pid)`` from a separate thread for each of ``pids`` that ends, until it is garbage
-    collected.
-
-    Attributes:
-        pids: those that are watched. A lack of threads may prevent it.
-    """
+    collected. Its ``pids`` are those that are watched: none without a thread."""
 
     def __init__(self, pids: Iterable[int], on_end: Callable[[int], None]) -> None:
         selector = selectors.DefaultSelector()

@@ -21,17 +21,15 @@ Pair = tuple[Tensor, Tensor]
 
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
-    """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them.
+    """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them, which
+    layers of one shape may share.
 
-    The slots of a batch are given as a tensor, so that one captured graph serves any of them. Positions that were never
-    written are masked; see `slot_attention`.
+    The slots of a batch are given as a tensor, so that one captured graph serves any of them.
     """
 
     def __init__(self, layers: Sequence[Pair], scratch: Sequence[Pair]) -> None:
-        """``scratch`` has room for a batch of each layer; layers of one shape may share it."""
         super().__init__(layers=[])
-        self._layers = tuple(layers)
-        self._scratch = tuple(scratch)
+        self._layers, self._scratch = layers, scratch
 
     def begin(self, slots: Tensor, positions: Tensor) -> None:
         """Set the ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]`` of the next forward pass."""
@@ -53,10 +51,7 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
 
 def distances(positions: Tensor, length: int) -> Tensor:
     """Return how many positions each cached one is before each query, ``[batch, 1, tokens, length]``; negative: after.
-
-    It is passed as the attention mask, which transformers hands on unchanged: `slot_attention` derives causality and a
-    layer's sliding window from it.
-    """
+    It is passed as the attention mask, which transformers hands on unchanged."""
     cached = torch.arange(length, device=positions.device, dtype=torch.int32)
     return positions.to(torch.int32)[:, None, :, None] - cached
 
@@ -72,13 +67,9 @@ def slot_attention(
     sliding_window: int | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns.
-
-    Query heads that share a key head are stacked along the query axis, so that keys and values are not repeated.
-
-    Raises:
-        NotImplementedError: the model needs a kind of attention that this is not.
-    """
+    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns. Raises
+    NotImplementedError for a kind of attention that this is not. Query heads that share a key head are stacked along
+    the query axis, so that keys and values are not repeated."""
     for unsupported in ("s_aux", "position_bias"):
         if other.get(unsupported) is not None:
             raise NotImplementedError(f"{type(module).__name__} passes {unsupported}, which slots do not support")

@@ -53,12 +53,10 @@ def _write_small(folder: Path) -> Path:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = _transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fill_random(model, _SEED)
-    with torch.no_grad():
-        for byte in {*range(256)} - {*range(32, 127)}:
-            model.lm_head.weight[byte] = 0.0  # so that greedy output is printable
+        fill_random(model, _SEED)
+        model.lm_head.weight[:32] = model.lm_head.weight[127:] = 0.0  # so that greedy output is printable
     with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
         written = Path(staging) / "checkpoint"
         model.save_pretrained(str(written))

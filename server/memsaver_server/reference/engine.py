@@ -11,96 +11,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-import memsaver_core as ms
 from memsaver_server.engine import memory_of
-from memsaver_server.reference.builtin_model import byte_level, small_checkpoint
+from memsaver_server.reference.builtin_model import byte_level
 from memsaver_server.reference.ranks import RankGroup
 from memsaver_server.reference.requests import Request, Sampling
-from memsaver_server.reference.runner import ModelRunner
+from memsaver_server.reference.runner import ModelRunner, Options
 from memsaver_server.reference.scheduler import Scheduler
-from memsaver_server.reference.weights import check_divisible, load_config
 
 
 class TransformersEngine(Scheduler):
-    """Serves a causal language model by transformers, with weights, KV cache, graphs and workspaces in regions.
-
-    Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine``. Close it when done; the interpreter's
-    exit closes it too.
-
-    Attributes:
-        model_name: the folder or configuration file served, or the built-in model's name.
-        memory: of all ranks; only if there are several.
-    """
+    """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
+    cache, graphs and workspaces in regions. Close it when done; the interpreter's exit closes it too. If there are
+    several ranks, ``memory`` is that of all; rank 0 is this process, and starts the others."""
 
     name = "transformers"
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        random_weights: str | Path | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        kv_cache_bytes: int | None = None,
-        max_len: int | None = None,
-        batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-        enforce_eager: bool = False,
-        seed: int = 0,
-        tensor_parallel: int = 1,
-    ) -> None:
-        """Load the model and capture its graphs; return once requests can be served.
-
-        Args:
-            model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
-            random_weights: a config.json to serve with random weights, instead of ``model``.
-            device: None: the first device of memsaver's driver.
-            dtype: of weights and KV cache; None: the checkpoint's.
-            kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
-            max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
-            batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
-            enforce_eager: run without CUDA graphs.
-            seed: of the random weights.
-            tensor_parallel: the number of ranks among which the model is divided. Rank 0 is this process. It starts the
-                others: on CUDA on the devices after its own, on the host driver on the same one.
-
-        Raises:
-            ValueError: an option is invalid; the message says which, and what is valid.
-            RuntimeError: a graph could not be captured.
-            RanksFailedError: the process of a rank has ended, or does not answer.
-        """
-        if model is not None and random_weights is not None:
-            raise ValueError("give either model or random_weights, not both")
-        if not batch_sizes or min(batch_sizes) < 1:
-            raise ValueError(f"batch_sizes must name positive numbers, not {list(batch_sizes)}")
-        self.device = torch.device(device) if device is not None else ms.torch_device()
-        if tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, not {tensor_parallel}")
-        needed = (self.device.index or 0) + tensor_parallel
-        if self.device.type == "cuda" and needed > (there := torch.cuda.device_count()):
-            raise ValueError(f"tensor_parallel={tensor_parallel} needs {needed} devices; there are {there}")
-        path = Path(random_weights or model or small_checkpoint())
-        self.model_name = str(path) if random_weights or model else path.name
-        self._tokenizer = byte_level() if random_weights is not None else _load_tokenizer(path)
+    def __init__(self, model: str | Path | None = None, **given: Any) -> None:
+        """Load the model and capture its graphs; return once requests can be served. For ``given`` and ValueError see
+        ``Options``. Raises RuntimeError if a graph cannot be captured, RanksFailedError if a rank ends or does not
+        answer."""
+        options = Options(model, **given)
+        self.device = options.device_of(0)
+        self.model_name = str(options.path) if options.random_weights or model else options.path.name
+        self._tokenizer = byte_level() if options.random_weights is not None else _load_tokenizer(options.path)
         self._updating = threading.Lock()
         self._group: RankGroup | None = None
-        options: dict[str, Any] = {
-            "model": str(path),
-            "seed": None if random_weights is None else seed,
-            "device": str(self.device),
-            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-            "kv_cache_bytes": kv_cache_bytes,
-            "max_len": max_len,
-            "batch_sizes": list(batch_sizes),
-            "enforce_eager": enforce_eager,
-        }
-        if tensor_parallel == 1:
-            super().__init__(partial(ModelRunner, **options))
+        if options.tensor_parallel == 1:
+            super().__init__(partial(ModelRunner, options))
         else:
-            check_divisible(load_config(path), tensor_parallel)
-            group = self._group = RankGroup(tensor_parallel, options)
+            group = self._group = RankGroup(options)
             try:
                 super().__init__(group.make_runner, group.load)
             except BaseException as error:
@@ -108,7 +49,7 @@ class TransformersEngine(Scheduler):
                 group.close()
                 raise
             self.memory = group.memory
-            group.failed.add_done_callback(lambda failed: self.fail(failed.result()))
+            group.failed.add_done_callback(lambda _: self.fail(group.error()))
         atexit.register(self.close)
 
     # What ``Scheduler`` lacks of ``Engine``.
@@ -117,10 +58,7 @@ class TransformersEngine(Scheduler):
         return super().is_alive() and memory_of(self).status().state != "failed"
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
-        """See ``Engine``. Lost graphs are captured again, and what the model computes at load is restored.
-
-        Lost weights must be written by `update_weights_from_disk` or `update_weights_from_tensor`.
-        """
+        """See ``Engine``. Lost graphs are captured again; lost weights are left to an update."""
 
         def repair() -> None:
             self.runner.repair(lost)
@@ -139,19 +77,13 @@ class TransformersEngine(Scheduler):
         return self.runner.unwritten_weights
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """See ``Engine``; ``rid`` names the request.
-
-        Raises:
-            AdmissionClosedError: the engine takes no requests now.
-            ValueError: the request cannot be served; the message says why.
-            EngineDeadError: the engine is dead.
-        """
+        """See ``GeneratingEngine``; ``rid`` names the request. Also raises EngineDeadError."""
         return self._answer(await asyncio.wrap_future(self.submit(request)))
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """See ``Engine``; raises RuntimeError if the weights are released."""
+        """See ``UpdatableEngine``; raises RuntimeError if the weights are released."""
         return self._update(flush_cache, abort_all_requests, folder=str(Path(model_path).absolute()))
 
     def update_weights_from_tensor(
@@ -162,11 +94,8 @@ class TransformersEngine(Scheduler):
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """See ``Engine``; raises RuntimeError if the weights are released.
-
-        The request has SGLang's shape, but one payload for all ranks: base64 of a **safetensors** image of whole
-        tensors. The pickles that SGLang's clients send are refused, as reading one runs code of its sender.
-        """
+        """As above, with one payload for all ranks: base64 of a **safetensors** image of whole tensors. The pickles
+        that SGLang's clients send are refused, as reading one runs code of its sender."""
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     # For programs in this process.
@@ -235,16 +164,12 @@ class TransformersEngine(Scheduler):
             raise ValueError(f"the prompt must be a list of one or more ids from 0 to {vocabulary - 1}")
         if len(ids) >= self.runner.length:
             raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self.runner.length}")
-        parsed = Request(prompt=ids, sampling=Sampling.parse(request.get("sampling_params")))
-        if isinstance(request.get("rid"), str):
-            parsed.name = request["rid"]
-        return parsed
+        name = {"name": request["rid"]} if isinstance(request.get("rid"), str) else {}
+        return Request(ids, Sampling.parse(request.get("sampling_params")), **name)
 
     def _answer(self, request: Request) -> dict[str, Any]:
-        text = ""
-        if self._tokenizer is not None:
-            skip = request.sampling.skip_special_tokens
-            text = self._tokenizer.decode(request.output, skip_special_tokens=skip)
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
+        text = decode(request.output, skip_special_tokens=request.sampling.skip_special_tokens)
         return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}
 
 

@@ -1,15 +1,14 @@
 """The ranks of a tensor-parallel engine: rank 0 starts the other processes, and all compute every step together.
 
-Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order. A message of the
-engine is ``{"engine": METHOD, ...}``: a method of the rank's runner and its arguments. All others belong to the rank
-protocol.
+Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order: those of the rank
+protocol, and ``{"engine": METHOD, ...}``, a method of the rank's runner and its arguments.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -33,7 +32,7 @@ from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
-from memsaver_server.reference.runner import ModelRunner, Row, device_of
+from memsaver_server.reference.runner import ModelRunner, Options, Row
 from memsaver_server.threads import start_thread
 
 dist: Any = torch.distributed  # typed in part
@@ -60,35 +59,22 @@ class RanksFailedError(MemsaverError):
 
     kind = "ranks_failed"
 
-    def __init__(self, why: str) -> None:
-        self.why = why
-        super().__init__(f"{why}; restart the engine")
-
 
 class RankGroup:
-    """The processes of ranks 1 and up.
-
-    Attributes:
-        failed: done once the ranks can compute nothing more; its result says why.
-        memory: that of all ranks; set once they are loaded.
-    """
+    """The processes of ranks 1 and up. ``failed`` is done, with the reason, once the ranks can compute nothing more;
+    ``memory`` is that of all ranks, set once they are loaded."""
 
     memory: RankMemory
 
-    def __init__(self, ranks: int, options: dict[str, Any]) -> None:
-        """Start the processes; each makes its runner with ``options``.
-
-        Raises:
-            RuntimeError: this process has a default process group already.
-        """
+    def __init__(self, options: Options) -> None:
+        """Start the processes; raise RuntimeError if this process has a default process group already."""
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is in use in this process already; an engine with tensor_parallel > 1 needs its "
                 "default process group, so serve it in a separate process"
             )
-        self._ranks = ranks
-        self._options = options
-        self.failed: Future[RanksFailedError] = Future()
+        ranks, self._options = options.tensor_parallel, options
+        self.failed: Future[str] = Future()
         self._channel = SocketChannel(None, ())
         self._closed = threading.Event()
         self._aborting = threading.Lock()
@@ -100,7 +86,7 @@ class RankGroup:
         # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        command = [sys.executable, "-m", __name__, self._listener.path, meeting, str(ranks), json.dumps(options)]
+        command = [sys.executable, "-m", __name__, self._listener.path, meeting, pickle.dumps(options).hex()]
         self._processes = {  # they write to standard error alone: standard output belongs to the service
             rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
@@ -109,24 +95,19 @@ class RankGroup:
         start_thread("memsaver-rank-waits", self._look)
 
     def make_runner(self) -> ModelRunner:
-        """Return rank 0's runner once every other rank has made its own; raises as ``load``."""
-        _join(self._store, 0, self._ranks, self._options["device"])
-        runner = LeadingRunner(self, ranks=self._ranks, **self._options)
+        """Return rank 0's runner once every other rank has made its own; raise as ``load``."""
+        _join(self._store, 0, self._options)
+        runner = LeadingRunner(self, self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
         self._first(connected)
         self.check()
         self._channel = SocketChannel(_answer_for(runner), connected.result())
         self.memory = RankMemory(self._channel)
-        self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result().why))
+        self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result()))
         return runner
 
     def load(self, runner: Future[ModelRunner]) -> ModelRunner:
-        """Return the result of a thread that calls ``make_runner``.
-
-        Raises:
-            RanksFailedError: a rank's process has ended, or does not answer.
-            ValueError, RuntimeError: see ``ModelRunner``.
-        """
+        """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
             self._first(runner)
         wait_for({runner}, END_S)  # the thread ends after a failure too, unless it waits for a rank to join the group
@@ -135,12 +116,7 @@ class RankGroup:
         return runner.result()
 
     def ask(self, method: str, **fields: Any) -> list[Plain]:
-        """Have every rank call ``method``; return the answers in the order of the ranks.
-
-        Raises:
-            ValueError, RuntimeError: it failed on a rank, which the message names.
-            RanksFailedError: a rank has ended, or did not answer in time.
-        """
+        """Have every rank call ``method``; return their answers, or raise the ValueError or RuntimeError of one."""
         with self.together("update"):
             answers = self._channel.start({"engine": method, **fields}).result()
         for rank, answer in enumerate(answers):
@@ -150,11 +126,8 @@ class RankGroup:
 
     @contextmanager
     def together(self, what: str, method: str = "", **fields: Any) -> Iterator[None]:
-        """Have the other ranks call ``method``, if any, while the block does the same on this one.
-
-        Raises:
-            RanksFailedError: a rank has failed, or the block has: the ranks may then be at different points of a step.
-        """
+        """Have the other ranks call ``method``, if any, while the block does the same on this one. If a rank or the
+        block fails, so does the group: the ranks may then be at different points of a step."""
         self.check()
         if method:
             with suppress(OSError):  # a process has ended: the watch reports that
@@ -169,9 +142,12 @@ class RankGroup:
             raise
 
     def check(self) -> None:
-        """Raise RanksFailedError if the ranks can compute nothing more."""
+        """Raise RanksFailedError if they have failed."""
         if self.failed.done():
-            raise self.failed.result()
+            raise self.error()
+
+    def error(self) -> RanksFailedError:
+        return RanksFailedError(f"{self.failed.result()}; restart the engine")
 
     def kill(self, why: str) -> None:
         """Fail because of ``why``, and kill the other ranks, which ends every wait for one of them."""
@@ -201,11 +177,8 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit.
-
-        The limit is counted in looks, not by a clock, so that time in which this process itself was stopped is left
-        out.
-        """
+        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit. That
+        is counted in looks, not by a clock, to leave out time in which this process itself was stopped."""
         self._waits[what] = self._looks
         try:
             yield
@@ -217,10 +190,10 @@ class RankGroup:
         if self._closed.is_set():
             return
         try:
-            self.failed.set_result(RanksFailedError(why))
+            self.failed.set_result(why)
         except InvalidStateError:  # the first reason counts
             return
-        log.critical("%s", self.failed.result())
+        log.critical("%s", self.error())
         # A backend that cannot abort fails by itself when the connection to a rank ends.
         with self._aborting, suppress(AttributeError, RuntimeError):
             if _in_group():
@@ -248,9 +221,9 @@ class RankGroup:
 class LeadingRunner(ModelRunner):
     """Rank 0's runner: has every other rank do the same."""
 
-    def __init__(self, group: RankGroup, **options: Any) -> None:
+    def __init__(self, group: RankGroup, options: Options) -> None:
         self._group = group
-        super().__init__(**options)
+        super().__init__(options)
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
         with self._group.together("step", "compute", rows=rows):
@@ -267,40 +240,41 @@ class LeadingRunner(ModelRunner):
         return list(self._group.ask("write_update")[0]["result"])
 
 
-def _answer_for(runner: ModelRunner) -> Callable[[Plain], Plain]:
-    """Return the function by which a rank with ``runner`` answers a message."""
+def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
+    """Return the function by which a rank with ``runner`` answers a message; None is no answer.
+
+    An error of ``read_update`` is the answer. Any other is raised, and ends the rank's process: it would no longer be
+    at the same step as the other ranks.
+    """
     rank = Rank()
 
-    def answer(message: Plain) -> Plain:
-        """Return an error of ``read_update`` as the answer. Raise any other, which ends the process of a rank: it would
-        no longer be at the same step as the other ranks."""
-        method = message.get("engine")
-        if method is None:
+    def answer(message: Plain) -> Plain | None:
+        if "engine" not in message:
             return rank.answer(message)
-        fields = {name: value for name, value in message.items() if name != "engine"}
+        method = message.pop("engine")
         try:
             with torch.no_grad():
-                return {"result": getattr(ModelRunner, method)(runner, **fields)}
+                result = getattr(ModelRunner, method)(runner, **message)
         except Exception as error:
             if method != "read_update":
                 raise
             return {"error": str(error), "invalid": isinstance(error, (ValueError, OSError))}
+        return None if method in _UNANSWERED else {"result": result}
 
     return answer
 
 
-def _join(store: Any, rank: int, ranks: int, first: str) -> None:
-    """Join torch's default process group of all ranks by ``store``; ``first`` is rank 0's device."""
-    device = device_of(first, rank)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+def _join(store: Any, rank: int, options: Options) -> None:
+    """Join torch's default process group of all ranks by ``store``."""
+    device = options.device_of(rank)
+    backend: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         for name in _OFF:
             os.environ.setdefault(name, "0")
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
-    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, device_id=bound)
+        backend = {"backend": "nccl", "device_id": device}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    dist.init_process_group(**backend, store=store, rank=rank, world_size=options.tensor_parallel)
 
 
 def _in_group() -> bool:
@@ -308,29 +282,20 @@ def _in_group() -> bool:
     return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
 
 
-def main(path: str, meeting: str, ranks: str, options: str, rank: str) -> None:
-    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection.
-
-    Ends at once with rank 0's process, even in the middle of a step.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent by a terminal or a service manager: rank 0 ends this process
-        signal.signal(number, signal.SIG_IGN)
+def main(path: str, meeting: str, pickled: str, number: str) -> None:
+    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection. Ends at
+    once with rank 0's process, even in the middle of a step."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
+        signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
-    settings = json.loads(options)
-    _join(dist.FileStore(meeting, int(ranks)), int(rank), int(ranks), settings["device"])
-    runner = ModelRunner(rank=int(rank), ranks=int(ranks), **settings)
-    answer = _answer_for(runner)
-
-    def reply(message: Plain) -> Plain | None:
-        answered = answer(message)
-        return None if message.get("engine") in _UNANSWERED else answered
-
-    serve(path, int(rank), reply)
+    options: Options = pickle.loads(bytes.fromhex(pickled))
+    rank = int(number)
+    _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)
+    serve(path, rank, _answer_for(ModelRunner(options, rank)))
     os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks
 
 
 def _end_with(parent: int) -> None:
-    """End this process when ``parent`` has ended."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os._exit(1)

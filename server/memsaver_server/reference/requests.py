@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import Mapping
@@ -37,14 +38,7 @@ _Natural = Annotated[int, Field(strict=True, ge=0)]
 
 
 class Sampling(BaseModel, frozen=True):
-    """A request's sampling parameters, as SGLang and vLLM name them.
-
-    Attributes:
-        temperature: decoding is greedy below 1e-5.
-        top_k: how many of the likeliest tokens to draw from; all if -1 or 0.
-        seed: of the draws; a new one for each request if None.
-        stop_token_ids: the output ends after one of these, or of the model's own.
-    """
+    """A request's sampling parameters, as SGLang and vLLM name them; ``top_k`` -1 or 0 stands for all tokens."""
 
     max_new_tokens: int = Field(128, strict=True, ge=1)
     temperature: float = Field(0.0, strict=True, ge=0, le=100, allow_inf_nan=False)
@@ -57,11 +51,8 @@ class Sampling(BaseModel, frozen=True):
 
     @classmethod
     def parse(cls, given: Any) -> Sampling:
-        """Read a request's ``sampling_params``. Unknown names are ignored; None stands for the default.
-
-        Raises:
-            ValueError: a value is out of range, or needs something that this engine does not support.
-        """
+        """Read a request's ``sampling_params``; None stands for the default, unknown names are ignored. Raises
+        ValueError if a value is out of range, or needs something that this engine does not support."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"sampling_params must be an object, not {type(given).__name__}")
         values = {name: value for name, value in (given or {}).items() if value is not None}
@@ -76,15 +67,13 @@ class Sampling(BaseModel, frozen=True):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its output so far. Once submitted, only the scheduler changes it.
+    """A prompt and its output so far, together ``ids``. Once submitted, only the scheduler changes it.
 
     Attributes:
-        ids: prompt and output.
         cached: for how many of the ids the slot holds keys and values.
         reused: for how many of the prompt's it held them before the request came.
         slot: its slot, or -1 while it has none.
-        finish: why it ended: SGLang's ``finish_reason``, or the error that answers it; None while it has not ended.
-        greedy: whether each token is the likeliest one.
+        finish: SGLang's ``finish_reason``, or the error that answers it; None while it has not ended.
     """
 
     prompt: list[int]
@@ -116,11 +105,8 @@ class Request:
         if self.greedy:
             return int(torch.argmax(logits))
         if self._generator is None:
-            self._generator = torch.Generator(logits.device)
-            if self.sampling.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(self.sampling.seed % 2**63)
+            seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed % 2**63
+            self._generator = torch.Generator(logits.device).manual_seed(seed)
         # A model that lost its weights computes NaN, and torch.multinomial corrupts the CUDA context if a weight is
         # NaN. So scores are made finite, and then at most 0.
         finite = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
@@ -136,9 +122,8 @@ class Request:
     def accept(self, token: int, stops: frozenset[int], limit: int) -> None:
         """Append the next token; the request ends after one of ``stops``, or at ``limit`` ids, which fill its slot."""
         self.ids.append(token)
-        count = len(self.ids) - len(self.prompt)
-        ends = self.sampling.stop_token_ids if self.sampling.ignore_eos else self.sampling.stop_token_ids | stops
-        if token in ends:
+        count = len(self.output)
+        if token in self.sampling.stop_token_ids or (token in stops and not self.sampling.ignore_eos):
             self.finish = {"type": "stop", "matched": token}
         elif count >= self.sampling.max_new_tokens or len(self.ids) >= limit:
             self.finish = {"type": "length", "length": count}
@@ -148,7 +133,7 @@ class Request:
             "id": self.name,
             "finish_reason": self.finish,
             "prompt_tokens": len(self.prompt),
-            "completion_tokens": len(self.ids) - len(self.prompt),
+            "completion_tokens": len(self.output),
             "cached_tokens": self.reused,
             "e2e_latency": time.monotonic() - self.submitted,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 import memsaver_core as ms
 from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
+from memsaver_server.reference.builtin_model import small_checkpoint
 
 # Typed in some versions of torch and transformers only.
 _cuda: Any = torch.cuda
@@ -27,14 +29,65 @@ _VERIFY_TOKENS = 8
 Row = tuple[int, int, list[int]]
 
 
+@dataclass
+class Options:
+    """What an engine serves, and how.
+
+    Attributes:
+        model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
+        random_weights: a config.json to serve with random weights, instead of ``model``.
+        device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same. None: the first one
+            of memsaver's driver.
+        dtype: of weights and KV cache; None: the checkpoint's.
+        kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
+        max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
+        batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
+        enforce_eager: run without CUDA graphs.
+        seed: of the random weights.
+        tensor_parallel: the number of ranks among which the model is divided.
+
+    Raises:
+        ValueError: an option is invalid; the message says which, and what is valid.
+    """
+
+    model: str | Path | None = None
+    random_weights: str | Path | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    kv_cache_bytes: int | None = None
+    max_len: int | None = None
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
+    enforce_eager: bool = False
+    seed: int = 0
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.random_weights is not None:
+            raise ValueError("give either model or random_weights, not both")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes must name positive numbers, not {list(self.batch_sizes)}")
+        ranks, last = self.tensor_parallel, self.device_of(self.tensor_parallel - 1)
+        if ranks < 1:
+            raise ValueError(f"tensor_parallel must be at least 1, not {ranks}")
+        if last.type == "cuda" and (needed := last.index + 1) > (there := torch.cuda.device_count()):
+            raise ValueError(f"tensor_parallel={ranks} needs {needed} devices; there are {there}")
+        self.path = Path(self.random_weights or self.model or small_checkpoint())
+        if ranks > 1:
+            weights.check_divisible(weights.load_config(self.path), ranks)
+
+    def device_of(self, rank: int) -> torch.device:
+        first = ms.torch_device() if self.device is None else torch.device(self.device)
+        return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
+
+
 class ModelRunner:
     """A model, its slots, and the static inputs and outputs of its steps, each in its region.
 
-    Prompts are computed in chunks of one shape. Next tokens are computed in batches of a few shapes, padded with rows
-    on a spare slot. On a CUDA device each shape is captured as a graph once.
+    Prompts are computed in chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare
+    slot. On a CUDA device each shape is captured as a graph once.
 
-    Only the thread that makes a runner may use it: regions apply to one thread, and each thread has its own cuBLAS
-    handle, whose workspace is in a region.
+    Only the thread that makes a runner may use it: regions apply to one thread, and so does a cuBLAS handle, whose
+    workspace is in a region.
 
     Attributes:
         graphs: by shape: the rows, and the tokens of each.
@@ -42,39 +95,14 @@ class ModelRunner:
         unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        seed: int | None,
-        device: str,
-        dtype: str | None,
-        kv_cache_bytes: int | None,
-        max_len: int | None,
-        batch_sizes: Sequence[int],
-        enforce_eager: bool,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        """Load the model and capture its graphs; if there are several ranks, all do so at the same time.
-
-        Args:
-            model: a checkpoint folder or, with a ``seed``, a configuration.
-            seed: of random weights; None: the checkpoint's are loaded.
-            device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same.
-            dtype: its name in torch.
-
-        The other arguments are those of ``TransformersEngine``.
-
-        Raises:
-            ValueError: the options do not fit the model; the message says which and what would.
-            RuntimeError: a graph could not be captured.
-        """
-        self.ranks = ranks
-        self._device = device_of(device, rank)
+    def __init__(self, options: Options, rank: int = 0) -> None:
+        """Load the model and capture its graphs; if there are several ranks, all do so at the same time. Raises
+        ValueError if the options do not fit the model, RuntimeError if a graph cannot be captured."""
+        self.ranks = options.tensor_parallel
+        self._device = options.device_of(rank)
         on_gpu = self._device.type == "cuda"
         self.chunk = 256 if on_gpu else 64
-        self._batch_sizes = sorted(set(batch_sizes))
+        self._batch_sizes = sorted(set(options.batch_sizes))
         self.max_batch = self._batch_sizes[-1]
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._stream = _cuda.Stream(self._device) if on_gpu else None
@@ -83,27 +111,27 @@ class ModelRunner:
         self.unwritten_weights: frozenset[str] = frozenset()
         with torch.no_grad(), self._on_stream:
             with ms.region("weights"):
-                self.model, self.partition = weights.load_part(Path(model), self._device, dtype, seed, rank, ranks)
+                seed = None if options.random_weights is None else options.seed
+                part = weights.load_part(options.path, self._device, options.dtype, seed, rank, self.ranks)
+                self.model, self.partition = part
             ms.adopt(self.model, "weights")  # a region does not apply to what other threads loaded
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
             self.stop_ids = _stop_ids(self.model)
-            self._allocate(max_len or (2048 if on_gpu else 512), kv_cache_bytes or (2**30 if on_gpu else 2**26))
+            lengths, sizes = (2048, 2**30) if on_gpu else (512, 2**26)
+            self._allocate(options.max_len or lengths, options.kv_cache_bytes or sizes)
             if on_gpu:
                 with ms.region("workspace"):  # for what libraries allocate at their first use
                     for shape in self._inputs:
                         self._step(shape)
                     torch.cuda.current_stream(self._device).synchronize()
-                if not enforce_eager:
+                if not options.enforce_eager:
                     self._capture()
-        if ranks > 1 and ms.core_settings().prepare_backup:
+        if self.ranks > 1 and ms.core_settings().prepare_backup:
             ms.prepare_backup()  # if there is one rank, the service does this
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
-        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each.
-
-        Returns:
-            For each row the likeliest next token.
-        """
+        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each; return the
+        likeliest next token of each."""
         tokens = self.chunk if len(rows[0][2]) > 1 else 1
         batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
         # A chunk is padded after its tokens; those positions are overwritten before anything attends to them.
@@ -125,12 +153,8 @@ class ModelRunner:
         return ids[_VERIFY_PROMPT:]
 
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
-        """Read a checkpoint folder, or the payload of a request, for ``write_update``; check that it fits the model.
-
-        Raises:
-            ValueError, OSError: it does not fit, or cannot be read.
-            RuntimeError: the weights are released.
-        """
+        """Read a checkpoint folder, or the payload of a request, for ``write_update``. Raises ValueError or OSError if
+        it does not fit the model or cannot be read, RuntimeError if the weights are released."""
         if folder:
             whole = weights.load_checkpoint(Path(folder)).state_dict()
         else:
@@ -148,10 +172,7 @@ class ModelRunner:
         return list(parts)
 
     def repair(self, lost: Sequence[str]) -> None:
-        """Restore what came back without its content under the tags ``lost``.
-
-        Of the weights only what is computed at load: updates overwrite the rest.
-        """
+        """Restore what the tags ``lost`` had; of the weights only what is computed at load: updates write the rest."""
         with torch.no_grad(), self._on_stream:
             if "weights" in lost:
                 self.unwritten_weights = frozenset(name for name, _ in self.model.named_parameters())
@@ -262,13 +283,6 @@ class ModelRunner:
             self.graphs[shape] = graph
 
 
-def device_of(first: str, rank: int) -> torch.device:
-    """Return the device of ``rank``; ``first`` is that of rank 0."""
-    device = torch.device(first)
-    return torch.device("cuda", (device.index or 0) + rank) if device.type == "cuda" else device
-
-
 def _stop_ids(model: Any) -> frozenset[int]:
-    configs = (getattr(model, "generation_config", None), model.config)
-    given = next((ids for each in configs if (ids := getattr(each, "eos_token_id", None)) is not None), ())
-    return frozenset(given if isinstance(given, (list, tuple)) else [given])
+    ids = model.generation_config.eos_token_id
+    return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])

@@ -37,11 +37,8 @@ class EngineDeadError(MemsaverError):
 
 
 class SlotTable:
-    """The slots, and the prefixes that they hold: a new prompt gets the slot that holds most of its beginning.
-
-    Only whole chunks are reused: a chunk is always computed in the same shape at the same position, so a reused one is
-    bit by bit what computing it again would give.
-    """
+    """The slots, and the prefixes that they hold. Only whole chunks are reused: a chunk is always computed in the same
+    shape at the same position, so a reused one is bit by bit what computing it again would give."""
 
     def __init__(self, slots: int, chunk: int) -> None:
         self._chunk = chunk
@@ -49,11 +46,8 @@ class SlotTable:
         self.free = list(range(slots))  # in the order of their return
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Take a free slot for ``ids``; return it and how many of the ids it holds already.
-
-        At least one id is left to compute, which gives the next token. If no slot holds any of the ids, an empty one is
-        taken, else the least recently used.
-        """
+        """Take the free slot that holds most of the beginning of ``ids``, else an empty one, else the least recently
+        used; return it and how many of the ids it holds. At least one is left, which gives the next token."""
         best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
         self.free.remove(best)
         self._held[best] = self._held[best][: self._common(best, ids)]
@@ -64,7 +58,6 @@ class SlotTable:
         self._held[slot] = list(ids[: len(ids) // self._chunk * self._chunk])
 
     def forget(self) -> None:
-        """Forget what every slot holds."""
         self._held = [[]] * len(self._held)
 
     def _common(self, slot: int, ids: Sequence[int]) -> int:
@@ -98,7 +91,6 @@ class Scheduler:
         self._quiesced = False
         self._busy = False
         self._failure: BaseException | None = None
-        self._prompt_last = False
         self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
         self._thread = start_thread("memsaver-engine", partial(self._main, make_runner, ready))
@@ -108,12 +100,7 @@ class Scheduler:
         return self._failure is None and self._thread.is_alive()
 
     def enqueue(self, request: Request) -> Future[Request]:
-        """Queue a request. Cancelling the future ends the request.
-
-        Raises:
-            AdmissionClosedError: the engine takes no requests now.
-            EngineDeadError: the engine is dead.
-        """
+        """Queue a request; cancelling the future ends it. Raises AdmissionClosedError or EngineDeadError."""
         with self._changed:
             self._check_alive()
             if self._closed is None:
@@ -125,7 +112,7 @@ class Scheduler:
                     raise AdmissionClosedError(self._closed + full)
                 self._held.append(request)
             self._changed.notify_all()
-        request.future.add_done_callback(self._wake)
+        request.future.add_done_callback(self._wake)  # for one that is cancelled
         return request.future
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
@@ -134,19 +121,13 @@ class Scheduler:
 
     def open_admission(self) -> None:
         with self._changed:
-            self._closed = None
-            self._quiesced = False
+            self._closed, self._quiesced = None, False
             self._waiting.extend(self._held)
             self._held.clear()
             self._changed.notify_all()
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """See ``Engine``. Frozen requests continue from the KV cache; if that was not kept, it is computed again.
-
-        Raises:
-            DrainTimeoutError: it took longer; the engine continues as before.
-            ValueError: the mode is unknown.
-        """
+        """See ``Engine``. Frozen requests continue from the KV cache; if that was not kept, it is computed again."""
         check_drain_mode(mode)
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -177,7 +158,7 @@ class Scheduler:
             self._slots.forget()
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` in the runner's thread, between two steps; return its result, or raise its error."""
+        """Run ``work`` in the runner's thread, between two steps."""
         future: Future[_Result] = Future()
         with self._changed:
             self._check_alive()
@@ -241,7 +222,7 @@ class Scheduler:
         self._changed.notify_all()
 
     def _choose(self) -> list[Request]:
-        """Return the requests to compute next: one for its next chunk or, alternately, a batch for its next tokens."""
+        """Return what to compute next: one request, whose next chunk is missing, or a batch for its next tokens."""
         self._sweep()
         if self._quiesced:
             return []
@@ -250,14 +231,8 @@ class Scheduler:
             request.slot, request.cached = self._slots.take(request.ids)
             request.reused = request.cached
             self._running.append(request)
-        prefills = [request for request in self._running if request.needs_prefill]
-        decodes = [request for request in self._running if not request.needs_prefill]
-        self._prompt_last = bool(prefills) and not (decodes and self._prompt_last)
-        if self._prompt_last:
-            return prefills[:1]
-        batch, others = decodes[: self.runner.max_batch], decodes[self.runner.max_batch :]
-        self._running = [*prefills, *others, *batch]  # round-robin if they exceed a batch
-        return batch
+        prompts = [request for request in self._running if request.needs_prefill]
+        return prompts[:1] or self._running[: self.runner.max_batch]
 
     # On the scheduler's thread.
 
@@ -286,28 +261,23 @@ class Scheduler:
     def _loop(self) -> BaseException:
         """Compute until the engine fails or is closed; return why."""
         while True:
-            chosen: list[Request] = []
             with self._changed:
                 while not (self._failure or self._calls or (chosen := self._choose())):
                     self._changed.wait()
                 if self._failure:
                     return self._failure
-                call = self._calls.popleft() if self._calls else None
+                work, future = self._calls.popleft() if self._calls else (partial(self._compute, chosen), Future())
                 self._busy = True
-            if call is not None:
-                work, future = call
-                try:
-                    future.set_result(work())
-                except Exception as error:
-                    future.set_exception(error)
-            else:
-                self._compute(chosen)
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
             with self._changed:
                 self._busy = False
                 self._sweep()
 
     def _compute(self, chosen: list[Request]) -> None:
-        """Compute one step. Meanwhile other threads change nothing of the chosen requests but ``finish``."""
+        """Compute one step. Other threads change nothing of the chosen requests but ``finish``."""
         chunk = self.runner.chunk if chosen[0].needs_prefill else 1
         rows = [(each.slot, each.cached, each.ids[each.cached : each.cached + chunk]) for each in chosen]
         try:

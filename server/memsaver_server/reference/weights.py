@@ -42,9 +42,8 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 class Partition:
     """The part of a model that ``rank`` of ``ranks`` holds.
 
-    Attributes:
-        dims: the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum over
-            the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
+    ``dims`` has the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum
+    over the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
     """
 
     rank: int
@@ -52,11 +51,7 @@ class Partition:
     dims: Mapping[str, int]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the tensor ``name``: a view of ``whole``, or zeros.
-
-        Raises:
-            ValueError: it cannot be divided.
-        """
+        """Return this rank's part of the tensor ``name``, a view or zeros; raise ValueError if it cannot be divided."""
         dim = self.dims.get(name)
         if dim is None:
             return whole
@@ -92,14 +87,9 @@ def check_divisible(config: Any, ranks: int) -> None:
 
 
 def divide(model: Any, rank: int, ranks: int) -> Partition:
-    """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says.
-
-    A linear layer is divided by its outputs ("colwise"), or by its inputs ("rowwise"), followed by a sum over the
-    ranks. Tied weights stay whole.
-
-    Raises:
-        ValueError: the model has no plan, or one that this engine does not support.
-    """
+    """Reduce ``model`` to the part of one rank, in place, as transformers' tensor-parallel plan for it says: a linear
+    layer is divided by its outputs ("colwise"), or by its inputs ("rowwise"), followed by a sum over the ranks. Tied
+    weights stay whole. Raises ValueError if it has no plan, or one that this engine does not support."""
     if ranks == 1:
         return WHOLE
     plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in (model.tp_plan or {}).items()}
@@ -151,13 +141,10 @@ def load_config(path: Path) -> Any:
     return AutoConfig.from_pretrained(str(path))
 
 
-def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
-    """Return the whole causal language model in ``folder``, in host memory.
+def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """Return the whole causal language model in ``folder``; raise ValueError if that has none that can be served.
 
-    Not on its device, as transformers loads tensors in other threads, to which a region does not apply.
-
-    Raises:
-        ValueError: the folder holds no checkpoint that this engine can serve.
+    It is in host memory, as transformers loads tensors in other threads, to which a region does not apply.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
@@ -171,27 +158,18 @@ def load_checkpoint(folder: Path, dtype: str | None = None) -> Any:
 
 
 def load_part(
-    path: Path, device: torch.device, dtype: str | None, seed: int | None, rank: int, ranks: int
+    path: Path, device: torch.device, dtype: torch.dtype | None, seed: int | None, rank: int, ranks: int
 ) -> tuple[Any, Partition]:
-    """Return one rank's part of a model, on ``device``. Call it inside the region.
-
-    Args:
-        path: a checkpoint folder or, with a ``seed``, a configuration.
-        seed: of random weights; all ranks' parts together are the model that a single rank would have.
-
-    Raises:
-        ValueError: this engine cannot serve what is there.
-    """
+    """Return one rank's part of a model, on ``device``; raise ValueError if it cannot be served. Call it inside the
+    region. ``path`` is a checkpoint folder or, with a ``seed`` of random weights, a configuration."""
     if seed is None:
         model = load_checkpoint(path, dtype)
         partition = divide(model, rank, ranks)
         return model.to(device), partition
     config = load_config(path)
+    dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = _Models.from_config(
-            config, dtype=dtype or config.dtype or torch.float32, attn_implementation=ATTENTION_NAME
-        )
-    _ready(model)
+        model = _ready(_Models.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
     model.tie_weights()
     partition = divide(model, rank, ranks)
     # Not Module.to_empty, which would allocate tied weights twice.
@@ -261,15 +239,8 @@ def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, T
 def check_update(
     model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor ``given``.
-
-    Args:
-        complete: whether all tensors of the model must be given.
-
-    Raises:
-        ValueError: names or shapes differ from the model's, or a dtype cannot carry weights.
-        RuntimeError: the weights are released.
-    """
+    """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all. Raises ValueError if
+    names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
     state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
     if state != "resident":
         raise RuntimeError(f"the weights are {state}; resume them before updating them")

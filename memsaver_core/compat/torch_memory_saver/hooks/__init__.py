@@ -60,14 +60,9 @@ class HookUtilModeTorch(HookUtilBase):
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Have processes started inside load the preload library.
-
-    When such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit
-    it (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there).
-
-    Raises:
-        ConfigurationError: the library is missing from this installation.
-    """
+    """Have processes started inside load the preload library; raise ConfigurationError if it is not installed. When
+    such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit it
+    (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there)."""
     library = str(get_binary_path_from_package(PRELOAD))
     others = [each for each in state.preloaded() if each != library]
     with change_env("LD_PRELOAD", ":".join([library, *others])):

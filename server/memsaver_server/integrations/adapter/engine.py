@@ -29,13 +29,14 @@ import torch
 import memsaver_core as ms
 from memsaver_core.contract.errors import ConfigurationError, DrainTimeoutError, MemsaverError, NoThreadError
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged
+from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
+from memsaver_server.ranks.memory import Steps
 from memsaver_server.ranks.watch import stopped_ranks
 from memsaver_server.settings import Settings
 from memsaver_server.threads import start_thread
@@ -67,12 +68,9 @@ class LateError(MemsaverError):
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of an engine, and this one's place among them.
-
-    Attributes:
-        ranks: their numbers in torch's default process group; the first receives the engine's requests.
-        cpu_group: torch's group of all of them, for host memory.
-    """
+    """The processes of an engine, and this one's place among them: ``ranks`` are their numbers in torch's default
+    process group, of which the first receives the engine's requests; ``cpu_group`` is torch's group of all, for host
+    memory."""
 
     world_size: int
     ranks: Sequence[int]
@@ -122,14 +120,8 @@ class Scheduler(ABC):
         """Yield the reasons why it cannot be served; ``service``: see ``check``."""
 
     def check(self, *, service: bool = False) -> None:
-        """Check that this scheduler can be served.
-
-        Args:
-            service: whether a service is to release the engine's memory, or only the engine's own calls.
-
-        Raises:
-            ConfigurationError: it cannot; the message says why.
-        """
+        """Raise ConfigurationError, with the reason, if this scheduler cannot be served; ``service``: whether a service
+        is to release the engine's memory, or only the engine's own calls."""
         if missing := self.missing():
             raise ConfigurationError(
                 f"this version of {self.engine} cannot be served: it has no {', '.join(missing)}; "
@@ -199,12 +191,8 @@ def lacking(owner: Any, paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
-    """Yield the reasons why the memory of an engine cannot be released.
-
-    Args:
-        saves_memory: whether the engine puts its memory into regions of ``torch_memory_saver``.
-        module: the engine's module that imports ``torch_memory_saver``.
-    """
+    """Yield the reasons why the memory of an engine cannot be released: ``saves_memory`` says whether it is in regions
+    of ``torch_memory_saver``, which the engine's ``module`` imports."""
     if not ms.enabled():
         return
     if not saves_memory:
@@ -231,11 +219,7 @@ class EventLoop:
 
     def wait_for(self, number: int) -> None:
         """Return once command ``number`` is done and its iteration is over: this rank then waits for a broadcast.
-
-        Raises:
-            MemsaverError: the iteration did not end in ``ARRIVAL_S``.
-            Exception: what the command raised.
-        """
+        Raises what the command raised, or MemsaverError if the iteration did not end in ``ARRIVAL_S``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= number, ARRIVAL_S):
                 raise MemsaverError(f"the scheduler did not come to the next iteration in {ARRIVAL_S:g} s")
@@ -282,13 +266,8 @@ class EventLoop:
 
 
 class LeadingLoop(EventLoop):
-    """The event loop of rank 0, which receives and admits requests for all ranks.
-
-    Any thread may call its methods, except those below the comment "In the scheduler's thread".
-
-    Attributes:
-        failure: returns why the ranks have failed, or an empty string.
-    """
+    """The event loop of rank 0, which receives and admits requests for all ranks; ``failure()`` says why they have
+    failed. Any thread may call its methods, except those below the comment "In the scheduler's thread"."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._thread: threading.Thread | None = None
@@ -323,16 +302,9 @@ class LeadingLoop(EventLoop):
         self.send(Command(0, name, arguments))
 
     def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
-        """Have every rank carry out a command; return its number once this rank has carried it out.
-
-        Args:
-            over: if given, this rank begins its next iteration only once it is set.
-
-        Raises:
-            LateError: this rank did not carry it out in ``COMMAND_S``.
-            MemsaverError: the event loop ended first, or the ranks have failed.
-            Exception: what the command raised on this rank.
-        """
+        """Have every rank carry out a command; return its number once this rank has carried it out, which begins its
+        next iteration only once ``over`` is set. Raises what the command raised here, LateError after ``COMMAND_S``, or
+        MemsaverError if the event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
         with self._numbering:
             self._last += 1
@@ -350,9 +322,7 @@ class LeadingLoop(EventLoop):
     @contextmanager
     def standstill(self) -> Iterator[int]:
         """Keep every rank between two iterations while the block runs; gives the number of the command that stops them.
-
-        This rank does not begin its next broadcast, so all others wait in it.
-        """
+        This rank does not begin its next broadcast, so all others wait in it."""
         over = threading.Event()
         try:
             yield self.run("", over=over)
@@ -362,11 +332,7 @@ class LeadingLoop(EventLoop):
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
     ) -> bool:
-        """See ``calls.is_done``.
-
-        Raises:
-            MemsaverError: the event loop has ended, or the ranks have failed.
-        """
+        """See ``calls.is_done``; raises MemsaverError once the event loop has ended, or the ranks have failed."""
 
         def is_hopeless() -> bool:
             if not self.is_alive():
@@ -424,13 +390,9 @@ class IdleRest:
     """
 
     def __init__(self, sockets: Sequence[Any], nothing_to_do: Callable[[], bool], iterations: int = 1) -> None:
-        """
-        Args:
-            sockets: those that the scheduler receives from; None is left out.
-            nothing_to_do: returns whether an iteration of the event loop would do nothing; called in the scheduler's
-                thread.
-            iterations: how many of those the scheduler needs after its last work before it may rest.
-        """
+        """``sockets`` are those that the scheduler receives from; None is left out. ``nothing_to_do()``, called in its
+        thread, says whether an iteration would do nothing; ``iterations`` of those are needed after its last work
+        before it may rest."""
         self._nothing_to_do = nothing_to_do
         self._settling = iterations
         self._idle = 0
@@ -455,10 +417,6 @@ class IdleRest:
             self.poller.poll(REST_MS)
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-
-
-def _nothing() -> None:
-    pass
 
 
 class _NotWrittenError(Exception):
@@ -518,18 +476,15 @@ class LoopEngine(LeadingLoop, Engine):
     def when_still(
         self,
         timeout_s: float,
-        then: Callable[[], None] = _nothing,
+        then: Callable[[], None] = lambda: None,
         *,
-        begin: Callable[[], None] = _nothing,
-        undo: Callable[[], None] = _nothing,
+        begin: Callable[[], None] = lambda: None,
+        undo: Callable[[], None] = lambda: None,
         given_up: Callable[[], bool] = never,
     ) -> None:
         """Call ``begin`` at once, and ``then`` once no request is in flight, before another one enters; return after
-        that. If it takes too long, ``undo`` is called instead. All three run in the scheduler's thread.
-
-        Raises:
-            DrainTimeoutError: it took longer than ``timeout_s``, or was given up. ``then`` was not called.
-        """
+        that. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. All three
+        run in the scheduler's thread."""
         begun_at = time.monotonic()
         done: Future[None] = Future()
         still = (done, then)
@@ -591,12 +546,9 @@ class LoopEngine(LeadingLoop, Engine):
 
     def _operate(self, request: Any) -> None:
         try:
-            tags = tuple(request.tags or ())
-            if type(request).__name__.startswith("Release"):
-                asked = Release(tags=tags, wait=True).resolved(self._settings.drain_timeout_s)
-                operation = self._lifecycle.start(asked, client=self.name)
-            else:
-                operation = self._lifecycle.start(Resume(tags=tags, wait=True), client=self.name)
+            kind = Release if type(request).__name__.startswith("Release") else Resume
+            asked = kind(tags=tuple(request.tags or ()), wait=True).resolved(self._settings.drain_timeout_s)
+            operation = self._lifecycle.start(asked, client=self.name)
             operation.done.result()
             error = operation.error
         except Exception as refused:
@@ -659,15 +611,15 @@ class SchedulerMemory(RankMemory):
 
     def __init__(self, loop: LeadingLoop, channel: SocketChannel) -> None:
         self._loop = loop
-        self._channel = channel
+        self._sockets = channel
         self._after = 0
         self._asking = threading.RLock()
         super().__init__(self)
         loop.failure = lambda: self.failure
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        """Of the protocol ``Channel``."""
-        return self._channel.start({"after": self._after, "message": message})
+        """See ``Channel``."""
+        return self._sockets.start({"after": self._after, "message": message})
 
     def release(self, options: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().release, options, log=log))
@@ -675,39 +627,33 @@ class SchedulerMemory(RankMemory):
     def resume(self, options: Tagged, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().resume, options, log=log))
 
-    def check_release(self, options: MemoryRequest) -> None:
-        with self._asking:
-            super().check_release(options)
-
-    def reserve(self, options: Tagged) -> None:
-        with self._asking:
-            super().reserve(options)
+    @contextmanager
+    def _operating(self, operation: Verb, log: ms.PhaseLog) -> Iterator[Steps]:
+        with self._asking, super()._operating(operation, log) as steps:
+            yield steps
 
     def give_back_reserved(self) -> None:
         with self._asking:
             super().give_back_reserved()
 
     def run(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command.
-
-        Raises:
-            GroupFailedError: the ranks have failed.
-            MemsaverError: the command failed on some rank, or the event loop has ended.
-        """
-        self._group.raise_if_failed()
-        with self._failing_if_late():
-            number = self._loop.run(name, *arguments)
-        with self._asking_after(number):
-            self._group.step = f"command {name}"
-            try:
-                self._group.check(self._group.ask(Introduce(), self._group.deadlines.prepare_s))
-            finally:
-                self._group.step = ""
+        """Have every rank carry out a command, after the operation in progress, which has its own limits of time.
+        Raises MemsaverError if it fails on some rank, or the event loop has ended."""
+        with self._asking:
+            self.raise_if_failed()
+            with self._failing_if_late():
+                number = self._loop.run(name, *arguments)
+            with self._asking_after(number):
+                self.step = f"command {name}"
+                try:
+                    self.check(self.ask(Introduce(), self.deadlines.prepare_s))
+                finally:
+                    self.step = ""
 
     def _at_rest(self, operate: Callable[[], OperationReport]) -> OperationReport:
-        self._group.raise_if_failed()
         with self._asking:
-            if any(status is not None and status.hibernated for status in self._group.statuses):
+            self.raise_if_failed()
+            if self.hibernated:
                 # Device calls are blocked until the wake-up, so a loop inside one could not come to rest. It has no
                 # request to compute.
                 return operate()
@@ -716,29 +662,26 @@ class SchedulerMemory(RankMemory):
 
     @contextmanager
     def _asking_after(self, number: int) -> Iterator[None]:
-        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``."""
-        with self._asking:
-            self._after = number
-            try:
-                yield
-            finally:
-                self._after = 0
+        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``. The
+        caller holds the lock."""
+        self._after = number
+        try:
+            yield
+        finally:
+            self._after = 0
 
     @contextmanager
     def _failing_if_late(self) -> Iterator[None]:
         try:
             yield
         except LateError as error:
-            stopped = stopped_ranks(self._group.rank_statuses())
-            raise self._group.fail(f"{error}{stopped and f'; {stopped}'}") from error
+            stopped = stopped_ranks(self.rank_statuses())
+            raise self.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks. Called on the first one.
-
-    Raises:
-        MemsaverError: another rank did not ``join`` in ``CONNECT_S``.
-    """
+    """Return the memory of all ranks. Called on the first one. Raises MemsaverError if another did not ``join`` in
+    ``CONNECT_S``."""
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
     _answer(group, loop, listener.path)

@@ -46,34 +46,22 @@ class Plugin:
         return found is not None and "memsaver_core" in (found.origin or "")
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
-        """Serve the engine's own ``scheduler`` from a thread of its process. Call it before the event loop runs.
-
-        Args:
-            scheduler: the first rank of an engine that was started with ``--enable-memory-saver``. All other ranks must
-                call ``follow`` at the same time.
-            settings, options: see ``memsaver_server.attach``.
-
-        Raises:
-            ConfigurationError: this scheduler cannot be served, or the address cannot be bound.
-        """
-        return _attach(self._lead(scheduler, service=True), settings, **options)
+        """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
+        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine that was started
+        with ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this
+        scheduler cannot be served or is not the first rank's, or the address cannot be bound."""
+        return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
-        """Let the service on the first rank release this rank's memory. Call it before the event loop runs.
-
-        Raises:
-            ConfigurationError: this scheduler cannot be served.
-        """
+        """Let the service on the first rank release this rank's memory. Call it before the event loop runs. Raises
+        ConfigurationError if this scheduler cannot be served."""
         self._lead(scheduler, service=False)
 
     @contextmanager
     def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
         """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
-        carry out the engine's own memory calls, if it ``saves_memory`` and can be served.
-
-        Raises:
-            ConfigurationError: an address is set that cannot be bound, or the scheduler cannot be served.
-        """
+        carry out the engine's own memory calls, if it ``saves_memory`` and can be served. Raises ConfigurationError if
+        an address is set that cannot be bound, or the scheduler cannot be served there."""
         where = os.environ.get(self._variable, "")
         engine: Any = None
         try:
@@ -89,14 +77,18 @@ class Plugin:
         with _attach(engine, None, **address(where, self._variable)) if where else _without_service(engine):
             yield
 
-    def _lead(self, scheduler: Any, service: bool) -> Any:
-        """On the first rank return the engine. On another have it do what the first rank sends, and return None."""
+    def _lead(self, scheduler: Any, *, service: bool, attached: bool = False) -> Any:
+        """On the first rank return the engine. On another have it do what the first rank sends, and return None, or
+        raise ConfigurationError if it shall be ``attached``."""
         from memsaver_server.integrations.adapter.engine import join
 
         engine: type[LoopEngine] = resolve_name(self._engine)
         ours = engine.scheduler_class(scheduler)
         ours.check(service=service)
-        return engine(ours) if ours.group.rank_in_group == 0 else join(ours)
+        rank = ours.group.rank_in_group
+        if rank and attached:
+            raise ConfigurationError(f"attach() is for the first rank, and this is rank {rank}: call follow() instead")
+        return join(ours) if rank else engine(ours)
 
 
 def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> Attachment:

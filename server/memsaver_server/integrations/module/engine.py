@@ -236,12 +236,8 @@ def _under_tags(
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A tensor that a module holds.
-
-    Attributes:
-        name: as in ``named_parameters`` and ``named_buffers``; entries of containers are numbered.
-        kind: a ``buffer`` is in no state dict; an ``attribute`` is not registered with the module.
-    """
+    """A tensor that a module holds. ``name`` is as in ``named_parameters`` and ``named_buffers``; entries of containers
+    are numbered. A ``buffer`` is in no state dict; an ``attribute`` is not registered with the module."""
 
     name: str
     tensor: Tensor

@@ -266,14 +266,10 @@ class SglangEngine(base.LoopEngine):
         self.submit(self._opened)
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """Bring every rank's scheduler to a standstill until `open_admission`.
-
-        With ``keep`` running requests go back to SGLang's waiting queue, and are computed again from their tokens. So
-        do, in any mode, requests that SGLang has paused in place, as those neither end nor can be aborted.
-
-        Raises:
-            UnsupportedError: the mode is ``keep``, and the engine is pipeline-parallel.
-        """
+        """Bring every rank's scheduler to a standstill until `open_admission`. With ``keep``, of which a pipeline is
+        not capable (UnsupportedError), running requests go back to SGLang's waiting queue, and are computed again from
+        their tokens. So do, in any mode, requests that SGLang has paused in place, as those neither end nor can be
+        aborted."""
         check_drain_mode(mode)
         if mode == "keep" and self.scheduler.parallel.pp_size > 1:
             raise UnsupportedError(
@@ -293,12 +289,9 @@ class SglangEngine(base.LoopEngine):
         self.run_on_all("save_buffers")
 
     def verify_tokens(self) -> list[int]:
-        """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix.
-
-        Raises:
-            UnsupportedError: the engine generates no tokens.
-            MemsaverError: they were not computed within ``VERIFICATION_S``.
-        """
+        """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix. Raises
+        UnsupportedError if the engine generates no tokens, MemsaverError if that takes longer than
+        ``VERIFICATION_S``."""
         if not getattr(self._own, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
         prompt = VerificationPrompt(self._own)
@@ -471,12 +464,8 @@ class SglangEngine(base.LoopEngine):
 
 
 class VerificationPrompt:
-    """One greedy computation of the tokens that follow ``PROMPT``, by a request that no client has sent.
-
-    Attributes:
-        request: must be sent to the scheduler.
-        tokens: done once they are computed.
-    """
+    """One greedy computation of the tokens that follow ``PROMPT``, by a ``request`` that no client has sent, and that
+    must be sent to the scheduler; ``tokens`` is done once they are computed."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

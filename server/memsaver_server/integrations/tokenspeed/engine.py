@@ -34,11 +34,7 @@ _SHARED = (
 
 class TokenspeedScheduler(base.Scheduler):
     """Closes admission by tokenspeed's ``PauseController``: while that is not UNPAUSED, requests wait unless they are
-    refused.
-
-    Attributes:
-        frozen: whether nothing is computed until ``open``.
-    """
+    refused. While it is ``frozen`` nothing is computed."""
 
     engine = "tokenspeed"
 
@@ -168,11 +164,7 @@ class TokenspeedScheduler(base.Scheduler):
         self._pause._abort_all_pending = self._pause._abort_all_pending or abort
 
     def freeze(self) -> None:
-        """Compute nothing until ``open``.
-
-        Raises:
-            DrainTimeoutError: a request runs.
-        """
+        """Compute nothing until ``open``; raise DrainTimeoutError if a request runs."""
         if not self.is_still():
             raise DrainTimeoutError(0, self.in_flight())
         self._draining, self.frozen = False, True
@@ -262,11 +254,7 @@ class TokenspeedEngine(base.LoopEngine):
         self.post("open")
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """Bring every rank's event loop to a standstill until `open_admission`.
-
-        Raises:
-            UnsupportedError: the mode is ``keep``.
-        """
+        """Bring every rank's event loop to a standstill until `open_admission`; raise UnsupportedError for ``keep``."""
         check_drain_mode(mode)
         if mode == "keep":
             raise UnsupportedError(

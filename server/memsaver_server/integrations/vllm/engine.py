@@ -11,7 +11,7 @@ import logging
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +32,7 @@ from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow,
 from memsaver_server.engine import never
 from memsaver_server.engine.gate import Gate, InFlightRequest
 from memsaver_server.integrations.adapter.calls import NestedRequests, is_done
-from memsaver_server.ranks import Deadlines, RankMemory
+from memsaver_server.ranks import RankMemory
 
 logger = logging.getLogger("memsaver")
 
@@ -55,11 +55,7 @@ _T = TypeVar("_T")
 class VllmMemory(RankMemory):
     """Releases inside vLLM's own sleep."""
 
-    def __init__(
-        self, ranks: VllmEngine, processes: Mapping[str, int] | None = None, deadlines: Deadlines | None = None
-    ) -> None:
-        super().__init__(ranks, processes, deadlines)
-        self._ranks = ranks
+    channel: VllmEngine
 
     def release_awake(self, options: MemoryRequest) -> list[Answer]:
         answers = self.ask(ExpectRelease(options))
@@ -67,9 +63,9 @@ class VllmMemory(RankMemory):
             return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
-        self._group.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
+        self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
-            self.wait(self._ranks.sleep(level))
+            self.wait(self.channel.sleep(level))
         except GroupFailedError:
             raise
         except Exception as error:
@@ -154,12 +150,8 @@ class VllmEngine(Gate):
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
-        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment.
-
-        Raises:
-            UnsupportedError: requests are frozen.
-            MemsaverError: the tokens were not computed in ``VERIFICATION_S``.
-        """
+        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment. Raises UnsupportedError if requests
+        are frozen, MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if frozen := self.pending():
             raise UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"

@@ -119,19 +119,9 @@ def _serves(routes: Sequence[BaseRoute], scope: Scope) -> bool:
 
 
 def attach_to(llm: Any, **options: Any) -> Attachment:
-    """Serve a ``vllm.LLM`` from a thread of this process.
-
-    Each call by which it generates is one request: a release waits for its end, and while memory is released it waits
-    or is refused.
-
-    Args:
-        llm: started with sleep mode, with MEMSAVER_VLLM=1 or the backend ``memsaver``.
-        options: see ``memsaver_server.attach``.
-
-    Raises:
-        UnsupportedError: the engine does not sleep by memsaver.
-        ConfigurationError: see ``memsaver_server.attach``.
-    """
+    """Serve a ``vllm.LLM`` from a thread of this process; ``options`` as for ``memsaver_server.attach``. Each call by
+    which it generates is one request: a release waits for its end, and while memory is released it waits or is refused.
+    Raises UnsupportedError unless it was started with sleep mode, and MEMSAVER_VLLM=1 or the backend ``memsaver``."""
     engine = OfflineEngine(llm)
     if not engine.memory.enabled():
         raise UnsupportedError(
