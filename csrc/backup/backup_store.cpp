@@ -132,8 +132,17 @@ void BackupStore::trim_excess() {
   if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
 }
 
+void BackupStore::work() noexcept {
+  try {
+    do_wanted_work();
+  } catch (const std::exception& error) {
+    warn(std::string("work in the background failed, so unused backup memory stays pinned until a later operation: ") +
+         error.what());
+  }
+}
+
 // Holds operation_mutex, except while kernels are compiled and memory is given back, which may take long.
-void BackupStore::work() {
+void BackupStore::do_wanted_work() {
   bool trim = false;
   std::vector<int> devices;
   {

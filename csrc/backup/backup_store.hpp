@@ -105,7 +105,9 @@ class BackupStore {
  private:
   // Lets work() run in the background, once more if it is running.
   void work_later() REQUIRES(operation_mutex);
-  void work() EXCLUDES(operation_mutex, mutex_);
+  // What fails is logged.
+  void work() noexcept EXCLUDES(operation_mutex, mutex_);
+  void do_wanted_work() EXCLUDES(operation_mutex, mutex_);
 
   const pid_t process_ = getpid();
   Driver& driver_;

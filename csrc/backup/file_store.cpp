@@ -49,13 +49,12 @@ Error file_failure(const char* call, int code, const std::string& folder, std::s
                                  : "");
 }
 
-// File systems in memory report space that the machine may not have.
-bool is_in_memory(int file) {
-  struct statfs about{};
-  return fstatfs(file, &about) == 0 && (about.f_type == TMPFS_MAGIC || about.f_type == RAMFS_MAGIC);
-}
-
 }  // namespace
+
+bool is_in_memory(const std::string& folder) {
+  struct statfs about{};
+  return statfs(folder.c_str(), &about) == 0 && (about.f_type == TMPFS_MAGIC || about.f_type == RAMFS_MAGIC);
+}
 
 FileStore::FileStore(std::string folder) : folder_(std::move(folder)) {}
 
@@ -105,7 +104,7 @@ void FileStore::check(std::size_t bytes) {
   struct statvfs status{};
   if (sys::fstatvfs(file_, &status) != 0) throw file_failure("fstatvfs", errno, folder_, bytes);
   std::size_t free = static_cast<std::size_t>(status.f_bavail) * status.f_frsize;
-  if (is_in_memory(file_)) free = std::min(free, available_memory_bytes(bytes));
+  if (is_in_memory(folder_)) free = std::min(free, available_memory_bytes(bytes));
   if (bytes > free) {
     throw Error(ErrorKind::disk_full, "the file system of " + folder_ + " has too little space for the backup")
         .with_memory(bytes, free)

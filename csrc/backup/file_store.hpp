@@ -11,6 +11,9 @@
 
 namespace memsaver {
 
+// Returns whether files in `folder` take memory of the host: then more space may be reported than the machine has.
+[[nodiscard]] bool is_in_memory(const std::string& folder);
+
 // Owns the backups on disk: one file, deleted while open, so that nothing is left however the process ends; readable by
 // its owner only. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page cache.
 // Any thread may call any function.

@@ -322,7 +322,6 @@ void bind_hooks(py::module_& module) {
       "allocator_for",
       [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
       "tag"_a, "restore"_a);
-  module.def("take_allocation_failure", &take_allocation_failure);
   module.def("attach_preload_library", &attach_preload_library, "zeroed_tags"_a,
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
   module.def(
@@ -342,9 +341,10 @@ void bind_machine(py::module_& module) {
       },
       "Why CUDA cannot be used here; an empty string if it can.");
   module.def("can_checkpoint", &cuda_can_checkpoint);
-  module.def("reaches", &cuda_reaches, "device"_a, "address"_a, py::call_guard<py::gil_scoped_release>());
+  module.def("reaches", &cuda_reaches, "device"_a, "address"_a, NoGil());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, "path"_a);
   module.def("available_memory_bytes", [] { return available_memory_bytes(); });
+  module.def("is_in_memory", &is_in_memory, "folder"_a, NoGil());
   module.def("digest_of", &digest_of, "data"_a, "key"_a, "first_word"_a = 0);
 }
 
