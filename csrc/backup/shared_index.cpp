@@ -67,10 +67,7 @@ bool SharedIndex::join() {
   drop_dead_members();
   for (std::uint32_t i = 0; i < kMembers; ++i) {
     auto& member = layout_.members[i];
-    if (member.joined != 0) continue;
-    const robust::Result result = robust::try_lock(member.alive);
-    if (result == robust::Result::busy) continue;
-    if (result == robust::Result::owner_died) pthread_mutex_consistent(&member.alive);
+    if (member.joined != 0 || !robust::try_lock(member.alive)) continue;
     step("join: alive");
     member_ = i;
     set(member.joined, 1u, "join: joined");
@@ -89,14 +86,11 @@ void SharedIndex::drop_dead_members() {
   free_lost();
   for (std::uint32_t i = 0; i < kMembers; ++i) {
     auto& member = layout_.members[i];
-    if (member.joined == 0) continue;
-    const robust::Result result = robust::try_lock(member.alive);
-    if (result == robust::Result::busy) continue;
+    if (member.joined == 0 || !robust::try_lock(member.alive)) continue;
     // If this process dies here, the next one finds the same.
     drop_all_of(i);
     step("dead: dropped");
     member.joined = 0;
-    if (result == robust::Result::owner_died) pthread_mutex_consistent(&member.alive);
     pthread_mutex_unlock(&member.alive);
     any = true;
   }
