@@ -131,7 +131,8 @@ class BackupStore {
   // Never returns `automatic`.
   [[nodiscard]] VerifyChoice verify() const {
     if (settings_.verify != VerifyChoice::automatic) return settings_.verify;
-    return driver_.digest_is_cheap() ? VerifyChoice::full : VerifyChoice::sampled;
+    // A GPU digests its memory about seventy times as fast as PCIe 5 x16 copies it, a CPU about as fast as it copies.
+    return driver_.in_host_memory() ? VerifyChoice::sampled : VerifyChoice::full;
   }
 
   // Drops what is kept of a block. Calls neither driver nor file system; flush() does the rest.

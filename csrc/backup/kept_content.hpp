@@ -68,17 +68,14 @@ class KeptContent {
   void copy_to(void* to) const {
     constexpr std::size_t kThreads = 8;
     std::atomic<std::size_t> next{0};
-    std::atomic<bool> damaged{false};
-    const auto work = [this, &next, &damaged, to](std::size_t) {
+    sys::run_in_threads(std::min(kThreads, pieces_.size()), [&](std::size_t) {
       char* at = static_cast<char*>(to);
       std::size_t passed = 0;
       for (std::size_t mine = next++; mine < pieces_.size(); mine = next++) {
         for (; passed < mine; ++passed) at += pieces_[passed].bytes;
-        if (!write(pieces_[mine], at)) damaged = true;
+        if (!write(pieces_[mine], at)) throw Error(ErrorKind::backup, "what was kept is not packed content");
       }
-    };
-    sys::run_in_threads(std::min(kThreads, pieces_.size()), work);
-    if (damaged) throw Error(ErrorKind::backup, "what was kept is not packed content");
+    });
   }
 
  private:

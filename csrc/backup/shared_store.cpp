@@ -43,17 +43,15 @@ void touch(const HostRange& all, int numa_node) {
   const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
   const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
   const std::size_t part = to_pages(all.bytes / count + 1);
-  std::atomic<int> failure{0};
   sys::run_in_threads(count, [&](std::size_t i) {
     const std::size_t begin = std::min(all.bytes, i * part);
     const std::size_t end = std::min(all.bytes, begin + part);
     const int code = sys::make_pages(reinterpret_cast<void*>(all.address + begin), end - begin);
-    if (code != 0) failure = code;
+    if (code == 0) return;
+    throw Error::from_errno(ErrorKind::out_of_host_memory, "madvise", code)
+        .with_bytes(all.bytes)
+        .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
   });
-  if (failure == 0) return;
-  throw Error::from_errno(ErrorKind::out_of_host_memory, "madvise", failure)
-      .with_bytes(all.bytes)
-      .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
 }
 
 }  // namespace
@@ -200,13 +198,13 @@ SharedStore::Answer SharedStore::find_or_claim(const Digest& digest, std::size_t
 }
 
 void SharedStore::publish(std::uint32_t entry, std::size_t packed_bytes) {
-  add_pending({PendingChange::publish, entry, packed_bytes});
+  add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
   apply_pending();
 }
 
-void SharedStore::add_pending(PendingChange change) {
+void SharedStore::add_pending(std::function<void()> change) {
   const Lock lock(mutex_);
-  pending_.push_back(change);
+  pending_.push_back(std::move(change));
 }
 
 void SharedStore::apply_pending() {
@@ -215,26 +213,23 @@ void SharedStore::apply_pending() {
     if (pending_.empty()) return;
   }
   if (!lock_index()) return;
-  std::vector<PendingChange> changes;
+  std::vector<std::function<void()>> changes;
   {
     const Lock lock(mutex_);
     changes.swap(pending_);
   }
-  for (const auto& change : changes) apply(change);
+  for (const auto& change : changes) change();
   index_->mutex.unlock();
 }
 
-void SharedStore::apply(const PendingChange& change) {
-  if (change.what == PendingChange::publish) return index_->publish(change.which, change.packed_bytes);
-  if (change.what == PendingChange::end_slab) return index_->end_slab(change.which);
-  if (change.what == PendingChange::end_freeing) return index_->end_freeing(change.which);
+void SharedStore::drop_use(std::uint32_t entry) {
   {
     const Lock lock(mutex_);
-    const auto use = uses_.find(change.which);
+    const auto use = uses_.find(entry);
     if (use == uses_.end() || --use->second > 0) return;
     uses_.erase(use);
   }
-  index_->drop(change.which);
+  index_->drop(entry);
 }
 
 void SharedStore::wait_for_change(std::uint32_t seen) {
@@ -373,7 +368,8 @@ void SharedStore::make_slab(std::uint32_t slab, int numa_node) {
       }
       free_pages(slab);
     }
-    add_pending({touched ? PendingChange::end_slab : PendingChange::end_freeing, slab});
+    add_pending([this, slab, touched]()
+                    REQUIRES(index_->mutex) { touched ? index_->end_slab(slab) : index_->end_freeing(slab); });
     apply_pending();
   });
   check_available(bytes, kWhose);

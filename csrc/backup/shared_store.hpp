@@ -68,7 +68,9 @@ class SharedStore {
   // Lets other processes find what was claimed: its content is written.
   void publish(std::uint32_t entry, std::size_t packed_bytes = 0);
   // Ends the use of an entry, kept or claimed. Makes no system call: apply_pending() does.
-  void give(std::uint32_t entry) { add_pending({PendingChange::drop, entry}); }
+  void give(std::uint32_t entry) {
+    add_pending([this, entry]() REQUIRES(index_->mutex) { drop_use(entry); });
+  }
   // Makes the changes of the index that are pending, in order.
   void apply_pending();
   // Waits until another process published or gave up something since changes() was `seen`, for 10 ms, and then gives up
@@ -96,12 +98,6 @@ class SharedStore {
 
  private:
   friend struct SharedStoreForks;
-  // A change of the index that is made as soon as the index is free.
-  struct PendingChange {
-    enum What { drop, publish, end_slab, end_freeing } what;
-    std::uint32_t which;
-    std::size_t packed_bytes = 0;
-  };
   using Slabs = std::deque<HostMapping>;
 
   SharedStore(Driver& driver, const std::string& name) : driver_(driver), name_(name), sockets_(name) {}
@@ -112,9 +108,10 @@ class SharedStore {
   void run_member();
   // Returns false if the index was not free for a second; then does not wait again until it was free.
   [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex);
-  void add_pending(PendingChange change) EXCLUDES(mutex_);
-  // A drop reaches the index only if it leaves no use of the entry in this process.
-  void apply(const PendingChange& change) REQUIRES(index_->mutex) EXCLUDES(mutex_);
+  // Adds a change of the index, which is made as soon as the index is free.
+  void add_pending(std::function<void()> change) EXCLUDES(mutex_);
+  // Reaches the index only if it leaves no use of the entry in this process.
+  void drop_use(std::uint32_t entry) REQUIRES(index_->mutex) EXCLUDES(mutex_);
 
   // Maps the slab unless it is. Throws out_of_host_memory.
   HostRange map(std::uint32_t slab) EXCLUDES(mutex_);
@@ -155,8 +152,8 @@ class SharedStore {
   std::thread member_thread_;  // holds the liveness mutex of this process, and serves the store's file to others
 
   mutable Mutex mutex_;  // taken after that of the index, and never held across a wait
-  std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);  // of entries, by blocks of this process
-  std::vector<PendingChange> pending_ GUARDED_BY(mutex_);         // in order
+  std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);   // of entries, by blocks of this process
+  std::vector<std::function<void()>> pending_ GUARDED_BY(mutex_);  // in order
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 

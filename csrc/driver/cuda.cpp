@@ -482,8 +482,6 @@ class CudaDriver final : public Driver {
   void end() noexcept override { end_compiling(); }
 
   std::string loss() const override { return calls_.loss(); }
-  // Device memory is read about seventy times as fast as PCIe 5 x16 copies it.
-  bool digest_is_cheap() const noexcept override { return true; }
 
   Event record(int index, Stream stream) override {
     CudaDevice& device = at(index);

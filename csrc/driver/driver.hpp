@@ -98,8 +98,6 @@ class Driver {
   virtual void prepare_digest(int) noexcept {}
   // Returns whether digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
-  // Returns whether a digest costs far less than a copy of the same bytes.
-  [[nodiscard]] virtual bool digest_is_cheap() const noexcept = 0;
 
   // The functions of support/packing.hpp, asynchronous. Items and results must lie in registered host memory and
   // outlive the operation. Only if has_packing(device).

@@ -214,8 +214,6 @@ class HostDriver final : public Driver {
     for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
   }
   bool has_digest(int) noexcept override { return true; }
-  // A CPU digests memory about as fast as it copies it.
-  bool digest_is_cheap() const noexcept override { return false; }
 
   void sample(int, const PackItem* items, std::size_t count, ExponentSample* samples, Stream) override {
     for (std::size_t i = 0; i < count; ++i) sample_on_host(pointer(items[i].address), items[i].bytes, samples[i]);

@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <exception>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -96,16 +97,27 @@ std::optional<std::thread> start_thread(std::function<void()> task) {
 }
 
 void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
+  std::vector<std::exception_ptr> failures(parts);
+  const auto run = [&](std::size_t part) {
+    try {
+      work(part);
+    } catch (...) {
+      failures[part] = std::current_exception();
+    }
+  };
   std::vector<std::thread> started;
   for (std::size_t part = 1; part < parts; ++part) {
-    if (auto thread = start_thread([&work, part] { work(part); })) {
+    if (auto thread = start_thread([&run, part] { run(part); })) {
       started.push_back(std::move(*thread));
     } else {
-      work(part);
+      run(part);
     }
   }
-  work(0);
+  if (parts > 0) run(0);
   for (auto& thread : started) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
 }
 
 std::shared_future<void> run_beside(std::function<void()> task) {

@@ -45,8 +45,8 @@ void punch_hole(int file, std::size_t offset, std::size_t bytes);
 
 // Returns a thread that runs `task`; nothing if the system refuses one.
 [[nodiscard]] std::optional<std::thread> start_thread(std::function<void()> task);
-// Runs `work(part)`, which must not throw, for each part below `parts`, and waits for all: each in a thread, except the
-// first, and those for which the system refuses one, which the calling thread runs.
+// Runs `work(part)` for each part below `parts`, and waits for all: each in a thread, except the first, and those for
+// which the system refuses one, which the calling thread runs. Throws what the first part that failed threw.
 void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work);
 // Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for the result.
 [[nodiscard]] std::shared_future<void> run_beside(std::function<void()> task);
