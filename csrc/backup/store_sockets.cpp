@@ -127,9 +127,7 @@ void StoreSockets::unlock() { close_and_forget(lock_); }
 std::optional<int> StoreSockets::request(milliseconds timeout) {
   const auto until = Clock::now() + timeout;
   for (;;) {
-    const Received received = request_from_all(left_until(until));
-    if (received.file >= 0) return received.file;
-    if (!received.any) return -1;
+    if (const auto found = request_from_all(left_until(until))) return found;
     if (Clock::now() >= until) return std::nullopt;
     std::this_thread::sleep_for(kPause);
   }
@@ -137,9 +135,9 @@ std::optional<int> StoreSockets::request(milliseconds timeout) {
 
 // Connects to all processes at once, so that those that are stopped cost no time. Returns when one has answered, or all
 // have closed their ends.
-StoreSockets::Received StoreSockets::request_from_all(milliseconds timeout) const {
+std::optional<int> StoreSockets::request_from_all(milliseconds timeout) const {
   const auto until = Clock::now() + timeout;
-  Received received;
+  bool any = false;  // a process has one of the names
   std::vector<pollfd> sockets;
   const Cleanup at_end([&] {
     for (const auto& each : sockets) close(each.fd);
@@ -148,11 +146,11 @@ StoreSockets::Received StoreSockets::request_from_all(milliseconds timeout) cons
   for (int i = 0; i < kNames; ++i) {
     if (socket < 0) socket = open_socket(SOCK_NONBLOCK);
     if (!at_name(connect, socket, prefix_ + std::to_string(i))) {
-      received.any = received.any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
+      any = any || errno != ECONNREFUSED;  // also if there is no descriptor for a socket
       continue;
     }
     if (is_of_this_user(socket)) {
-      received.any = true;
+      any = true;
       sockets.push_back({std::exchange(socket, -1), POLLIN, 0});
     } else {
       close_and_forget(socket);
@@ -163,16 +161,15 @@ StoreSockets::Received StoreSockets::request_from_all(milliseconds timeout) cons
     const auto left = left_until(until);
     const int ready = poll(sockets.data(), sockets.size(), static_cast<int>(left.count()));
     if (ready < 0 && errno == EINTR) continue;
-    if (ready <= 0) return received;
+    if (ready <= 0) break;
     for (std::size_t i = sockets.size(); i-- > 0;) {
       if (sockets[i].revents == 0) continue;
-      received.file = receive_descriptor(sockets[i].fd);
-      if (received.file >= 0) return received;
+      if (const int file = receive_descriptor(sockets[i].fd); file >= 0) return file;
       close(sockets[i].fd);
       sockets.erase(sockets.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
-  return received;
+  return any ? std::nullopt : std::optional(-1);
 }
 
 bool StoreSockets::listen() {

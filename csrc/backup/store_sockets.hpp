@@ -35,11 +35,8 @@ class StoreSockets {
   void close_all();
 
  private:
-  struct Received {
-    bool any = false;  // a process has one of the names
-    int file = -1;
-  };
-  [[nodiscard]] Received request_from_all(std::chrono::milliseconds timeout) const;
+  // As request(), once.
+  [[nodiscard]] std::optional<int> request_from_all(std::chrono::milliseconds timeout) const;
 
   const std::string prefix_;
   int lock_ = -1;

@@ -14,7 +14,7 @@ CUDA graphs with NCCL calls replay as before, if NCCL_GRAPH_REGISTER=0 was set w
 """
 
 from memsaver_core.communicators.communicators import TIMEOUT_S, Communicators
-from memsaver_core.communicators.graphs import warn_of_registered_graphs
+from memsaver_core.communicators.nccl import warn_of_registered_graphs
 
 __all__ = [
     "TIMEOUT_S", "can_suspend", "found", "register", "register_buffers", "resume", "shared", "statuses",
