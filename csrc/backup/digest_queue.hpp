@@ -58,8 +58,6 @@ class DigestQueue {
       : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
     for (auto& slot : slots_->slot) idle_.push_back(&slot);
   }
-  DigestQueue(const DigestQueue&) = delete;
-  DigestQueue& operator=(const DigestQueue&) = delete;
   ~DigestQueue() { abandon(); }
 
   [[nodiscard]] bool full() const { return batches_.size() == kSlots; }

@@ -40,8 +40,6 @@ class FileStore {
  public:
   // Uses `folder` when space is first requested.
   explicit FileStore(std::string folder) : folder_(std::move(folder)) {}
-  FileStore(const FileStore&) = delete;
-  FileStore& operator=(const FileStore&) = delete;
   ~FileStore() {
     if (file_ >= 0) close(file_);
   }

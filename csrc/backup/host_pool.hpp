@@ -146,7 +146,6 @@ class HostPool {
     // Throws as take().
     Bounce(HostPool& pool, std::size_t bytes, Use use) : ranges(pool.take(bytes, use)), pool_(pool) {}
     Bounce(const Bounce&) = delete;
-    Bounce& operator=(const Bounce&) = delete;
     ~Bounce() { pool_.give(ranges, Use::passing); }
 
     const std::vector<HostRange> ranges;

@@ -37,8 +37,6 @@ class Packing {
   };
 
   Packing(Driver& driver, int device, bool wanted) : driver_(driver), device_(device), wanted_(wanted) {}
-  Packing(const Packing&) = delete;
-  Packing& operator=(const Packing&) = delete;
 
   // Returns whether the driver is prepared to pack and unpack. The functions below need that.
   [[nodiscard]] bool ready() {

@@ -48,8 +48,6 @@ class SharedStore {
   // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
   // possible, which takes a few seconds if processes of the store do not answer.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes);
-  SharedStore(const SharedStore&) = delete;
-  SharedStore& operator=(const SharedStore&) = delete;
   // Drops all that this process holds, and leaves. Does nothing in a forked child, which is no member.
   ~SharedStore();
 

@@ -14,7 +14,6 @@ class StoreSockets {
   // Throws configuration unless `store` is 1 to 64 letters, digits, '-', '_' and '.'.
   explicit StoreSockets(const std::string& store);
   StoreSockets(const StoreSockets&) = delete;
-  StoreSockets& operator=(const StoreSockets&) = delete;
   ~StoreSockets() { close_all(); }
 
   // Excludes other processes that look for the store, until unlock(). Returns false if they held the lock for

@@ -60,7 +60,6 @@ class Saver::Operation {
  public:
   Operation(Saver& saver, Progress::Operation kind) : saver_(saver), kind_(kind) {}
   Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
   virtual ~Operation() = default;
 
   // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then

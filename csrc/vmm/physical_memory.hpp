@@ -64,8 +64,6 @@ class PhysicalMemory {
   // `peer_access`: every visible device may reach the memory.
   PhysicalMemory(Driver& driver, MemoryMap& map, bool peer_access)
       : driver_(driver), map_(map), peer_access_(peer_access) {}
-  PhysicalMemory(const PhysicalMemory&) = delete;
-  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   // Gives all memory and addresses back, except in a forked child, which shares its parent's device memory. Addresses
   // at which something stays mapped remain reserved until the process ends.
   ~PhysicalMemory() {

@@ -34,8 +34,6 @@ class FixedRange {
       range_.emplace(driver_, device_, bytes_);
     });
   }
-  FixedRange(const FixedRange&) = delete;
-  FixedRange& operator=(const FixedRange&) = delete;
   // Gives memory and addresses back; what the driver refuses is only logged. Does nothing in a forked child, or when
   // the process is ending.
   ~FixedRange() {

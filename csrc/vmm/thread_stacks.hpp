@@ -23,8 +23,6 @@ class ThreadStacks {
  public:
   ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)
       : driver_(driver), map_(map), physical_(physical) {}
-  ThreadStacks(const ThreadStacks&) = delete;
-  ThreadStacks& operator=(const ThreadStacks&) = delete;
 
   // Lowers the limit on every device on which no memory under a tag is resident or reserved: its engine runs no kernel.
   // What the driver refuses is logged.
