@@ -78,21 +78,18 @@ class BackupStore {
   // every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
-  // Adds a device, with the NUMA node next to it, and the nodes of all devices, which share the limit of host memory.
-  // The functions below need their device to be added.
-  void add_device(int device, int node, const std::set<int>& nodes) EXCLUDES(mutex_) {
+  // Adds a device, with the NUMA node next to it, and how many nodes all devices have, which share the limit of host
+  // memory. The functions below need their device to be added.
+  void add_device(int device, int node, std::size_t nodes) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
-    node_of_.emplace(device, node);
-    nodes_ = nodes.size();
+    auto& pool = pools_[node];
+    if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
+    pool_of_.emplace(device, pool.get());
   }
 
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
-    const int node = node_of_.at(device);
-    const auto found = pools_.find(node);
-    if (found != pools_.end()) return *found->second;
-    auto pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes_, node);
-    return *pools_.emplace(node, std::move(pool)).first->second;
+    return *pool_of_.at(device);
   }
   // Makes the pipeline at the first call; one thread at a time for one device. Throws driver errors.
   [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_) {
@@ -270,9 +267,8 @@ class BackupStore {
   std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
 
   mutable Mutex mutex_;
-  std::map<int, int> node_of_ GUARDED_BY(mutex_);  // by device
-  std::size_t nodes_ GUARDED_BY(mutex_) = 0;
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
+  std::map<int, HostPool*> pool_of_ GUARDED_BY(mutex_);                    // by device
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
   Background background_{[this] { work(); }};
 };

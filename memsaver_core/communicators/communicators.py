@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -184,7 +184,10 @@ class Communicators:
             try:
                 for each, status in chosen:
                     moved[each.name] = status.suspendable_bytes
-                    self._call(what, each, each.resume if resuming else each.suspend, deadline)
+                    # It waits for the other ranks, in a thread that is left behind if they do not call it.
+                    call = started(each.resume if resuming else each.suspend, f"memsaver-{what}")
+                    self._late = _Call(what, each.name, call)
+                    self._await_late(deadline)
             finally:
                 self._count()
             return moved
@@ -201,9 +204,7 @@ class Communicators:
         self._shared = (*filter(None, fixed), *sharing.shared_memory())
         return counted
 
-    def _chosen(
-        self, names: Sequence[str] | None, resuming: bool = False
-    ) -> list[tuple[Communicator, CommunicatorStatus]]:
+    def _chosen(self, names: Sequence[str] | None, resuming: bool) -> list[tuple[Communicator, CommunicatorStatus]]:
         """Return the communicators ``names`` in the order of their creation, which is the same on all ranks."""
         pairs = self._count()
         if names is None:
@@ -236,11 +237,6 @@ class Communicators:
             suspended=held.suspended,
             obstacle="MEMSAVER_COMMUNICATORS=off; unset it" if off else "",
         )
-
-    def _call(self, what: str, each: Communicator, function: Callable[[], None], deadline: float) -> None:
-        """Run a call that waits for the other ranks, in a thread that is left behind if they do not call it."""
-        self._late = _Call(what, each.name, started(function, f"memsaver-{what}"))
-        self._await_late(deadline)
 
     def _await_late(self, deadline: float) -> None:
         """Wait for the call under way, which may be one that an earlier operation gave up."""

@@ -49,10 +49,10 @@ class Nccl:
 
     def held(self, comm: int) -> Held:
         """Count what a communicator holds. Needs NCCL 2.29.7, as do ``suspend`` and ``resume``."""
-        suspendable, suspended, persistent = (
-            self._statistic(comm, each) for each in (_SUSPENDABLE, _SUSPENDED, _PERSISTENT)
-        )
-        return Held(suspendable, persistent, bool(suspended))
+        values = {which: ctypes.c_uint64() for which in (_SUSPENDABLE, _SUSPENDED, _PERSISTENT)}
+        for which, value in values.items():
+            self._call("ncclCommMemStats", ctypes.c_void_p(comm), which, ctypes.byref(value))
+        return Held(values[_SUSPENDABLE].value, values[_PERSISTENT].value, bool(values[_SUSPENDED].value))
 
     def suspend(self, comm: int) -> None:
         """Give back its memory; returns when every rank has called it. The device must be the calling thread's."""
@@ -61,11 +61,6 @@ class Nccl:
     def resume(self, comm: int) -> None:
         """Take its memory again, at the same addresses; returns when every rank has called it."""
         self._call("ncclCommResume", ctypes.c_void_p(comm))
-
-    def _statistic(self, comm: int, which: int) -> int:
-        value = ctypes.c_uint64()
-        self._call("ncclCommMemStats", ctypes.c_void_p(comm), which, ctypes.byref(value))
-        return value.value
 
     def _call(self, name: str, *arguments: object) -> None:
         # By subscript: a separate function object, since another user of the library may have declared arguments.
