@@ -112,13 +112,6 @@ class BackupStore {
     }
     for (Pipeline* const pipeline : pipelines) pipeline->packing.close();
   }
-  // Returns the memory of a device that is held for packing: none between operations, unless the driver did not take it
-  // back.
-  [[nodiscard]] std::size_t device_bytes(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_) {
-    const Lock lock(mutex_);
-    const auto found = pipelines_.find(device);
-    return found == pipelines_.end() ? 0 : found->second->packing.held_bytes();
-  }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
@@ -215,6 +208,7 @@ class BackupStore {
   }
 
  private:
+  friend struct SaverAudit;  // of the tests
   static BackupSettings with_limit(BackupSettings settings) {
     if (settings.host_backup_limit == 0) settings.host_backup_limit = available_memory_bytes() / 5 * 4;
     return settings;

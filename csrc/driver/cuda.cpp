@@ -1,5 +1,3 @@
-#include "driver/cuda.hpp"
-
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "driver/cuda_api.hpp"
+#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
 #include "support/error.hpp"

@@ -1,5 +1,3 @@
-#include "driver/host.hpp"
-
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
@@ -10,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "driver/driver.hpp"
 #include "driver/host_account.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"

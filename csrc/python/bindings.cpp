@@ -5,8 +5,7 @@
 #include <tuple>
 
 #include "backup/digest_queue.hpp"
-#include "driver/cuda.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"

@@ -162,13 +162,7 @@ class Communicators:
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """Bring communicators back, with the same addresses. Every rank of each must call this.
 
-        Args:
-            names: which; None for all. One that is not suspended is passed over.
-            timeout_s: deadline for all of them together.
-
-        Raises:
-            UnsupportedError: one of ``names`` does not exist; nothing was done.
-            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
+        One that is not suspended is passed over. Arguments and errors are those of ``suspend``.
         """
         self._move("resume", names, timeout_s)
 

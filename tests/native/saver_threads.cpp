@@ -12,7 +12,7 @@
 
 #include "audit.hpp"
 #include "check.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 #include "support/range_set.hpp"
 #include "vmm/saver.hpp"
 
