@@ -13,6 +13,9 @@ from memsaver_core.contract.errors import DiskFullError
 
 _held: IO[bytes] | None = None
 
+#: Whether files in a folder take memory of the host.
+is_in_memory = _native.is_in_memory
+
 
 def free_bytes() -> int:
     """Return what is free for backups in files, with what ``hold`` holds; 0 if their folder cannot be used."""
@@ -22,7 +25,7 @@ def free_bytes() -> int:
     except OSError:
         return 0
     free = disk.f_bavail * disk.f_frsize
-    free = min(free, _native.available_memory_bytes()) if _native.is_in_memory(folder) else free
+    free = min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
     return free + (0 if _held is None else os.fstat(_held.fileno()).st_size)
 
 

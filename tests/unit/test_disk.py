@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from memsaver_core import _native
+from memsaver_core.disk import is_in_memory
 
 
 def test_a_folder_in_memory_is_known(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_a_folder_in_memory_is_known(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        found = [_native.is_in_memory(folder) for folder in ("/dev/shm", str(link), "/proc", "/nowhere")]
+        found = [is_in_memory(folder) for folder in ("/dev/shm", str(link), "/proc", "/nowhere")]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found == [True, True, False, False]

@@ -330,7 +330,7 @@ def check_host_memory(machine: Machine) -> Finding:
 
 
 def check_backup_folder(machine: Machine) -> Finding:
-    from memsaver_core._native import is_in_memory
+    from memsaver_core.disk import is_in_memory
     from memsaver_core.settings import CoreSettings
 
     folder = CoreSettings().file_dir
