@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memsaver_core import process
-from memsaver_core.communicators import discovery, fabric, sharing
+from memsaver_core.communicators import discovery, sharing
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError, UnsupportedError
@@ -194,7 +194,8 @@ class Communicators:
         present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()
         self._counted = counted = tuple((each, self._status(each)) for each in present)
         devices = [(each.name, each.device) for each in present if each.nccl and each.device is not None]
-        fixed = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        uuids = {device: process.saver().device_info(device)["uuid"] for _, device in devices}
+        fixed = [sharing.fabric_obstacle(name, device, uuids[device]) for name, device in devices]
         self._shared = (*filter(None, fixed), *sharing.shared_memory())
         return counted
 
